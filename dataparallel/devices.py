@@ -1,0 +1,320 @@
+"""What a device is: device lists, streams, copies and threads.
+
+This is the only file that branches on the device type. Everything above it works with
+``torch.device`` and the stream objects that come from here; on the CPU those are null objects, so
+the code above needs no second path. Accelerators are driven through ``torch.accelerator`` and the
+device's own module (``torch.cuda``, ``torch.virtual``), never by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+
+DeviceLike: TypeAlias = int | str | torch.device
+
+_CPU = torch.device("cpu")
+
+
+# --- which devices there are -----------------------------------------------------------------
+
+
+def accelerators() -> tuple[torch.device, ...]:
+    """All accelerators of this machine, in index order; empty when there are none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return ()
+    count = torch.accelerator.device_count()
+    return tuple(torch.device(accelerator.type, index) for index in range(count))
+
+
+def default_devices() -> tuple[torch.device, ...]:
+    """All accelerators, or one CPU slot where there are none."""
+    return accelerators() or (_CPU,)
+
+
+def parse_device(spec: DeviceLike) -> torch.device:
+    """Turn one device specification into a ``torch.device`` that exists here.
+
+    Example::
+
+        parse_device(1)        # device(type='cuda', index=1) on a machine with two GPUs
+        parse_device("cpu")    # device(type='cpu')
+
+    Args:
+        spec: An int (index of an accelerator), a string, or a ``torch.device``. Without an index
+            the current device of that type is meant.
+
+    Returns:
+        The device, with an index unless it is the CPU.
+
+    Raises:
+        TypeError: ``spec`` is of another type.
+        ValueError: There is no such device; the message lists those that exist.
+    """
+    if isinstance(spec, bool) or not isinstance(spec, (int, str, torch.device)):
+        raise TypeError(
+            f"a device is an int, a str or a torch.device, but got {spec!r} "
+            f"of type {type(spec).__name__}"
+        )
+    if isinstance(spec, int):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ValueError(
+                f"device {spec} is the index of an accelerator, but this machine has none; "
+                'ask for CPU replicas by name, for example device_ids=["cpu", "cpu"]'
+            )
+        if spec < 0:
+            raise ValueError(f"device {spec} does not exist; {_devices_that_exist()}")
+        return _existing(torch.device(accelerator.type, spec), spec)
+    try:
+        device = torch.device(spec)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{spec!r} is not a device: {str(error).splitlines()[0]}; {_devices_that_exist()}"
+        ) from error
+    return _existing(device, spec)
+
+
+def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """Turn a device list into device slots, one per replica.
+
+    Example::
+
+        parse_devices(None)             # all accelerators, or one CPU slot
+        parse_devices(["cpu", "cpu"])   # two replicas that share the CPU
+        parse_devices([0, "cuda:1"])
+
+    Args:
+        device_ids: Ints, strings and ``torch.device`` in any mixture. A device may be named
+            several times: its replicas then share parameter storage. Default: every accelerator,
+            or the CPU once.
+
+    Returns:
+        One device per slot, in the order given.
+
+    Raises:
+        TypeError: The list or an entry is of another type.
+        ValueError: The list is empty, or names devices that don't exist (all of them are listed).
+    """
+    if device_ids is None:
+        return default_devices()
+    if isinstance(device_ids, (int, str, torch.device)):
+        raise TypeError(
+            f"device_ids is a list with one entry per replica, but got {device_ids!r}; "
+            f"write [{device_ids!r}]"
+        )
+    slots: list[torch.device] = []
+    faults: list[str] = []
+    for spec in device_ids:
+        try:
+            slots.append(parse_device(spec))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("; ".join(faults))
+    if not slots:
+        raise ValueError(
+            "device_ids is empty, but a replica needs a device; leave it out to use every "
+            f"device. {_devices_that_exist()}"
+        )
+    return tuple(slots)
+
+
+def parse_output_device(spec: DeviceLike | None, default: torch.device) -> torch.device:
+    """Like :func:`parse_device`; ``None`` means ``default`` and ``-1`` the CPU, as in torch."""
+    if spec is None:
+        return default
+    if spec == -1:
+        return _CPU
+    return parse_device(spec)
+
+
+def _existing(device: torch.device, spec: DeviceLike) -> torch.device:
+    if device.type == "cpu":
+        return _CPU
+    if device.type == "meta":
+        raise ValueError("the meta device computes nothing, so a replica cannot run on it")
+    try:
+        module: Any = torch.get_device_module(device)
+        count = int(module.device_count())
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"device {spec!r} does not exist: this torch has no {device.type!r} devices; "
+            f"{_devices_that_exist()}"
+        ) from error
+    index = device.index
+    if index is None:
+        index = int(module.current_device()) if count else 0
+    if index >= count:
+        raise ValueError(f"device {spec!r} does not exist; {_devices_that_exist()}")
+    return torch.device(device.type, index)
+
+
+def _devices_that_exist() -> str:
+    names = ", ".join(str(device) for device in (*accelerators(), _CPU))
+    return f"the devices of this machine are: {names}"
+
+
+# --- what differs between device types -------------------------------------------------------
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued on streams (everything but the CPU)."""
+    return device.type != "cpu"
+
+
+def has_backward_thread(device: torch.device) -> bool:
+    """Whether the autograd engine runs a thread of its own for ``device``.
+
+    On the CPU a backward runs in the thread that called it.
+    """
+    return device.type != "cpu"
+
+
+def device_module(device: torch.device) -> Any:
+    """The torch module that drives ``device``, for example ``torch.cuda``."""
+    return torch.get_device_module(device)
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current device of its type within a ``with`` block."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = device_module(device).device(device)
+    return context
+
+
+def memory_allocated(device: torch.device) -> int:
+    """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
+    return 0 if device.type == "cpu" else int(device_module(device).memory_allocated(device))
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+class NullStream:
+    """The stream of a device that executes at once: everything on it has already happened."""
+
+    __slots__ = ("device",)
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self.device = device
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def __repr__(self) -> str:
+        return f"NullStream(device={str(self.device)!r})"
+
+
+Stream: TypeAlias = torch.Stream | NullStream
+
+_NULL_STREAM = NullStream()
+_copy_streams: dict[torch.device, torch.Stream] = {}
+_copy_streams_lock = threading.Lock()
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream on which work for ``device`` is queued by this thread."""
+    if device.type == "cpu":
+        return _NULL_STREAM
+    stream: torch.Stream = device_module(device).current_stream(device)
+    return stream
+
+
+def copy_stream(device: torch.device) -> Stream:
+    """The side stream on which this package copies to ``device``, so that a copy overlaps compute.
+
+    One per device for the life of the process; the caller orders it with :func:`wait_stream`.
+    """
+    if device.type == "cpu":
+        return _NULL_STREAM
+    with _copy_streams_lock:
+        if device not in _copy_streams:
+            _copy_streams[device] = torch.Stream(device)
+        return _copy_streams[device]
+
+
+@contextlib.contextmanager
+def use_stream(stream: Stream) -> Iterator[None]:
+    """Queue this thread's work for the stream's device on ``stream`` within a ``with`` block."""
+    if isinstance(stream, NullStream):
+        yield
+        return
+    with use_device(stream.device), stream:
+        yield
+
+
+def wait_stream(waiting: Stream, awaited: Stream) -> None:
+    """Let later work on ``waiting`` start only after all work queued so far on ``awaited``.
+
+    The host does not block. Work on the CPU has always happened already. A CPU stream that waits
+    for a device blocks the host, since the CPU has no queue to order.
+    """
+    if isinstance(awaited, NullStream) or waiting == awaited:
+        return
+    if isinstance(waiting, NullStream):
+        awaited.synchronize()
+        return
+    waiting.wait_event(awaited.record_event())
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """Keep the memory of ``tensor`` until work queued so far on ``stream`` has used it.
+
+    Needed where a tensor is used on another stream than the one on which it was allocated.
+    """
+    if isinstance(stream, NullStream) or tensor.device.type == "cpu":
+        return
+    for part in _dense_parts(tensor):
+        part.record_stream(stream)
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,)
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until all work queued on ``device`` has happened."""
+    if device.type != "cpu":
+        device_module(device).synchronize(device)
+
+
+# --- intra-op threads ------------------------------------------------------------------------
+
+
+def intra_op_shares(devices: Sequence[torch.device]) -> tuple[int | None, ...]:
+    """How many intra-op threads each slot may use, so that CPU slots together use what one would.
+
+    Example::
+
+        # torch.get_num_threads() == 8
+        intra_op_shares([cpu, cpu, cpu])   # (3, 3, 2)
+
+    Args:
+        devices: One device per slot.
+
+    Returns:
+        A count per slot, at least 1; ``None`` for accelerators, whose threads need no limit.
+    """
+    slots = [i for i, device in enumerate(devices) if device.type == "cpu"]
+    shares: list[int | None] = [None] * len(devices)
+    if slots:
+        whole, rest = divmod(torch.get_num_threads(), len(slots))
+        for position, i in enumerate(slots):
+            shares[i] = max(1, whole + (position < rest))
+    return tuple(shares)
