@@ -1,4 +1,4 @@
-"""Every test process has four virtual devices, so that several accelerators can be tested anywhere."""
+"""Every test process has four virtual devices, so several accelerators are tested anywhere."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""Copies between devices, ordered by streams; on one device, shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from dataparallel import devices as _devices
+from dataparallel.comm.transport import Transport
+
+# Note [Streams of a copy]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# A copy to accelerator B runs on B's copy stream, wherever it comes from. So copies to B overlap
+# with what B computes, and all of them take this one path (`arrive`). It needs, in this order:
+#
+# 1. The copy stream waits for the current stream of each device that it reads from: the source may
+#    not have been computed yet. (Memory on the CPU is always ready.)
+# 2. The result is allocated on the copy stream. On B's current stream the allocator could hand out
+#    memory that work queued there still uses, and the copy would have to wait for that work.
+# 3. B's current stream waits for the copy stream: whoever uses the result does so there.
+# 4. The result is recorded on B's current stream: it belongs to the copy stream's memory, so when
+#    it is freed, the allocator would give it to the next copy while B still reads it.
+# 5. The sources are recorded on the copy stream, for the same reason the other way round: the
+#    caller may free them while the copy is still queued.
+#
+# The host waits for nothing. There are two exceptions, where it has to: a copy to the CPU blocks,
+# since the CPU has no queue that could wait; and a copy from CPU memory that isn't pinned blocks
+# until that memory was read, since its owner may write to it right after.
+#
+# CUDA's own copy between two devices runs on the source's current stream and orders itself with
+# the destination's (here: the copy stream), which makes step 1 cheap there, not wrong.
+
+
+def arrive(
+    device: torch.device,
+    sources: Sequence[torch.Tensor],
+    make: Callable[[], torch.Tensor],
+    stream: _devices.Stream | None = None,
+) -> torch.Tensor:
+    """Make a tensor on ``device`` out of tensors elsewhere. See Note [Streams of a copy].
+
+    Args:
+        device: Where the result is.
+        sources: All tensors that ``make`` reads.
+        make: Allocates the result on ``device`` and queues the copies into it.
+        stream: Stream of ``device`` to copy on. Default: the device's copy stream.
+
+    Returns:
+        What ``make`` returned, ready on the current stream of ``device``.
+    """
+    if not _devices.is_accelerator(device):
+        return make()
+    copying = _devices.copy_stream(device) if stream is None else stream
+    current = _devices.current_stream(device)
+    for origin in dict.fromkeys(source.device for source in sources):
+        _devices.wait_stream(copying, _devices.current_stream(origin))
+    with _devices.use_stream(copying):
+        result = make()
+    _devices.wait_stream(current, copying)
+    _devices.record_stream(result, current)
+    for source in sources:
+        _devices.record_stream(source, copying)
+    return result
+
+
+def copy_to(
+    tensor: torch.Tensor, device: torch.device, stream: _devices.Stream | None = None
+) -> torch.Tensor:
+    """The tensor on ``device``: shared memory if it is there already, else a copy.
+
+    Strides, layout and dtype are kept; the result takes no part in autograd.
+    """
+    tensor = tensor.detach()
+    if tensor.device == device:
+        return tensor
+    return arrive(
+        device,
+        [tensor],
+        lambda: tensor.to(device, non_blocking=may_be_deferred(tensor, device)),
+        stream,
+    )
+
+
+def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
+    """Whether a copy from ``source`` to ``device`` may happen after the call has returned."""
+    if not _devices.is_accelerator(device):
+        return False
+    if _devices.is_accelerator(source.device):
+        return True
+    return source.layout == torch.strided and source.is_pinned()
+
+
+class SharedMemory(Transport):
+    """Everything is on one device: nothing is copied."""
+
+    def serves(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> bool:
+        return len({*devices, *(tensor.device for tensor in tensors)}) == 1
+
+    def broadcast(
+        self, tensor: torch.Tensor, devices: Sequence[torch.device]
+    ) -> list[torch.Tensor]:
+        return [tensor.detach() for _ in devices]
+
+    def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
+        return _sum([tensor.detach() for tensor in inputs], owns_first=False)
+
+
+class Copies(Transport):
+    """One copy per tensor and device, and additions on the destination. Serves everything."""
+
+    def serves(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> bool:
+        return True
+
+    def broadcast(
+        self, tensor: torch.Tensor, devices: Sequence[torch.device]
+    ) -> list[torch.Tensor]:
+        return [copy_to(tensor, device) for device in devices]
+
+    def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
+        # One copy at a time is queued and then added: each overlaps with the addition before it,
+        # and no more than two of them are alive.
+        arriving = (copy_to(tensor, destination) for tensor in inputs)
+        return _sum(arriving, owns_first=inputs[0].device != destination)
+
+
+def _sum(tensors: Iterable[torch.Tensor], owns_first: bool) -> torch.Tensor:
+    """Add in order; see Note [Order of a sum]. At least two tensors."""
+    terms = iter(tensors)
+    first, second = next(terms), next(terms)
+    total = first.add_(second) if owns_first else first + second
+    for term in terms:
+        total.add_(term)
+    return total

@@ -1,0 +1,81 @@
+"""Several tensors in one flat buffer, and out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides without gaps that keep the order of dimensions in memory (channels_last, say)."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def memory_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """All elements as one dimension, in the order in which packed ``strides`` lay them out.
+
+    A view where the tensor has these strides, else a copy.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.stride() != tuple(strides):
+        laid_out = torch.empty_strided(
+            tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = laid_out.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[tuple[int, ...], ...]:
+    """Decide which tensors share a buffer: pure, from dtypes and sizes alone.
+
+    Args:
+        tensors: Dense tensors of one device.
+        buffer_size: Most bytes in one buffer; a larger tensor is alone in its own.
+
+    Returns:
+        Indices into ``tensors``, ascending within a group, each in exactly one group. The tensors
+        of a group have one dtype.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        num_bytes = tensor.numel() * tensor.element_size()
+        group, filled = open_groups.get(tensor.dtype, ([], 0))
+        if not group or filled + num_bytes > buffer_size:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(index)
+        open_groups[tensor.dtype] = (group, filled + num_bytes)
+    return tuple(tuple(group) for group in groups)
+
+
+def pack(tensors: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]) -> torch.Tensor:
+    """One flat tensor with the elements of ``tensors``, of one dtype and device, in order."""
+    flat = [memory_order(tensor, s) for tensor, s in zip(tensors, strides, strict=True)]
+    return torch.cat(flat)
+
+
+def unpack(
+    flat: torch.Tensor, shapes: Sequence[torch.Size], strides: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The tensors in a flat buffer: they share its memory.
+
+    See Note [Version counters of coalesced results].
+    """
+    tensors = []
+    offset = flat.storage_offset()
+    for shape, stride in zip(shapes, strides, strict=True):
+        tensors.append(flat.as_strided(shape, tuple(stride), offset).data)
+        offset += shape.numel()
+    return tensors
+
+
+# Note [Version counters of coalesced results]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Views of one buffer share its version counter: an in-place change of one parameter would then
+# count as a change of all, and backward would refuse tensors that nobody touched. The results
+# occupy disjoint parts of the buffer and the buffer itself is never handed out, so each gets a
+# counter of its own (`.data`).

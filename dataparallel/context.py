@@ -1,0 +1,342 @@
+"""Snapshot of the caller's thread-local context, applied in every replica thread.
+
+PyTorch keeps much of what a user sets in thread-local variables. A replica that runs in another
+thread must see all of it, or it computes something else than the bare module would: with grad mode
+alone carried over, a ``torch.autocast(dtype=torch.bfloat16)`` silently becomes float16.
+
+Note [What is thread-local]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Carried by :class:`ThreadContext`: grad mode, inference mode, forward-mode AD, view replay,
+multithreaded backward, autocast of every device type (enabled, dtype, cache, nesting), the stacks
+of function modes (a default device is one) and dispatch modes, whether ``__torch_function__`` is
+disabled, saved-tensor hooks, contextvars, current streams and the denormal mode of the CPU.
+Anomaly mode, deterministic algorithms, the default dtype and the SDPA switches are process-wide,
+so there is nothing to carry. functorch transforms and ``torch.jit.trace`` cannot be carried;
+``ThreadContext.portable`` is False under them, and the replicas then run in the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.overrides
+import torch.utils._device
+import torch.utils._python_dispatch
+
+from dataparallel import devices as _devices
+
+T = TypeVar("T")
+
+
+class _AutocastState(NamedTuple):
+    cache: bool
+    kinds: tuple[str, ...]
+    enabled: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _private(owner: object, path: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that has no public name; ``otherwise`` where this torch lacks it."""
+    found: Any = owner
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if callable(found) else otherwise
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+# Every private name of torch that this file needs. A torch without one of them does not carry that
+# setting, and everything else still works.
+_inference_guard = _private(torch, "_C._InferenceMode", contextlib.nullcontext)
+_fwd_grad_enabled = _private(torch, "_C._is_fwd_grad_enabled", lambda: True)
+_set_fwd_grad = _private(torch, "_C._set_fwd_grad_enabled", _nothing)
+_multithreading = _private(torch, "_C._is_multithreading_enabled", lambda: True)
+_set_multithreading = _private(torch, "_C._set_multithreading_enabled", _nothing)
+_view_replay = _private(torch, "_C._is_view_replay_enabled", lambda: False)
+_set_view_replay = _private(torch, "_C._set_view_replay_enabled", _nothing)
+_any_autocast = _private(torch, "_C._is_any_autocast_enabled", lambda: True)
+_autocast_types = _private(torch, "_C._autocast_supported_devices", lambda: ["cpu", "cuda"])
+_function_state = _private(torch, "_C._get_torch_function_state", _nothing)
+_set_function_state = _private(torch, "_C._set_torch_function_state", _nothing)
+_function_modes = _private(torch.overrides, "_get_current_function_mode_stack", list)
+_push_function_mode = _private(torch.overrides, "_push_mode", _nothing)
+_pop_function_mode = _private(torch.overrides, "_pop_mode", _nothing)
+_dispatch_modes = _private(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
+_push_dispatch_mode = _private(torch.utils._python_dispatch, "_push_mode", _nothing)
+_pop_dispatch_mode = _private(torch.utils._python_dispatch, "_pop_mode", _nothing)
+_top_hooks = _private(torch, "_C._autograd._top_saved_tensors_default_hooks", _nothing)
+_push_hooks = _private(torch, "_C._autograd._push_saved_tensors_default_hooks", _nothing)
+_pop_hooks = _private(torch, "_C._autograd._pop_saved_tensors_default_hooks", _nothing)
+_hooks_disabled = _private(
+    torch, "_C._autograd._saved_tensors_hooks_get_disabled_error_message", _nothing
+)
+_disable_hooks = _private(torch, "_C._autograd._saved_tensors_hooks_disable", _nothing)
+_enable_hooks = _private(torch, "_C._autograd._saved_tensors_hooks_enable", _nothing)
+_transforms_active = _private(torch, "_C._are_functorch_transforms_active", lambda: False)
+_tracing_state = _private(torch, "_C._get_tracing_state", _nothing)
+_increment_nesting = _private(torch, "autocast_increment_nesting", lambda: 1)
+_decrement_nesting = _private(torch, "autocast_decrement_nesting", lambda: 0)
+_device_mode_type: Any = getattr(torch.utils._device, "DeviceContext", ())
+_global_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+
+# Below the smallest normal number, so that it reads as zero where denormals are flushed. A variable
+# of the module, since the compiler would fold a product of two constants.
+_DENORMAL = 5e-324
+
+
+class ThreadContext:
+    """What the calling thread has set, to be applied in the threads of the replicas.
+
+    Example::
+
+        context = ThreadContext.capture(devices)      # in the calling thread
+        context.run(i, lambda: replica(x))            # in the thread of replica i
+
+    Args of :meth:`capture`:
+        devices: One device per replica.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_flush_denormal",
+        "_global_device",
+        "_grad",
+        "_nesting",
+        "_special",
+        "_streams",
+        "_variables",
+        "devices",
+        "portable",
+    )
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.portable = not _transforms_active() and _tracing_state() is None
+        self._variables = contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        kinds = ("cpu", *{device.type for device in self.devices if device.type != "cpu"})
+        self._autocast = _autocast_state(tuple(_autocast_types()) if _any_autocast() else kinds)
+        self._nesting = _increment_nesting() - 1
+        _decrement_nesting()
+        self._flush_denormal = _flushes_denormals()
+        self._streams = tuple(
+            _devices.current_stream(device)
+            for device in dict.fromkeys(self.devices)
+            if _devices.is_accelerator(device)
+        )
+        self._global_device = getattr(_global_device_context, "device_context", None)
+        self._special = _special_settings()
+
+    @classmethod
+    def capture(cls, devices: Sequence[torch.device]) -> ThreadContext:
+        """Record the context of the calling thread."""
+        return cls(devices)
+
+    def run(self, index: int, call: Callable[[], T]) -> T:
+        """Call ``call`` in this thread as if the capturing thread did, on the device of a replica.
+
+        Contextvars are a copy of their own for each call: what a replica sets in them, neither
+        the caller nor another replica sees.
+
+        Args:
+            index: Index of the replica.
+            call: A function without arguments.
+
+        Returns:
+            What ``call`` returns.
+        """
+        return self._variables.copy().run(self._run, index, call)
+
+    def _run(self, index: int, call: Callable[[], T]) -> T:
+        with self.apply(index):
+            return call()
+
+    @contextlib.contextmanager
+    def apply(self, index: int) -> Iterator[None]:
+        """Everything but the contextvars, within a ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            self._enter(stack, self.devices[index])
+            yield
+
+    def _enter(self, stack: contextlib.ExitStack, device: torch.device) -> None:
+        for stream in self._streams:
+            if _devices.current_stream(stream.device) != stream:
+                stack.enter_context(_devices.use_stream(stream))
+        stack.enter_context(_devices.use_device(device))
+        flushing = _flushes_denormals()
+        if flushing != self._flush_denormal:
+            torch.set_flush_denormal(self._flush_denormal)
+            stack.callback(torch.set_flush_denormal, flushing)
+        for setting in self._special:
+            setting(stack, self, device)
+        stack.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
+        torch._C._set_grad_enabled(self._grad)
+        self._enter_autocast(stack)
+
+    def _enter_autocast(self, stack: contextlib.ExitStack) -> None:
+        # See Note [The autocast cache is shared]
+        for _ in range(self._nesting):
+            _increment_nesting()
+            stack.callback(_decrement_nesting)
+        before = _autocast_state(self._autocast.kinds)
+        if before != self._autocast:
+            _set_autocast_state(self._autocast)
+            stack.callback(_set_autocast_state, before)
+
+    def default_device_for(self, chosen: torch.device, device: torch.device) -> torch.device:
+        """The default device inside the replica on ``device`` when the caller chose ``chosen``.
+
+        The user's choice stays, with one exception: where it is the accelerator of replica 0, the
+        user means "where the module is", so each replica gets its own device.
+        """
+        first = self.devices[0]
+        same = chosen == first or (chosen.index is None and chosen.type == first.type)
+        return device if same and _devices.is_accelerator(first) else chosen
+
+
+# Note [The autocast cache is shared]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Autocast keeps the weights it has cast in one cache for the whole process, and clears it when the
+# outermost autocast block of a thread ends: the nesting depth is thread-local. A replica thread
+# that started at depth 0 would clear the cache at the end of any autocast block inside the module,
+# while other replicas use it. So the depth is carried over, and the cache is cleared where the
+# bare module's would be: by the exit of the caller's own block.
+
+
+def _autocast_state(kinds: tuple[str, ...]) -> _AutocastState:
+    return _AutocastState(
+        torch.is_autocast_cache_enabled(),
+        kinds,
+        tuple([torch.is_autocast_enabled(kind) for kind in kinds]),
+        tuple([torch.get_autocast_dtype(kind) for kind in kinds]),
+    )
+
+
+def _set_autocast_state(state: _AutocastState) -> None:
+    torch.set_autocast_cache_enabled(state.cache)
+    for kind, enabled, dtype in zip(state.kinds, state.enabled, state.dtypes, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _flushes_denormals() -> bool:
+    return _DENORMAL * 1.0 == 0.0
+
+
+# --- settings that are seldom used: each costs one check, and nothing more when at its default ---
+
+_Setting: TypeAlias = Callable[[contextlib.ExitStack, ThreadContext, torch.device], None]
+
+
+def _special_settings() -> tuple[_Setting, ...]:
+    found: list[_Setting] = []
+    if torch.is_inference_mode_enabled():
+        found.append(_use_inference_mode)
+    if not _fwd_grad_enabled():
+        found.append(_use_no_forward_grad)
+    if not _multithreading():
+        found.append(_use_single_threaded_backward)
+    if _view_replay():
+        found.append(_use_view_replay)
+    message = _hooks_disabled()
+    hooks = _top_hooks(True)
+    if hooks is not None:
+        found.append(_saved_tensor_hooks(*hooks))
+    if message is not None:
+        found.append(_disabled_hooks(message))
+    modes = _dispatch_modes()
+    if modes:
+        found.append(_dispatch_mode_stack(modes))
+    modes = _function_modes()
+    if modes or getattr(_global_device_context, "device_context", None) is not None:
+        found.append(_function_mode_stack(modes))
+    state = _function_state()
+    if state is not None and int(state) != 0:
+        found.append(_torch_function_state(state))
+    return tuple(found)
+
+
+def _use_inference_mode(
+    stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
+) -> None:
+    stack.enter_context(_inference_guard(True))
+
+
+def _use_no_forward_grad(
+    stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
+) -> None:
+    stack.callback(_set_fwd_grad, _fwd_grad_enabled())
+    _set_fwd_grad(False)
+
+
+def _use_single_threaded_backward(
+    stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
+) -> None:
+    stack.callback(_set_multithreading, _multithreading())
+    _set_multithreading(False)
+
+
+def _use_view_replay(
+    stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
+) -> None:
+    stack.callback(_set_view_replay, _view_replay())
+    _set_view_replay(True)
+
+
+def _saved_tensor_hooks(pack: Any, unpack: Any) -> _Setting:
+    def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
+        _push_hooks(pack, unpack)
+        stack.callback(_pop_hooks)
+
+    return use
+
+
+def _disabled_hooks(message: str) -> _Setting:
+    def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
+        _disable_hooks(message, False)
+        stack.callback(_enable_hooks)
+
+    return use
+
+
+def _dispatch_mode_stack(modes: Sequence[Any]) -> _Setting:
+    def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
+        for mode in modes:
+            _push_dispatch_mode(mode)
+            stack.callback(_pop_dispatch_mode, getattr(mode, "_mode_key", None))
+
+    return use
+
+
+def _function_mode_stack(modes: Sequence[Any]) -> _Setting:
+    def use(stack: contextlib.ExitStack, context: ThreadContext, device: torch.device) -> None:
+        chosen = context._global_device
+        if chosen is not None:
+            stack.callback(setattr, _global_device_context, "device_context", None)
+            _global_device_context.device_context = _on_replica(chosen, context, device)
+        for mode in modes:
+            _push_function_mode(_on_replica(mode, context, device))
+            stack.callback(_pop_function_mode)
+
+    return use
+
+
+def _on_replica(mode: Any, context: ThreadContext, device: torch.device) -> Any:
+    if not isinstance(mode, _device_mode_type):
+        return mode
+    wanted = context.default_device_for(mode.device, device)
+    return mode if wanted == mode.device else _device_mode_type(wanted)
+
+
+def _torch_function_state(state: Any) -> _Setting:
+    def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
+        stack.callback(_set_function_state, _function_state())
+        _set_function_state(state)
+
+    return use

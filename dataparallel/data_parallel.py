@@ -1,0 +1,407 @@
+"""The wrapper that trains a module on several devices from one process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.buffers import BufferPolicy, check_policy
+from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
+from dataparallel.denominators import Part
+from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
+from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
+from dataparallel.replicate import check_placement
+from dataparallel.scatter_gather import gather, plan_scatter
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+OutputDevice = DeviceLike | Literal["each"] | None
+
+_log = logging.getLogger("dataparallel")
+
+
+class DataParallel(nn.DataParallel[ModuleT]):
+    """Run a module on several devices at once, each on its part of the batch.
+
+    Outputs, gradients of any order and updates are those of the bare module on the whole batch.
+    The module's own parameters are what the optimizer gets. Works in a notebook, needs no launcher
+    and no process group, and is a ``torch.nn.DataParallel`` for code that asks by ``isinstance``.
+
+    Example::
+
+        model = DataParallel(net)                     # or device_ids=["cpu", "cpu"]
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in loader:
+            loss = criterion(model(x), y)             # or model.loss(criterion, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        module: The module; its parameters and buffers are on the first device when it is called
+            (with a single device it is moved there at once).
+        device_ids: One device per replica: ints, strings or ``torch.device``, repeats allowed.
+            Default: every accelerator, or one replica on the CPU where there is none.
+        output_device: Where outputs are gathered, ``-1`` for the CPU, or ``"each"`` to get the
+            replicas' outputs as a list, each on its own device. Default: the first device.
+        dim: The batch dimension of inputs and outputs. Default: 0.
+        buffers: Which buffers are kept after a forward, ``"replica0"`` (default), ``"mean"`` or
+            ``"sync"``; see :data:`dataparallel.buffers.BufferPolicy`.
+        scalars: What becomes of 0-d outputs: ``"stack"`` (default) makes a vector with one element
+            per replica, as torch does; ``"mean"`` one scalar, weighted by samples; ``"sum"``.
+        in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
+            argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
+        split_lists: Whether lists without tensors whose length is the batch are split too.
+
+    Attributes:
+        module: The wrapped module. ``state_dict()`` and the names of parameters and buffers are
+            the module's own, and attributes that the wrapper lacks are looked up on it.
+        device_ids: The device of each replica.
+
+    Raises:
+        TypeError: A device or an option is of another type.
+        ValueError: A device does not exist, or an option has no such value.
+    """
+
+    def __init__(
+        self,
+        module: ModuleT,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: OutputDevice = None,
+        dim: int = 0,
+        *,
+        buffers: BufferPolicy = "replica0",
+        scalars: Literal["stack", "mean", "sum"] = "stack",
+        in_dims: Mapping[str | int, Any] | None = None,
+        split_lists: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+        if scalars not in ("stack", "mean", "sum"):
+            raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
+        devices = parse_devices(device_ids)
+        if device_ids is None and devices == (torch.device("cpu"),):
+            _log.warning(
+                "no accelerator was found: one replica on the CPU; ask for more with "
+                'device_ids=["cpu", "cpu"], one entry per replica'
+            )
+        self.module = module
+        self.device_ids: list[torch.device] = list(devices)  # type: ignore[assignment]
+        # A torch.device, or "each"; torch declares an int.
+        self.output_device: Any = (
+            "each" if output_device == "each" else parse_output_device(output_device, devices[0])
+        )
+        self.src_device_obj = devices[0]
+        self.dim = dim
+        self.buffer_policy = check_policy(buffers)
+        self.scalars = scalars
+        self.in_dims = dict(in_dims) if in_dims is not None else None
+        self.split_lists = split_lists
+        self._engine = ReplicaEngine(devices, self.buffer_policy)
+        if len(devices) == 1:
+            module.to(devices[0])
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Split the inputs, run the replicas, gather their outputs.
+
+        Args:
+            inputs: Positional arguments of the module; tensors in them, however nested, are split
+                along ``dim``, everything else goes to each replica.
+            kwargs: Keyword arguments of the module, treated alike.
+
+        Returns:
+            The outputs in the structure that the module returns, tensors concatenated along
+            ``dim`` on ``output_device``.
+
+        Raises:
+            ValueError: The inputs cannot be split (no tensor, batch sizes that disagree, ``dim``
+                out of range), or the module is not on the first device.
+            RuntimeError: The forward wrote parameters in place.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            check_placement(self.module, self.device_ids[0])
+            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+            if not args and not keywords:
+                args, keywords = ((),), ({},)
+            if len(self.device_ids) == 1:
+                return self._single(args[0], keywords[0])
+            sizes = sizes_of(args, keywords, self.dim)
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            with self._engine.finishing(replicas, sizes):
+                outputs = self.parallel_apply(replicas, args, keywords)
+            return self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
+
+    def _single(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        output = self.module(*args, **kwargs)
+        if self.output_device == self.device_ids[0]:
+            return output
+        return self.gather(PerReplica([output]), self.output_device)
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        device_ids: Sequence[DeviceLike],
+    ) -> Any:
+        """Split the arguments; override to split in another way.
+
+        Returns:
+            A sequence of positional arguments and one of keyword arguments, each with one entry
+            per replica that takes part.
+        """
+        plan = plan_scatter(
+            inputs,
+            kwargs,
+            len(device_ids),
+            self.dim,
+            in_dims=self.in_dims,
+            split_lists=self.split_lists,
+        )
+        if plan.batch_size is None and (inputs or kwargs):
+            kinds = [type(value).__name__ for value in (*inputs, *(kwargs or {}).values())]
+            raise ValueError(
+                f"there is no tensor to split in the inputs ({', '.join(kinds)}); give at least "
+                "one with a batch dimension, or call .module, which splits nothing"
+            )
+        args, keywords = plan.execute(parse_devices(device_ids))
+        return PerReplica(args, sizes=plan.sizes), PerReplica(keywords, sizes=plan.sizes)
+
+    def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
+        """The clones that run the next forward; override to change them."""
+        return self._engine.replicas(module, len(device_ids), detach=not torch.is_grad_enabled())
+
+    def parallel_apply(
+        self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Call each replica with its arguments, in the replicas' threads."""
+        return self._engine.run(
+            [
+                functools.partial(replica, *args, **keywords)
+                for replica, args, keywords in zip(replicas, inputs, kwargs, strict=True)
+            ]
+        )
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Put the outputs of the replicas together; override to do it in another way."""
+        return gather(
+            outputs,
+            output_device,
+            dim=self.dim,
+            scalars=self.scalars,
+            weights=getattr(outputs, "sizes", None),
+        )
+
+    # --- loss ------------------------------------------------------------------------------
+
+    def loss(
+        self,
+        criterion: Callable[..., Any],
+        inputs: Any,
+        targets: Any,
+        *,
+        weight: Weight | None = None,
+    ) -> Tensor:
+        """The loss of the whole batch, computed where the outputs are.
+
+        The criterion runs in each replica and only losses are gathered, weighted by the
+        criterion's own denominator. Result and gradients are those of
+        ``criterion(module(inputs), targets)``, also for uneven chunks, ``ignore_index``, class
+        weights and ``reduction="sum"``.
+
+        Example::
+
+            model.loss(nn.CrossEntropyLoss(ignore_index=0), x, y).backward()
+            model.loss(my_loss, x, y, weight="samples").backward()
+
+        Args:
+            criterion: A loss of ``torch.nn`` or ``torch.nn.functional`` (or a ``partial`` of one),
+                or any callable that returns a 0-d tensor, with ``weight``.
+            inputs: The module's argument; a tuple is unpacked, a dict gives keyword arguments.
+            targets: Further arguments of the criterion, in the same manner; split as the inputs.
+            weight: How much a chunk's loss counts, for criteria that are not known:
+                ``"samples"`` or a function of the criterion's arguments. Default: the criterion's
+                own denominator.
+
+        Returns:
+            A 0-d tensor on the output device (one loss per sample for ``reduction="none"``).
+
+        Raises:
+            ValueError: The criterion is not known and ``weight`` is missing; or the inputs cannot
+                be split, as in :meth:`forward`.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.loss"):
+            prepared = prepare(criterion, weight, self.dim)
+            check_placement(self.module, self.device_ids[0])
+            args, kwargs = arguments(inputs)
+            target_args, target_kwargs = arguments(targets)
+            named = {f"targets[{name!r}]": value for name, value in target_kwargs.items()}
+            chunks, keywords = self.scatter(
+                (*args, *target_args), {**kwargs, **named}, self.device_ids
+            )
+            sizes = sizes_of(chunks, keywords, self.dim)
+            replicas: Sequence[nn.Module] = [self.module]
+            if len(self.device_ids) > 1:
+                replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
+            with self._engine.finishing(replicas, sizes):
+                criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
+                with self._engine.finishing(criteria, sizes):
+                    split = _LossArguments(len(args), tuple(named))
+                    parts = self._engine.run(
+                        [
+                            functools.partial(_replica_loss, prepared, split, *each)
+                            for each in zip(
+                                replicas, criteria, chunks, keywords, sizes, strict=True
+                            )
+                        ]
+                    )
+            each = self.output_device == "each"
+            return prepared.combine(parts, self.device_ids[0] if each else self.output_device)
+
+    # --- what the wrapper shows of the module --------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under the module's own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers under the module's own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state, without a ``module.`` prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the module's state, whose names may have a ``module.`` prefix or none."""
+        return self.module.load_state_dict(
+            _without_prefix(state_dict, self.module), strict=strict, assign=assign
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Called where the wrapper is a part of a bigger module, whose state has no `module.` for
+        # it either; torch goes on to look for the children's names.
+        inner = prefix + "module."
+        names = [name for name in state_dict if name.startswith(prefix)]
+        if not any(name.startswith(inner) for name in names):
+            for name in names:
+                state_dict[inner + name[len(prefix) :]] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # --- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the worker threads. The wrapper can be used again; new threads start then."""
+        self._engine.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_engine"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._engine = ReplicaEngine(self.device_ids, self.buffer_policy)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: OutputDevice = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a module once on several devices, each on its part of the batch.
+
+    Example::
+
+        output = data_parallel(net, x, device_ids=["cpu", "cpu"])
+
+    Args:
+        module: The module, on the first device.
+        inputs: Its argument, or a tuple of positional arguments; None for none.
+        device_ids: One device per replica. Default: every accelerator, or the CPU.
+        output_device: Where the output is gathered; ``-1`` for the CPU, ``"each"`` for a list of
+            the replicas' outputs. Default: the first device.
+        dim: The batch dimension. Default: 0.
+        module_kwargs: Keyword arguments of the module.
+
+    Returns:
+        What :class:`DataParallel` returns for the same call.
+
+    Raises:
+        ValueError: As :class:`DataParallel` does.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    devices = parse_devices(device_ids)
+    # The wrapper moves the module to its only device; a function should not move its argument.
+    check_placement(module, devices[0])
+    wrapper = DataParallel(module, devices, output_device, dim)
+    try:
+        return wrapper(*inputs, **(module_kwargs or {}))
+    finally:
+        wrapper.close()
+
+
+class _LossArguments(NamedTuple):
+    """How one chunk's arguments divide into those of the module and those of the criterion."""
+
+    num_inputs: int
+    target_names: tuple[str, ...]
+
+
+def _replica_loss(
+    prepared: PreparedCriterion,
+    split: _LossArguments,
+    replica: nn.Module,
+    criterion: nn.Module | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    samples: int,
+) -> Part:
+    own = {name: value for name, value in kwargs.items() if name not in split.target_names}
+    targets = {name[len("targets['") : -len("']")]: kwargs[name] for name in split.target_names}
+    output = replica(*args[: split.num_inputs], **own)
+    return prepared.local(
+        output, args[split.num_inputs :], targets, samples=samples, replica=criterion
+    )
+
+
+def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    prefix = "module."
+    if "module" in module._modules or not all(name.startswith(prefix) for name in state_dict):
+        return state_dict
+    stripped = OrderedDict((name[len(prefix) :], value) for name, value in state_dict.items())
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        # torch keeps the version of each module's state there, under the module's name.
+        stripped._metadata = {  # type: ignore[attr-defined]
+            name[len(prefix) :]: version for name, version in versions.items() if name
+        }
+    return stripped

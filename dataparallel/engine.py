@@ -1,0 +1,151 @@
+"""What a wrapper keeps between forwards: clones and worker threads, and how they are used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from dataparallel.batch_norm import synchronise
+from dataparallel.buffers import BufferPolicy, merge_mean
+from dataparallel.clones import ModuleClones
+from dataparallel.parallel_apply import apply_replicas
+from dataparallel.replicate import check_placement
+from dataparallel.workers import WorkerPools
+
+T = TypeVar("T")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# One for the model, and some for criteria and for forwards that run at the same time.
+_MAX_IDLE = 8
+
+
+class PerReplica(list[T]):
+    """A list with one entry per replica of one call, and what else is known of the call.
+
+    Attributes:
+        sizes: Number of samples of each replica; None where the user's own scatter split the
+            batch.
+        clones: Where the entries are clones, what keeps them.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[T],
+        *,
+        sizes: tuple[int, ...] | None = None,
+        clones: ModuleClones | None = None,
+    ) -> None:
+        super().__init__(entries)
+        self.sizes = sizes
+        self.clones = clones
+
+
+class ReplicaEngine:
+    """The clones and threads of one wrapper, made at first use and kept.
+
+    A call borrows a set of clones and gives it back, so calls may be nested or come from several
+    threads: each has a set of its own.
+
+    Args:
+        devices: One device per slot.
+        policy: What becomes of buffers.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], policy: BufferPolicy) -> None:
+        self._devices = tuple(devices)
+        self._policy = policy
+        self._pools = WorkerPools()
+        self._idle: list[ModuleClones] = []
+
+    def replicas(self, module: ModuleT, num_replicas: int, *, detach: bool) -> PerReplica[ModuleT]:
+        """Borrow clones of ``module`` for the first ``num_replicas`` slots, up to date.
+
+        Args:
+            module: The original.
+            num_replicas: How many slots take part.
+            detach: Whether to leave out the gradient edges.
+
+        Returns:
+            The clones, to be given back through :meth:`finishing`.
+        """
+        clones = self._borrow(module)
+        try:
+            entries = clones.refresh(num_replicas, detach=detach)
+            if self._policy == "sync":
+                synchronise(clones)
+        except BaseException:
+            self._idle.append(clones)
+            raise
+        return PerReplica(cast("list[ModuleT]", entries), clones=clones)
+
+    def criterion_replicas(self, criterion: nn.Module | None, num_replicas: int) -> PerReplica[Any]:
+        """Borrow clones of a criterion; the criterion itself where there is one replica."""
+        if criterion is None or num_replicas == 1:
+            return PerReplica([criterion] * num_replicas)
+        check_placement(criterion, self._devices[0])
+        return self.replicas(criterion, num_replicas, detach=not torch.is_grad_enabled())
+
+    @contextlib.contextmanager
+    def finishing(self, replicas: Sequence[nn.Module], sizes: Sequence[int]) -> Iterator[None]:
+        """Carry what the forward wrote back to the original, and give the clones back.
+
+        Args:
+            replicas: What :meth:`replicas` returned, or anything else, which is left alone.
+            sizes: Number of samples of each replica.
+
+        Raises:
+            RuntimeError: A replica wrote parameters in place.
+        """
+        clones = getattr(replicas, "clones", None)
+        if clones is None:
+            yield
+            return
+        try:
+            yield
+            written = clones.written_parameters()
+            if written:
+                raise RuntimeError(
+                    f"the forward changed parameters in place: {', '.join(written)}; replicas run "
+                    "at the same time and would each change their own copy, so change parameters "
+                    "outside of forward, or make them buffers"
+                )
+            if self._policy == "mean":
+                merge_mean(clones, sizes)
+            clones.commit()
+        finally:
+            self._idle.append(clones)
+            del self._idle[:-_MAX_IDLE]
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one call per replica, each in its replica's thread and on its device."""
+        return apply_replicas(calls, self._devices[: len(calls)], self._pools)
+
+    def close(self) -> None:
+        """End the worker threads; the next call starts new ones."""
+        self._pools.close()
+
+    def _borrow(self, module: nn.Module) -> ModuleClones:
+        for clones in self._idle:
+            if clones.module is module:
+                with contextlib.suppress(ValueError):
+                    self._idle.remove(clones)
+                    return clones
+        # A mean is written to the original, which must not be what a replica saved for backward.
+        return ModuleClones(module, self._devices, "none" if self._policy == "mean" else "first")
+
+
+def sizes_of(args: Sequence[Any], kwargs: Sequence[Any], dim: int) -> tuple[int, ...]:
+    """Number of samples of each replica, from the plan or else from the arguments themselves."""
+    sizes = getattr(args, "sizes", None)
+    if sizes is not None and len(sizes) == len(args):
+        return cast("tuple[int, ...]", sizes)
+    counted = []
+    for chunk in zip(args, kwargs, strict=True):
+        leaves = torch.utils._pytree.tree_leaves(chunk)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim)
+        counted.append(next((tensor.size(dim) for tensor in tensors), 1))
+    return tuple(counted)

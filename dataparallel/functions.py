@@ -1,0 +1,198 @@
+"""Moves between devices that autograd sees, each differentiable to any order.
+
+Broadcast and ReduceAddCoalesced are each other's derivative, and so are Scatter and Gather. Names
+and arguments are those of ``torch.nn.parallel._functions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from dataparallel import comm
+from dataparallel import devices as _devices
+
+# In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
+# when the backward is itself differentiated, the input that this gradient then is.
+_MaybeTensor = torch.Tensor | None
+
+
+def apply_function(function: type[Function], *args: Any) -> Any:
+    """``function.apply(*args)``, which torch leaves without types."""
+    apply: Any = function.apply
+    return apply(*args)
+
+
+class Broadcast(Function):
+    """Copies of several tensors on several devices; their gradients are summed over the devices.
+
+    Example::
+
+        w0, b0, w1, b1 = Broadcast.apply([0, 1], weight, bias)
+
+    Args:
+        devices: One device per replica; repeats allowed.
+        tensors: Tensors of one device.
+
+    Returns:
+        A flat tuple: all tensors for the first device, then all for the second. Memory is shared on
+        the tensors' own device and between slots of one device.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, devices: Sequence[_devices.DeviceLike], *tensors: _MaybeTensor
+    ) -> tuple[_MaybeTensor, ...]:
+        ctx.set_materialize_grads(False)
+        slots = _devices.parse_devices(devices)
+        present = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        sources = [tensor for tensor in tensors if tensor is not None]
+        ctx.num_inputs = len(tensors)
+        ctx.input_device = sources[0].device if sources else slots[0]
+        flat: list[_MaybeTensor] = []
+        constant: list[torch.Tensor] = []
+        for copies in comm.broadcast_coalesced(sources, slots):
+            of_replica: list[_MaybeTensor] = [None] * len(tensors)
+            for i, copy in zip(present, copies, strict=True):
+                of_replica[i] = copy
+                if not ctx.needs_input_grad[1 + i]:
+                    constant.append(copy)
+            flat.extend(of_replica)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        sums = apply_function(ReduceAddCoalesced, ctx.input_device, ctx.num_inputs, *grads)
+        return (None, *sums)
+
+
+class ReduceAddCoalesced(Function):
+    """Sums of several tensors over the replicas, in replica order.
+
+    Example::
+
+        weight, bias = ReduceAddCoalesced.apply(0, 2, w0, b0, w1, b1)
+
+    Args:
+        destination: Device of the sums.
+        num_inputs: How many tensors each replica gives.
+        grads: A flat sequence: all tensors of the first replica, then all of the second. ``None``
+            counts as zero.
+
+    Returns:
+        A tuple of ``num_inputs`` sums; ``None`` where no replica gives a tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, destination: _devices.DeviceLike, num_inputs: int, *grads: _MaybeTensor
+    ) -> tuple[_MaybeTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.num_inputs = num_inputs
+        ctx.origins = [None if grad is None else grad.device for grad in grads]
+        target = _devices.parse_output_device(destination, torch.device("cpu"))
+        columns = [
+            [grad for grad in grads[i::num_inputs] if grad is not None] for i in range(num_inputs)
+        ]
+        sums: list[_MaybeTensor] = [None] * num_inputs
+        # Tensors that equally many replicas give can be summed together.
+        for height in sorted({len(column) for column in columns} - {0}):
+            members = [i for i, column in enumerate(columns) if len(column) == height]
+            rows = [[columns[i][row] for i in members] for row in range(height)]
+            for i, total in zip(members, comm.reduce_add_coalesced(rows, target), strict=True):
+                sums[i] = total
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(
+            *(t for i, t in enumerate(sums) if t is not None and not any(needed[i::num_inputs]))
+        )
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        distinct = list(dict.fromkeys(device for device in ctx.origins if device is not None))
+        copies = apply_function(Broadcast, distinct, *grads) if distinct else ()
+        result: list[_MaybeTensor] = []
+        for position, origin in enumerate(ctx.origins):
+            if origin is None:
+                result.append(None)
+            else:
+                i = position % ctx.num_inputs
+                result.append(copies[distinct.index(origin) * ctx.num_inputs + i])
+        return (None, None, *result)
+
+
+class Scatter(Function):
+    """Chunks of one tensor on several devices; their gradients are gathered.
+
+    Example::
+
+        first, second = Scatter.apply([0, 1], None, 0, batch)
+
+    Args:
+        devices: One device per chunk; repeats allowed.
+        chunk_sizes: Length of each chunk, or ``None`` to divide as ``torch.chunk`` does.
+        dim: Dimension to split.
+        tensor: The tensor to split. From pinned memory, copies overlap with what the devices do.
+
+    Returns:
+        A tuple of chunks, none of which shares memory with ``tensor``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        devices: Sequence[_devices.DeviceLike],
+        chunk_sizes: Sequence[int] | None,
+        dim: int,
+        tensor: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dim = dim
+        ctx.input_device = tensor.device
+        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
+        # A replica may change its chunk in place. Shared memory would let it change what others
+        # saved for backward, without their version counters noticing.
+        return tuple(chunk.clone() if chunk.device == tensor.device else chunk for chunk in chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[_MaybeTensor, ...]:
+        return None, None, None, apply_function(Gather, ctx.input_device, ctx.dim, *grads)
+
+
+class Gather(Function):
+    """Several tensors concatenated on one device; the gradient is scattered.
+
+    Example::
+
+        batch = Gather.apply("cpu", 0, output_of_replica_0, output_of_replica_1)
+
+    Args:
+        destination: Device of the result; -1 means the CPU.
+        dim: Dimension to concatenate along.
+        tensors: One per replica, equal in all dimensions but ``dim``. Tensors without dimensions
+            are stacked.
+
+    Returns:
+        One new tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, destination: _devices.DeviceLike, dim: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.origins = [tensor.device for tensor in tensors]
+        ctx.stacked = all(tensor.dim() == 0 for tensor in tensors)
+        ctx.dim = 0 if ctx.stacked else dim
+        gathered = comm.gather(tensors, dim, destination)
+        ctx.lengths = [1 if ctx.stacked else tensor.size(dim) for tensor in tensors]
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
+        grads = apply_function(Scatter, ctx.origins, ctx.lengths, ctx.dim, grad)
+        if ctx.stacked:
+            grads = tuple(part[0] for part in grads)
+        return (None, None, *grads)

@@ -1,0 +1,110 @@
+"""Autograd edges from the parameters of the replicas back to the originals.
+
+Note [Gradient edges]
+~~~~~~~~~~~~~~~~~~~~~
+A replica computes with tensors that hold the originals' values and whose ``grad_fn`` leads back to
+the originals, one node per bucket of parameters:
+
+    original w ── AccumulateGrad            gradients of a bucket, replica by replica
+         │                                       │        │        │
+         ▼                                       ▼        ▼        ▼
+    ReplicaEdges (forward: aliases of the   ReplicaEdges.backward: their sum, in the
+      copies, nothing is computed)            order 0, 1, .. n-1, on the originals' device
+         │        │        │
+         ▼        ▼        ▼                     then AccumulateGrad of each original, once
+     replica 0  replica 1  replica n-1
+
+The engine runs a bucket's node as soon as the last gradient of the bucket has arrived, while the
+rest of backward goes on in the devices' threads: that is the overlap. The sum of a bucket depends
+on nothing but its inputs, so thread timing does not change the result, not even in the last bit.
+Replica 0 has edges of its own too: if it computed with the originals, its contributions would be
+added to the other replicas' sum inside the engine, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dataparallel.functions import ReduceAddCoalesced
+
+#: Bytes of gradients that are reduced together; torch DDP's default bucket.
+BUCKET_BYTES = 25 * 2**20
+#: The bucket that backward completes last should be small, since nothing is left to hide it.
+FIRST_BUCKET_BYTES = 2**20
+
+
+def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Group tensors into buckets of neighbours with one dtype and about one size.
+
+    Example::
+
+        plan_buckets([weight, bias])   # ((0, 1),) when both are float32 and small
+
+    Args:
+        tensors: Parameters in registration order.
+
+    Returns:
+        Indices into ``tensors``, bucket by bucket. Backward tends to produce gradients from the
+        last parameter to the first, so the first bucket is the one that is completed last; it has
+        the smaller limit.
+    """
+    buckets: list[tuple[int, ...]] = []
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices, size = open_buckets.get(tensor.dtype, ([], 0))
+        indices.append(index)
+        size += tensor.numel() * tensor.element_size()
+        if size >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(tuple(indices))
+            open_buckets.pop(tensor.dtype, None)
+        else:
+            open_buckets[tensor.dtype] = (indices, size)
+    buckets.extend(tuple(indices) for indices, _ in open_buckets.values())
+    return tuple(buckets)
+
+
+def connect(
+    copies: Sequence[Sequence[torch.Tensor]], originals: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Aliases of the copies whose gradients flow, summed, into the originals.
+
+    Args:
+        copies: Per replica, the values of each original on the replica's device.
+        originals: Tensors that require grad, all on one device.
+
+    Returns:
+        Per replica, one tensor per original: an alias of the copy (it shares memory and version
+        counter). See Note [Gradient edges].
+    """
+    aliases: list[list[torch.Tensor]] = [[copy for copy in replica] for replica in copies]
+    for bucket in plan_buckets(originals):
+        flat = [replica[index] for replica in copies for index in bucket]
+        outputs: Any = ReplicaEdges.apply(  # type: ignore[no-untyped-call]
+            flat, *[originals[index] for index in bucket]
+        )
+        for replica_index, replica in enumerate(aliases):
+            start = replica_index * len(bucket)
+            for position, index in enumerate(bucket):
+                replica[index] = outputs[start + position]
+    return aliases
+
+
+class ReplicaEdges(torch.autograd.Function):
+    """The node between a bucket of originals and their aliases. See Note [Gradient edges]."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: list[torch.Tensor], *originals: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.num_tensors = len(originals)
+        ctx.destination = originals[0].device
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        sums = ReduceAddCoalesced.apply(  # type: ignore[no-untyped-call]
+            ctx.destination, ctx.num_tensors, *grads
+        )
+        return None, *sums

@@ -1,0 +1,92 @@
+"""Clone a module onto device slots, with gradient edges back to the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from dataparallel.clones import ModuleClones
+from dataparallel.devices import DeviceLike, parse_devices
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def replicate(
+    network: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
+) -> list[ModuleT]:
+    """Clone a module onto several device slots.
+
+    The clones keep the structure: what the module shares with itself is shared within each clone,
+    containers, buffers, hooks, parametrizations and tensor layouts are kept, and each clone has
+    ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the device of ``network``
+    share the memory of its parameters.
+
+    Example::
+
+        replicas = replicate(net, ["cuda:0", "cuda:1"])
+        (replicas[0](x0).sum() + replicas[1](x1).sum().to("cuda:0")).backward()
+        net.weight.grad   # the sum over both replicas
+
+    Args:
+        network: The module; its parameters and buffers are on ``devices[0]``.
+        devices: One device per replica: ints, strings or ``torch.device``; repeats are allowed.
+        detach: Leave out the gradient edges. Default: gradients of the clones' parameters are
+            summed, in replica order, into ``network``.
+
+    Returns:
+        One clone per device. Parameters and buffers of the clones on ``devices[0]`` alias the
+        originals (buffers of the first such clone only), the others are copies.
+
+    Raises:
+        TypeError: A submodule cannot be cloned (a ScriptModule).
+        ValueError: Parameters or buffers are on other devices than ``devices[0]``, or are not
+            initialised yet; the message lists all of them.
+
+    Gradient edges are those of ``replicate`` in torch's C++ ``data_parallel``.
+    """
+    if not devices:
+        return []
+    slots = parse_devices(devices)
+    check_placement(network, slots[0])
+    clones = ModuleClones(network, slots).refresh(len(slots), detach=detach)
+    return cast("list[ModuleT]", clones)
+
+
+def check_placement(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError that lists every parameter and buffer that is not on ``device``."""
+    if _is_placed(module, device):
+        return
+    misplaced: list[str] = []
+    uninitialised: list[str] = []
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if torch.nn.parameter.is_lazy(tensor):
+                uninitialised.append(name)
+            elif tensor.device != device:
+                misplaced.append(f"{kind} {name!r} is on {tensor.device}")
+    if uninitialised:
+        raise ValueError(
+            f"cannot replicate parameters that are not initialised: {', '.join(uninitialised)}; "
+            "call the module once with an example input first"
+        )
+    if misplaced:
+        raise ValueError(
+            f"the module must be on {device}, the first of its devices, but "
+            f"{'; '.join(misplaced)}; call module.to({str(device)!r}) first"
+        )
+
+
+def _is_placed(module: nn.Module, device: torch.device) -> bool:
+    # At every forward, so without the names, whose making costs more than all the rest.
+    return not any(
+        tensor is not None and (tensor.device != device or torch.nn.parameter.is_lazy(tensor))
+        for part in module.modules()
+        for registry in (part._parameters, part._buffers)
+        for tensor in registry.values()
+    )

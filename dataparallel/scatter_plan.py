@@ -1,0 +1,389 @@
+"""Deciding how arguments are split, before anything is copied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from dataparallel import devices as _devices
+from dataparallel.comm.local import chunk_lengths
+from dataparallel.functions import Broadcast, Scatter, apply_function
+from dataparallel.tree import Structure, flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """Marks an argument that goes whole to each replica.
+
+    Tensors in it are copied to each device, and their gradients from all replicas are summed.
+
+    Example::
+
+        model(batch, Replicate(mask))
+
+    Args:
+        value: A tensor or a container of tensors.
+    """
+
+    value: Any
+
+
+class _Default:
+    def __repr__(self) -> str:
+        return "the default dim"
+
+
+# What `in_dims` says where it says nothing; `None` there means "whole to each replica".
+_DEFAULT = _Default()
+
+_Action = Literal["split", "split list", "copy", "share"]
+
+
+class _Leaf(NamedTuple):
+    path: str
+    value: Any
+    action: _Action
+    dim: int
+
+
+class _Tree(NamedTuple):
+    structure: Structure
+    leaves: tuple[_Leaf, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScatterPlan:
+    """How arguments divide into chunks; nothing has been copied yet.
+
+    Attributes:
+        batch_size: Number of samples; ``None`` where no tensor is split.
+        dim: Dimension that is split unless an argument has its own.
+        sizes: Number of samples of each chunk, for as many chunks as replicas take part;
+            ``(1,)`` where no tensor is split.
+    """
+
+    batch_size: int | None
+    dim: int
+    sizes: tuple[int, ...]
+    trees: tuple[_Tree, ...] = dataclasses.field(repr=False)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many replicas take part."""
+        return len(self.sizes)
+
+    def execute(
+        self, devices: Sequence[_devices.DeviceLike]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Split and copy.
+
+        Args:
+            devices: One device per slot, at least as many as there are chunks.
+
+        Returns:
+            For each chunk its positional arguments, and for each chunk its keyword arguments.
+        """
+        args, kwargs = self.execute_trees(devices)
+        return tuple(args), tuple(kwargs)
+
+    def execute_trees(self, devices: Sequence[_devices.DeviceLike]) -> list[list[Any]]:
+        """For each planned tree the list of its chunks."""
+        slots = _devices.parse_devices(devices)[: self.num_chunks]
+        assert len(slots) == self.num_chunks, (len(slots), self.num_chunks)
+        copies = _copy_whole(self._leaves("copy"), slots)
+        chunks = {
+            (id(leaf.value), leaf.dim): self._split(leaf, slots) for leaf in self._leaves("split")
+        }
+
+        def of_chunk(leaf: _Leaf, i: int) -> Any:
+            if leaf.action == "split":
+                return chunks[id(leaf.value), leaf.dim][i]
+            if leaf.action == "copy":
+                return copies[id(leaf.value)][i]
+            if leaf.action == "split list":
+                start = sum(self.sizes[:i])
+                return leaf.value[start : start + self.sizes[i]]
+            return leaf.value
+
+        return [
+            [
+                tree.structure.rebuild([of_chunk(leaf, i) for leaf in tree.leaves])
+                for i in range(self.num_chunks)
+            ]
+            for tree in self.trees
+        ]
+
+    def _leaves(self, action: _Action) -> list[_Leaf]:
+        """Each tensor once per dim: what is one object for the caller is one in each replica."""
+        found = {
+            (id(leaf.value), leaf.dim): leaf
+            for tree in self.trees
+            for leaf in tree.leaves
+            if leaf.action == action
+        }
+        return list(found.values())
+
+    def _split(self, leaf: _Leaf, slots: Sequence[torch.device]) -> Sequence[torch.Tensor]:
+        if len(slots) == 1:
+            return [move_tensor(leaf.value, slots[0])]
+        chunks: tuple[torch.Tensor, ...] = apply_function(
+            Scatter, slots, self.sizes, leaf.dim, leaf.value
+        )
+        return chunks
+
+
+def _copy_whole(
+    leaves: Sequence[_Leaf], slots: Sequence[torch.device]
+) -> dict[int, list[torch.Tensor]]:
+    copies: dict[int, list[torch.Tensor]] = {}
+    for origin in dict.fromkeys(leaf.value.device for leaf in leaves):
+        tensors = [leaf.value for leaf in leaves if leaf.value.device == origin]
+        if list(slots) == [origin]:
+            copies.update((id(tensor), [tensor]) for tensor in tensors)
+            continue
+        flat = apply_function(Broadcast, slots, *tensors)
+        for i, tensor in enumerate(tensors):
+            copies[id(tensor)] = list(flat[i :: len(tensors)])
+    return copies
+
+
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
+    if tensor.device == device:
+        return tensor
+    moved: torch.Tensor = apply_function(Broadcast, [device], tensor)[0]
+    return moved
+
+
+# --- planning ------------------------------------------------------------------------------------
+
+
+def plan_scatter(
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    num_slots: int,
+    dim: int = 0,
+    chunk_sizes: Sequence[int] | None = None,
+    in_dims: Mapping[str | int, Any] | None = None,
+    split_lists: bool = False,
+) -> ScatterPlan:
+    """Decide how the arguments of one call are split. Copies nothing.
+
+    Example::
+
+        plan = plan_scatter((x,), {"mask": mask}, num_slots=2, in_dims={"mask": None})
+        plan.sizes                                     # (16, 16)
+        args, kwargs = plan.execute(["cuda:0", "cuda:1"])
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments; ``None`` for none.
+        num_slots: How many device slots there are.
+        dim: Dimension along which tensors are split.
+        chunk_sizes: Samples per slot. Default: as ``torch.chunk`` divides.
+        in_dims: For an argument, by position or name, its own dim; ``None`` to give it whole to
+            each replica; or a mapping or sequence that says so for its parts. Names and positions
+            that a call doesn't use are ignored.
+        split_lists: Whether a list without tensors whose length is the batch size is split too.
+
+    Returns:
+        The plan. Fewer samples than slots make fewer chunks, an empty batch one empty chunk, and so
+        do arguments without a tensor to split.
+
+    Raises:
+        TypeError: An argument cannot be split (``PackedSequence``), or ``in_dims`` is of another
+            type.
+        ValueError: Batch sizes disagree, ``dim`` is out of range, or ``chunk_sizes`` don't add up.
+    """
+    in_dims = {} if in_dims is None else in_dims
+    if not isinstance(in_dims, Mapping):
+        raise TypeError(
+            "in_dims is a mapping from argument names or positions to dims, such as "
+            f'{{"mask": None, 1: 0}}, but got {in_dims!r}'
+        )
+    by_position = {key: value for key, value in in_dims.items() if not isinstance(key, str)}
+    by_name = {key: value for key, value in in_dims.items() if isinstance(key, str)}
+    faults = [key for key in by_position if not isinstance(key, int) or key < 0]
+    if faults:
+        raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
+    args = () if args is None else args
+    kwargs = {} if kwargs is None else dict(kwargs)
+    known = {i: by_position[i] for i in by_position if i < len(args)}
+    named = {name: by_name[name] for name in by_name if name in kwargs}
+    return plan_trees(
+        [("inputs", args, known), ("kwargs", kwargs, named)],
+        num_slots,
+        dim,
+        chunk_sizes,
+        split_lists,
+    )
+
+
+def plan_trees(
+    named_trees: Iterable[tuple[str, Any, Any]],
+    num_slots: int,
+    dim: int,
+    chunk_sizes: Sequence[int] | None,
+    split_lists: bool,
+) -> ScatterPlan:
+    """Plan any containers, each given as its name, itself, and its ``in_dims``."""
+    is_leaf = _is_leaf_with_lists if split_lists else _is_empty
+    trees = []
+    faults: list[str] = []
+    for name, obj, spec in named_trees:
+        values, structure = flatten(obj, is_leaf=is_leaf, name=name)
+        specs = _spread(structure, spec, name)
+        paths = structure.paths(name)
+        leaves = [
+            _decide(value, path, spec, dim, faults)
+            for value, path, spec in zip(values, paths, specs, strict=True)
+        ]
+        trees.append((_unmarked(structure), leaves))
+    if faults:
+        raise ValueError(
+            f"{'; '.join(faults)}; give such an argument another dim, or None, through in_dims"
+        )
+    batch_size = _batch_size([leaf for _, leaves in trees for leaf in leaves])
+    sizes = _chunk_sizes(batch_size, num_slots, chunk_sizes)
+    total = sum(sizes) if chunk_sizes is not None else batch_size
+    return ScatterPlan(
+        batch_size=total,
+        dim=dim,
+        sizes=sizes,
+        trees=tuple(
+            _Tree(structure, tuple(_settle_list(leaf, total) for leaf in leaves))
+            for structure, leaves in trees
+        ),
+    )
+
+
+def _is_empty(obj: Any) -> bool:
+    # An empty container is often there to be filled, and the caller looks into it afterwards.
+    return isinstance(obj, (list, tuple, dict)) and not obj
+
+
+def _is_leaf_with_lists(obj: Any) -> bool:
+    if not isinstance(obj, list):
+        return _is_empty(obj)
+    return not any(isinstance(leaf, (torch.Tensor, Replicate)) for leaf in flatten(obj)[0])
+
+
+def _unmarked(structure: Structure) -> Structure:
+    """Without the markers, which the replicas don't get to see."""
+    if structure.kind is Replicate:
+        return _unmarked(structure.children[0])
+    children = tuple(_unmarked(child) for child in structure.children)
+    return dataclasses.replace(structure, children=children)
+
+
+def _spread(structure: Structure, spec: Any, path: str) -> list[Any]:
+    """One entry of ``in_dims`` per leaf."""
+    if structure.kind is Replicate:
+        return [None] * structure.num_leaves
+    if spec is None or spec is _DEFAULT or isinstance(spec, int):
+        return [spec] * structure.num_leaves
+    positions = {key: i for i, key in enumerate(structure.keys)}
+    if not structure.children and not spec:
+        return [_DEFAULT] * structure.num_leaves
+    if isinstance(spec, Mapping):
+        unknown = [key for key in spec if key not in positions]
+        if unknown:
+            raise ValueError(
+                f"in_dims names {unknown} in {path}, which has {list(structure.keys)}; "
+                "leave out what is not there"
+            )
+        below = [spec.get(key, _DEFAULT) for key in structure.keys]
+    elif isinstance(spec, Sequence) and not isinstance(spec, str):
+        if len(spec) != len(structure.keys):
+            raise ValueError(
+                f"in_dims has {len(spec)} entries for {path}, which has {len(structure.keys)}"
+            )
+        below = list(spec)
+    else:
+        raise TypeError(
+            f"in_dims for {path} is an int, None, or a mapping or sequence of these, "
+            f"but got {spec!r}"
+        )
+    return [
+        entry
+        for position, child in enumerate(structure.children)
+        for entry in _spread(child, below[position], structure.child_path(path, position))
+    ]
+
+
+def _decide(value: Any, path: str, spec: Any, default_dim: int, faults: list[str]) -> _Leaf:
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            f"{path} is a PackedSequence, which interleaves the samples and cannot be split; pass "
+            "the padded tensor and the lengths, and call pack_padded_sequence inside forward"
+        )
+    if isinstance(value, torch.Tensor):
+        if spec is None or (spec is _DEFAULT and value.dim() == 0):
+            return _Leaf(path, value, "copy", 0)
+        dim = default_dim if spec is _DEFAULT else spec
+        if -value.dim() <= dim < value.dim():
+            return _Leaf(path, value, "split", dim % value.dim())
+        span = f"from {-value.dim()} to {value.dim() - 1}" if value.dim() else "none, as it is 0-d"
+        faults.append(
+            f"dim {dim} is out of range for {path} of shape {tuple(value.shape)}, "
+            f"whose dims are {span}"
+        )
+    elif isinstance(value, list) and value and spec is not None:
+        return _Leaf(path, value, "split list", 0)
+    return _Leaf(path, value, "share", 0)
+
+
+def _settle_list(leaf: _Leaf, batch_size: int | None) -> _Leaf:
+    if leaf.action == "split list" and len(leaf.value) != batch_size:
+        return leaf._replace(action="share")
+    return leaf
+
+
+def _batch_size(leaves: Sequence[_Leaf]) -> int | None:
+    """The size that all tensors have along the dim along which they are split."""
+    split = [leaf for leaf in leaves if leaf.action == "split"]
+    if not split:
+        return None
+    size: Callable[[_Leaf], int] = lambda leaf: leaf.value.size(leaf.dim)  # noqa: E731
+    others = [leaf for leaf in split if size(leaf) != size(split[0])]
+    if others:
+        listed = ", ".join(
+            f"{leaf.path} has {size(leaf)} along dim {leaf.dim} (shape {tuple(leaf.value.shape)})"
+            for leaf in (split[0], *others)
+        )
+        raise ValueError(
+            f"tensors that are split must agree on the batch size, but {listed}; mark what belongs "
+            "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
+        )
+    return size(split[0])
+
+
+def _chunk_sizes(
+    batch_size: int | None, num_slots: int, given: Sequence[int] | None
+) -> tuple[int, ...]:
+    if given is None:
+        return (1,) if batch_size is None else chunk_lengths(batch_size, num_slots)
+    sizes = tuple(given)
+    faults = []
+    if len(sizes) != num_slots:
+        faults.append(
+            f"chunk_sizes has {len(sizes)} entries but there are {num_slots} device slots"
+        )
+    if any(size < 0 for size in sizes):
+        faults.append(f"chunk_sizes has negative entries: {sizes}")
+    if batch_size is not None and sum(sizes) != batch_size:
+        faults.append(f"chunk_sizes add up to {sum(sizes)} but the batch has {batch_size} samples")
+    while len(sizes) > 1 and sizes[-1] == 0:
+        sizes = sizes[:-1]
+    if len(sizes) > 1 and 0 in sizes:
+        faults.append(
+            f"chunk_sizes {tuple(given)} leave out slot {sizes.index(0)} in the middle; reorder "
+            "the devices so that zeros come last"
+        )
+    if faults:
+        raise ValueError("; ".join(faults))
+    return sizes

@@ -1,0 +1,218 @@
+"""Copies of tensors on the device slots, made anew only when an original has changed.
+
+Note [What counts as a change]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A copy is stale when the original was replaced (another object, another memory address), written in
+place (version counter), converted or frozen (dtype, shape, ``requires_grad``), or stepped by an
+optimizer; an optimizer may write through ``.data``, which bumps no counter, so its step always
+counts. All other writes through ``.data`` are found by comparing fingerprints of the values. That
+reads every original once, so it is done only for slots on other devices than the originals, and
+only when nothing else has called for a copy. Slots on the originals' device share the memory and
+cannot be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dataparallel import comm
+from dataparallel.fingerprint import fingerprint
+from dataparallel.gradient_edges import plan_buckets
+
+#: Which slots use the same memory. ``"device"``: all slots on one device, those on the originals'
+#: device the originals themselves. ``"first"``: only the first slot on the originals' device uses
+#: them, every other slot has memory of its own. ``"none"``: every slot has memory of its own.
+Sharing: TypeAlias = Literal["device", "first", "none"]
+
+_Signature: TypeAlias = tuple[Any, ...]
+
+_steps_taken = 0
+_last_step_of: dict[int, int] = {}
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _steps_taken
+    _steps_taken += 1
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _last_step_of[id(parameter)] = _steps_taken
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+class _Bucket:
+    """Some originals that are copied together, and the copies that were made of them."""
+
+    def __init__(self, originals: list[torch.Tensor], signature: _Signature, places: int) -> None:
+        # Held so that no other tensor can come to have the identity of one of them.
+        self.originals = originals
+        self.signature = signature
+        self.copies: list[list[torch.Tensor] | None] = [None] * places
+        # Versions of the copies after copying; None where the copy is the original itself.
+        self.versions: list[list[int] | None] = [None] * places
+        # Taken from a copy the first time that it is needed, not from the original at copying
+        # time: training then never pays for it, since each forward follows an optimizer step.
+        self.fingerprint: torch.Tensor | None = None
+
+
+class TensorCopies:
+    """Copies of a changing list of tensors on fixed device slots.
+
+    Example::
+
+        copies = TensorCopies(devices)
+        per_slot = copies.update(list(module.parameters()), num_slots=2)
+
+    Args:
+        devices: One device per slot.
+        sharing: Which slots use the same memory. Default: those on one device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], sharing: Sharing = "device") -> None:
+        self._devices = tuple(devices)
+        self._sharing = sharing
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+
+    def update(self, tensors: Sequence[torch.Tensor], num_slots: int) -> list[list[torch.Tensor]]:
+        """Copies of ``tensors`` for the first ``num_slots`` slots.
+
+        Args:
+            tensors: The originals, all on one device.
+            num_slots: How many slots take part in this call.
+
+        Returns:
+            Per slot, one tensor for each original, without gradient history: the original itself
+            on its own device (see ``sharing``), else a copy. The tensors are the same objects as
+            last time if nothing has changed. See Note [What counts as a change].
+        """
+        result: list[list[torch.Tensor]] = [list(tensors) for _ in range(num_slots)]
+        if not tensors:
+            return result
+        places = _places(self._devices[:num_slots], tensors[0].device, self._sharing)
+        if len(places) == 1 and places[0][0] is None:
+            return result
+        known, self._buckets = self._buckets, {}
+        for indices in plan_buckets(tensors):
+            originals = [tensors[index] for index in indices]
+            key = tuple(id(original) for original in originals)
+            bucket = self._current(known.pop(key, None), originals, len(self._devices))
+            self._buckets[key] = bucket
+            self._fill(bucket, originals, places)
+            for place, (device, slots) in enumerate(places):
+                if device is not None:
+                    made = bucket.copies[place]
+                    assert made is not None
+                    for slot in slots:
+                        for index, copy in zip(indices, made, strict=True):
+                            result[slot][index] = copy
+        return result
+
+    def _current(
+        self, bucket: _Bucket | None, originals: list[torch.Tensor], places: int
+    ) -> _Bucket:
+        """The bucket as it was if its copies still hold, else an empty one."""
+        signature = tuple(_signature(original) for original in originals)
+        if bucket is None or bucket.signature != signature or _written(bucket):
+            return _Bucket(originals, signature, places)
+        held = next((copies for copies in bucket.copies if copies is not None), None)
+        comparable = held is not None and all(_has_bits(t) for t in (*originals, *held))
+        if held is not None and comparable:
+            if bucket.fingerprint is None:
+                bucket.fingerprint = fingerprint(held).cpu()
+            if not torch.equal(fingerprint(originals).cpu(), bucket.fingerprint):
+                return _Bucket(originals, signature, places)
+        return bucket
+
+    def _fill(
+        self,
+        bucket: _Bucket,
+        originals: list[torch.Tensor],
+        places: Sequence[tuple[torch.device | None, Sequence[int]]],
+    ) -> None:
+        missing = [
+            (place, device)
+            for place, (device, _) in enumerate(places)
+            if device is not None and bucket.copies[place] is None
+        ]
+        if not missing:
+            return
+        # Made in inference mode a copy could never take part in training afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            made = _copy_to([device for _, device in missing], originals)
+        for (place, _), copies in zip(missing, made, strict=True):
+            bucket.copies[place] = copies
+            bucket.versions[place] = [copy._version for copy in copies]
+
+
+def _places(
+    devices: Sequence[torch.device], source: torch.device, sharing: Sharing
+) -> list[tuple[torch.device | None, list[int]]]:
+    """Memory locations and the slots that use each; the device is None where originals serve."""
+    places: list[tuple[torch.device | None, list[int]]] = []
+    seen: dict[torch.device, int] = {}
+    for slot, device in enumerate(devices):
+        if device in seen and sharing == "device":
+            places[seen[device]][1].append(slot)
+            continue
+        uses_originals = device == source and device not in seen and sharing != "none"
+        seen.setdefault(device, len(places))
+        places.append((None if uses_originals else device, [slot]))
+    return places
+
+
+def _signature(tensor: torch.Tensor) -> _Signature:
+    return (
+        tensor.data_ptr() if tensor.layout == torch.strided else None,
+        None if tensor.is_inference() else tensor._version,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride() if tensor.layout == torch.strided else None,
+        tensor.requires_grad,
+        _last_step_of.get(id(tensor)),
+    )
+
+
+def _written(bucket: _Bucket) -> bool:
+    """Whether somebody wrote a copy, as batch norm does with the buffers of its replica."""
+    return any(
+        copy._version != version
+        for copies, versions in zip(bucket.copies, bucket.versions, strict=True)
+        if copies is not None and versions is not None
+        for copy, version in zip(copies, versions, strict=True)
+    )
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _copy_to(
+    devices: Sequence[torch.device], originals: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Copies on each device, of each original's own class and with its attributes."""
+    source = originals[0].device
+    values = [original.detach() for original in originals]
+    others = [device for device in devices if device != source]
+    sent = iter(comm.broadcast_coalesced(values, others)) if others else iter(())
+    result: list[list[torch.Tensor]] = []
+    for device in devices:
+        copies = [value.clone() for value in values] if device == source else list(next(sent))
+        result.append(
+            [_dressed(copy, like, device) for copy, like in zip(copies, originals, strict=True)]
+        )
+    return result
+
+
+def _dressed(copy: torch.Tensor, original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(original, torch.nn.Parameter):
+        kind = type(original)
+        copy = torch.Tensor._make_subclass(kind, copy, original.requires_grad)
+    for name, value in vars(original).items():
+        on_device = value.to(device) if isinstance(value, torch.Tensor) else value
+        setattr(copy, name, on_device)
+    return copy

@@ -1,0 +1,1 @@
+"""CUDA kernels and their launchers, each beside a reference in plain torch."""

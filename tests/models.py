@@ -1,0 +1,65 @@
+"""Modules that several tests use, and how wrapped and bare are compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Shared(nn.Module):
+    """A random graph of linear layers, of which some are one module, and some share a weight."""
+
+    def __init__(self, layers: list[int], width: int = 4) -> None:
+        super().__init__()
+        distinct = [nn.Linear(width, width) for _ in range(max(layers, default=0) + 1)]
+        self.layers = nn.ModuleList([distinct[i] for i in layers])
+        self.tied = nn.Linear(width, width)
+        self.tied.weight = distinct[0].weight
+        self.scale = nn.ParameterList([nn.Parameter(torch.ones(width))])
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(width))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + (x if i % 2 else 0)
+        return self.tied(x) * self.scale[0] + self.shifts["a"]
+
+
+class Containers(nn.Module):
+    """Takes and returns nested containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 4)
+        self.right = nn.Linear(3, 4)
+
+    def forward(self, pair: tuple[Tensor, list[Tensor]], *, factor: float = 1.0) -> dict[str, Any]:
+        first, rest = pair
+        left = self.left(first) * factor
+        return {"sum": left + self.right(rest[0]), "parts": (left, [rest[0]]), "factor": factor}
+
+
+def grads_of(module: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
+
+
+def assert_all_close(got: Iterable[Any], expected: Iterable[Any], **tolerances: float) -> None:
+    """Compare two sequences of tensors, in which None equals None."""
+    for i, (left, right) in enumerate(zip(got, expected, strict=True)):
+        assert (left is None) == (right is None), f"entry {i}: {left} against {right}"
+        if left is not None:
+            torch.testing.assert_close(
+                left, right, msg=lambda m, i=i: f"entry {i}: {m}", **tolerances
+            )
+
+
+def twins(
+    build: Callable[[], nn.Module], device: str, dtype: torch.dtype = torch.double
+) -> tuple[nn.Module, nn.Module]:
+    """Two equal modules on one device."""
+    torch.manual_seed(1)
+    module = build().to(device=device, dtype=dtype)
+    return module, copy.deepcopy(module)

@@ -1,0 +1,187 @@
+"""Buffers are kept from replica 0, averaged, or synchronised. Oracle: the bare module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel import DataParallel, current_replica
+
+
+class Net(nn.Module):
+    """Batch norm in the middle, in each of its three ranks."""
+
+    def __init__(self, momentum: float | None = 0.1, affine: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3, momentum=momentum, affine=affine)
+        self.out = nn.Linear(3, 4)
+        self.norm1 = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        return self.norm1(self.out(hidden))
+
+
+def pair(slots: list[str], **options: Any) -> tuple[nn.Module, DataParallel[nn.Module]]:
+    bare = Net().double().to(slots[0])
+    return bare, DataParallel(copy.deepcopy(bare), slots, **options)
+
+
+def assert_same_state(left: nn.Module, right: nn.Module) -> None:
+    expected = left.state_dict()
+    for name, value in right.state_dict().items():
+        torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("batch", [4, 7, 9])
+def test_sync_equals_the_bare_module_on_the_whole_batch(slots: list[str], batch: int) -> None:
+    bare, model = pair(slots, buffers="sync")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (bare, model)]
+    for _ in range(3):
+        x = torch.randn(batch, 2, 5, 5, dtype=torch.double, device=slots[0])
+        y = torch.randn(batch, 4, dtype=torch.double, device=slots[0])
+        for module, optimizer in zip((bare, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x), y).backward()
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(bare, model)
+
+
+def test_sync_has_second_derivatives(slots: list[str]) -> None:
+    bare, model = pair(slots[:2], buffers="sync")
+    x = torch.randn(5, 2, 4, 4, dtype=torch.double, device=slots[0])
+    results = []
+    for module in (bare, model):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(module(leaf).pow(3).sum(), leaf, create_graph=True)
+        grad.pow(2).sum().backward()
+        results.append([leaf.grad, *[p.grad for p in module.parameters()]])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_sync_with_other_options(slots: list[str], momentum: float | None, affine: bool) -> None:
+    bare = Net(momentum, affine).double().to(slots[0])
+    model = DataParallel(copy.deepcopy(bare), slots[:3], buffers="sync")
+    for _ in range(2):
+        x = torch.randn(8, 2, 5, 5, dtype=torch.double, device=slots[0])
+        torch.testing.assert_close(model(x), bare(x))
+    assert_same_state(bare, model)
+
+
+def test_sync_leaves_evaluation_alone(slots: list[str]) -> None:
+    bare, model = pair(slots, buffers="sync")
+    x = torch.randn(6, 2, 5, 5, dtype=torch.double, device=slots[0])
+    bare.eval(), model.eval()
+    torch.testing.assert_close(model(x), bare(x))
+    assert_same_state(bare, model)
+
+
+def test_sync_keeps_precision_when_the_mean_is_large(slots: list[str]) -> None:
+    bare = nn.BatchNorm1d(3).to(slots[0])
+    model = DataParallel(copy.deepcopy(bare), slots[:2], buffers="sync")
+    x = torch.randn(64, 3, device=slots[0]) + 1000.0
+    torch.testing.assert_close(model(x), bare(x), rtol=1e-3, atol=1e-3)
+
+
+def test_sync_recomputed_by_a_checkpoint_is_a_clear_error(slots: list[str]) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = DataParallel(Checkpointed().to(slots[0]), slots[:2], buffers="sync")
+    loss = model(torch.randn(6, 2, 5, 5, device=slots[0])).sum()
+    with pytest.raises(RuntimeError, match=r"batch norm 'norm'.*activation checkpointing"):
+        loss.backward()
+    assert model(torch.randn(6, 2, 5, 5, device=slots[0])).shape == (6, 4)
+
+
+def test_sync_of_a_single_value_is_refused_as_torch_refuses_it(slots: list[str]) -> None:
+    model = DataParallel(nn.BatchNorm1d(3).to(slots[0]), slots[:2], buffers="sync")
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(1, 3, device=slots[0]))
+    # One sample per replica is enough, since statistics are over the batch.
+    assert model(torch.randn(2, 3, device=slots[0])).shape == (2, 3)
+
+
+def test_a_replica_that_skips_the_layer_does_not_leave_the_others_waiting(
+    slots: list[str],
+) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            replica = current_replica()
+            return x if replica is not None and replica.index == 1 else self.norm(x)
+
+    model = DataParallel(Skips().to(slots[0]), slots[:3], buffers="sync")
+    with pytest.raises(RuntimeError, match="replica 1"):
+        model(torch.randn(6, 3, device=slots[0]))
+
+
+def test_by_default_the_buffers_of_replica_0_are_kept(slots: list[str]) -> None:
+    bare, model = pair(slots)
+    x = torch.randn(8, 2, 5, 5, dtype=torch.double, device=slots[0])
+    model(x)
+    bare(x[:2])
+    assert_same_state(bare, model)
+
+
+def test_mean_is_weighted_by_samples(slots: list[str]) -> None:
+    class Remembers(nn.Module):
+        seen: torch.Tensor
+        calls: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.copy_(x.mean())
+            self.calls += 1
+            return x
+
+    model = DataParallel(Remembers().to(slots[0]), slots[:3], buffers="mean")
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0], device=slots[0]).unsqueeze(1)
+    model(x)
+    torch.testing.assert_close(model.module.seen, x.mean())
+    assert model.module.calls.item() == 1
+
+
+def test_a_buffer_that_is_assigned_anew_is_kept(slots: list[str]) -> None:
+    class Grows(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table = torch.cat([self.table, x.sum().reshape(1)])
+            return x + self.table.sum()
+
+    bare = Grows().to(slots[0])
+    model = DataParallel(copy.deepcopy(bare), slots[:2])
+    x = torch.ones(4, 1, device=slots[0])
+    model(x), model(x)
+    bare(x[:2]), bare(x[:2])
+    torch.testing.assert_close(model.module.table, bare.table)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"buffers must be one of .*'sync'.*got 'average'"):
+        DataParallel(nn.Linear(1, 1), ["cpu"], buffers="average")  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""Every thread-local setting of the caller holds in the replicas, and only during the call."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dataparallel import context as context_module
+from dataparallel.context import ThreadContext
+from dataparallel.parallel_apply import apply_replicas, parallel_apply
+
+CPU = torch.device("cpu")
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
+
+
+class CountingDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class PassingFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def set_variable() -> Iterator[None]:
+    token = variable.set("caller")
+    yield
+    variable.reset(token)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def uncached_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def flushed_denormals() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@contextlib.contextmanager
+def single_threaded_backward() -> Iterator[None]:
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def autocast_seen() -> Any:
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    kinds = ("cpu", "cuda")
+    return (
+        product.dtype,
+        [torch.is_autocast_enabled(kind) for kind in kinds],
+        [torch.get_autocast_dtype(kind) for kind in kinds],
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def saved_dtype() -> Any:
+    x = torch.ones(2, requires_grad=True)
+    return type(x.exp().grad_fn._raw_saved_result).__name__, hooks_seen()  # type: ignore[union-attr]
+
+
+def hooks_seen() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def hooks_disabled() -> Any:
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+
+
+def modes_seen() -> Any:
+    return (
+        [type(mode).__name__ for mode in context_module._function_modes()],
+        [type(mode).__name__ for mode in context_module._dispatch_modes()],
+    )
+
+
+def identity(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+Setting = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]
+
+SETTINGS: dict[str, Setting] = {
+    "no_grad": (torch.no_grad, torch.is_grad_enabled),
+    "inference_mode": (torch.inference_mode, torch.is_inference_mode_enabled),
+    "inference_then_grad": (
+        lambda: torch.inference_mode(True),
+        lambda: (torch.ones(1) + 1).is_inference(),
+    ),
+    "forward_ad_off": (
+        lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+        torch._C._is_fwd_grad_enabled,
+    ),
+    "bfloat16": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), autocast_seen),
+    "float16": (lambda: torch.autocast("cpu", dtype=torch.float16), autocast_seen),
+    "uncached": (uncached_autocast, autocast_seen),
+    "with_device": (lambda: torch.device("meta"), torch.get_default_device),
+    "with_device_factory": (lambda: torch.device("meta"), lambda: torch.ones(1).device),
+    "set_default_device": (lambda: default_device("meta"), torch.get_default_device),
+    "set_default_device_factory": (lambda: default_device("meta"), lambda: torch.ones(1).device),
+    "saved_tensor_hooks": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(identity, identity),
+        hooks_seen,
+    ),
+    "hooks_disabled": (
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        hooks_disabled,
+    ),
+    "single_threaded_backward": (single_threaded_backward, torch._C._is_multithreading_enabled),
+    "view_replay": (
+        lambda: torch.autograd._force_original_view_tracking(True),
+        torch._C._is_view_replay_enabled,
+    ),
+    "contextvar": (set_variable, variable.get),
+    "dispatch_mode": (CountingDispatch, modes_seen),
+    "function_mode": (PassingFunctions, modes_seen),
+    "function_disabled": (
+        torch._C.DisableTorchFunction,
+        lambda: int(torch._C._get_torch_function_state()),
+    ),
+    "flush_denormal": (
+        flushed_denormals,
+        lambda: (torch.full((1,), 1e-310, dtype=torch.float64) * 1).item(),
+    ),
+    "flush_denormal_python": (flushed_denormals, context_module._flushes_denormals),
+    "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_the_caller_holds_in_every_replica_and_not_after(name: str) -> None:
+    setting, seen = SETTINGS[name]
+    before = seen()
+    with setting():
+        expected = seen()
+        during = apply_replicas([seen] * 3, [CPU] * 3)
+    assert expected != before, "the setting changes nothing, so the test would show nothing"
+    assert during == [expected] * 3
+    assert apply_replicas([seen] * 3, [CPU] * 3) == [before] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_setting_left_on_by_a_replica_is_gone_at_the_next_call() -> None:
+    def leak() -> None:
+        torch._C._set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+
+    apply_replicas([leak] * 2, [CPU] * 2)
+    seen = apply_replicas([lambda: (torch.is_grad_enabled(), autocast_seen())] * 2, [CPU] * 2)
+    assert seen == [(True, autocast_seen())] * 2
+    assert torch.is_grad_enabled()
+
+
+def test_autocast_of_a_replica_equals_the_bare_module() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+    x = torch.randn(6, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            expected = net(x)
+            outputs = parallel_apply([net, net], [x[:3], x[3:]])
+        assert outputs[0].dtype == expected.dtype == dtype
+        torch.testing.assert_close(torch.cat(outputs), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_forgets_cast_weights_when_the_block_of_the_caller_ends() -> None:
+    linear = torch.nn.Linear(4, 4)
+    x = torch.ones(1, 4)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            linear.weight.fill_(value)
+            linear.bias.zero_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = parallel_apply([linear, linear], [x, x])
+        assert outputs[0][0, 0].item() == 4 * value
+
+
+def test_an_autocast_block_in_one_replica_leaves_the_casts_of_the_caller() -> None:
+    linear = torch.nn.Linear(4, 4)
+    x = torch.ones(1, 4)
+
+    def block() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            linear(x)
+
+    def cast_of_weight() -> Any:
+        return linear(x).grad_fn.next_functions[2][0].next_functions[0][0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = cast_of_weight()
+        apply_replicas([block] * 2, [CPU] * 2)
+        assert cast_of_weight() is first
+
+
+def test_contextvars_of_replicas_are_their_own() -> None:
+    def change(value: str) -> str:
+        seen = variable.get()
+        variable.set(value)
+        return seen
+
+    assert apply_replicas([lambda: change("a"), lambda: change("b")], [CPU] * 2) == ["default"] * 2
+    assert variable.get() == "default"
+
+
+def test_a_default_device_equal_to_the_first_device_follows_the_replica() -> None:
+    devices = [torch.device(f"virtual:{i}") for i in range(3)]
+    context = ThreadContext.capture(devices)
+    assert context.default_device_for(devices[0], devices[2]) == devices[2]
+    assert context.default_device_for(torch.device("virtual"), devices[2]) == devices[2]
+    assert context.default_device_for(devices[1], devices[2]) == devices[1]
+    assert context.default_device_for(CPU, devices[2]) == CPU
+    with torch.device("virtual:0"):
+        seen = apply_replicas([lambda: torch.ones(1).device] * 3, devices)
+    assert seen == devices
+
+
+def test_the_streams_of_the_caller_are_current_in_the_replicas() -> None:
+    devices = [torch.device(f"virtual:{i}") for i in range(2)]
+    module = torch.get_device_module("virtual")
+    streams = [torch.Stream(device) for device in devices]
+
+    def current() -> Any:
+        return [module.current_stream(device) for device in devices]
+
+    default = current()
+    with streams[0], streams[1]:
+        seen = apply_replicas([current] * 2, devices)
+    assert seen == [streams] * 2
+    assert apply_replicas([current] * 2, devices) == [default] * 2
+
+
+def test_the_device_of_the_replica_is_current() -> None:
+    devices = [torch.device(f"virtual:{i}") for i in (2, 0, 3)]
+    module = torch.get_device_module("virtual")
+    before = module.current_device()
+    assert apply_replicas([module.current_device] * 3, devices) == [2, 0, 3]
+    assert module.current_device() == before
+
+
+def test_replicas_run_in_the_calling_thread_under_transforms() -> None:
+    def thread(x: torch.Tensor) -> torch.Tensor:
+        assert threading.current_thread() is threading.main_thread()
+        return x.sin()
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        first, second = parallel_apply([thread, thread], [x, 2 * x])
+        return (first + second).sum()
+
+    x = torch.randn(5, 3)
+    per_sample = torch.func.vmap(torch.func.grad(pair))(x)
+    torch.testing.assert_close(per_sample, x.cos() + 2 * (2 * x).cos())
+
+
+def test_replicas_can_be_traced() -> None:
+    # The trace keeps the weights as constants.
+    linear = torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        first, second = parallel_apply([linear, linear], [x, x + 1])
+        total: torch.Tensor = first + second
+        return total
+
+    x = torch.randn(2, 3)
+    with pytest.warns(DeprecationWarning, match="jit"):
+        traced = torch.jit.trace(pair, (x,))  # type: ignore[no-untyped-call]
+    y = torch.randn(2, 3)
+    torch.testing.assert_close(traced(y), pair(y))
+
+
+def test_a_torch_without_a_private_function_carries_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = context_module._private(torch, "_C._no_such_function", lambda: 7)
+    assert missing() == 7
+    monkeypatch.setattr(context_module, "_function_modes", list)
+    with torch.no_grad():
+        assert apply_replicas([torch.is_grad_enabled] * 2, [CPU] * 2) == [False, False]

@@ -1,0 +1,325 @@
+"""The wrapper as its users see it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, Replicate, current_replica, data_parallel
+from tests.models import Shared, assert_all_close, grads_of, twins
+
+
+def net(device: str) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(device)
+
+
+# --- names, attributes, state ----------------------------------------------------------------
+
+
+def test_it_is_a_torch_data_parallel_without_a_prefix(slots: list[str]) -> None:
+    inner = net(slots[0])
+    model = DataParallel(inner, slots)
+    assert isinstance(model, torch.nn.DataParallel)
+    assert model.module is inner
+    assert model.device_ids == [torch.device(slot) for slot in slots]
+    assert list(model.state_dict()) == list(inner.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in inner.named_parameters()]
+    assert [n for n, _ in model.named_buffers()] == [n for n, _ in inner.named_buffers()]
+    assert all(a is b for a, b in zip(model.parameters(), inner.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_state_is_loaded_with_and_without_a_prefix(prefix: str) -> None:
+    source, model = net("cpu"), DataParallel(net("cpu"), ["cpu", "cpu"])
+    state = {prefix + name: value for name, value in source.state_dict().items()}
+    model.load_state_dict(state)
+    assert_all_close(model.parameters(), source.parameters())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({prefix + "0.weight": source[0].weight})
+
+
+def test_torch_data_parallel_and_ours_exchange_checkpoints() -> None:
+    theirs = torch.nn.DataParallel(net("cpu"))
+    theirs.module.append(nn.BatchNorm1d(2))
+    ours = DataParallel(copy.deepcopy(theirs.module), ["cpu", "cpu"])
+    ours.load_state_dict(theirs.state_dict())
+    assert_all_close(ours.parameters(), theirs.parameters())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.module."])
+def test_as_a_part_of_a_bigger_module(prefix: str) -> None:
+    class Bigger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = DataParallel(net("cpu"), ["cpu", "cpu"])
+
+    source, bigger = net("cpu"), Bigger()
+    assert list(bigger.state_dict()) == ["model." + name for name in source.state_dict()]
+    bigger.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
+    assert_all_close(bigger.model.parameters(), source.parameters())
+
+
+def test_attributes_of_the_module_are_found() -> None:
+    inner = net("cpu")
+    inner.config = {"width": 4}  # type: ignore[assignment]
+    model = DataParallel(inner, ["cpu", "cpu"])
+    assert model.config is inner.config
+    assert model[0] is inner[0] if hasattr(type(model), "__getitem__") else True
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = model.missing
+
+
+def test_functional_call_on_the_wrapper_is_refused() -> None:
+    model = DataParallel(net("cpu"), ["cpu", "cpu"])
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
+        torch.func.functional_call(model, parameters, torch.randn(2, 3))
+    output = torch.func.functional_call(model.module, parameters, torch.randn(2, 3))
+    assert output.shape == (2, 2)
+
+
+# --- copies, pickles, life -------------------------------------------------------------------
+
+
+def test_deepcopy_and_pickle(slots: list[str]) -> None:
+    model = DataParallel(net(slots[0]), slots[:2], output_device=slots[0], scalars="mean")
+    x = torch.randn(5, 3, device=slots[0])
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(x), expected)
+        assert other.scalars == "mean"
+        assert next(other.parameters()) is not next(model.parameters())
+
+
+def test_averaged_model(slots: list[str]) -> None:
+    model = DataParallel(net(slots[0]), slots[:2])
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    x = torch.randn(5, 3, device=slots[0])
+    torch.testing.assert_close(average(x), model(x))
+
+
+def test_whole_wrapper_through_torch_save() -> None:
+    model = DataParallel(net("cpu"), ["cpu", "cpu"])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_no_cycle_keeps_a_dropped_wrapper_alive(slots: list[str]) -> None:
+    model = DataParallel(net(slots[0]), slots[:2])
+    model(torch.randn(4, 3, device=slots[0])).sum().backward()
+    seen = weakref.ref(model.module)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_close_ends_the_threads_and_the_wrapper_still_works() -> None:
+    before = set(threading.enumerate())
+    model = DataParallel(net("cpu"), ["cpu"] * 3)
+    x = torch.randn(6, 3)
+    expected = model(x)
+    assert len(set(threading.enumerate()) - before) == 3
+    model.close()
+    assert set(threading.enumerate()) <= before
+    torch.testing.assert_close(model(x), expected)
+    model.close()
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def test_without_an_accelerator_one_cpu_replica_and_a_hint(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with caplog.at_level(logging.WARNING, "dataparallel"):
+        model = DataParallel(nn.Linear(2, 2))
+    assert model.device_ids == [torch.device("cpu")]
+    assert 'device_ids=["cpu", "cpu"]' in caplog.text
+
+
+def test_by_default_every_accelerator_is_used() -> None:
+    model = DataParallel(net("virtual:0"))
+    assert model.device_ids == [torch.device("virtual", i) for i in range(4)]
+    assert model(torch.randn(8, 3)).device == torch.device("virtual:0")
+
+
+def test_outputs_go_where_they_are_wanted(slots: list[str]) -> None:
+    x = torch.randn(8, 3)
+    for wanted, found in (("cpu", "cpu"), (-1, "cpu"), (slots[-1], slots[-1])):
+        model = DataParallel(net(slots[0]), slots, wanted)
+        assert model(x).device == torch.device(found)
+    each = DataParallel(net(slots[0]), slots, "each")(x)
+    assert [output.device for output in each] == [torch.device(slot) for slot in slots]
+    single = DataParallel(net(slots[0]), slots[:1], "cpu")
+    assert single(x.to(slots[0])).device.type == "cpu"
+
+
+def test_an_accelerator_and_the_cpu_together() -> None:
+    bare, inner = twins(lambda: Shared([0, 1]), "virtual:0")
+    model = DataParallel(inner, ["virtual:0", "cpu"])
+    x = torch.randn(6, 4, dtype=torch.double, device="virtual:0")
+    for module in (bare, model):
+        module(x).pow(2).sum().backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
+def test_several_replicas_on_one_accelerator() -> None:
+    bare, inner = twins(lambda: Shared([0, 1]), "virtual:1")
+    model = DataParallel(inner, ["virtual:1"] * 3)
+    x = torch.randn(7, 4, dtype=torch.double)
+    for module in (bare, model):
+        module(x.to("virtual:1")).pow(2).sum().backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "match"),
+    [
+        (["cuda:7"], ValueError, r"'cuda:7' does not exist.*virtual:0, .*cpu"),
+        ([0, 9, "virtual:8"], ValueError, r"device 9 does not exist.*'virtual:8' does not exist"),
+        ([], ValueError, "device_ids is empty"),
+        ("cpu", TypeError, r"write \['cpu'\]"),
+        ([1.5], TypeError, "a device is an int, a str or a torch.device, but got 1.5"),
+        (["meta", "meta"], ValueError, "meta device computes nothing"),
+        (["abacus"], ValueError, "'abacus' is not a device"),
+    ],
+)
+def test_devices_that_do_not_exist(devices: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        DataParallel(nn.Linear(2, 2), devices)
+
+
+def test_a_module_in_the_wrong_place_is_listed_and_works_once_moved() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[0].to("virtual:1")
+    model = DataParallel(module, ["virtual:0", "virtual:1"])
+    with pytest.raises(
+        ValueError,
+        match=r"must be on virtual:0.*parameter '0.weight' is on virtual:1.*"
+        r"buffer '1.running_mean' is on cpu.*module.to\('virtual:0'\)",
+    ):
+        model(torch.randn(4, 2))
+    module.to("virtual:0")
+    assert model(torch.randn(4, 2)).shape == (4, 2)
+
+
+# --- inputs ----------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return x * mask * scale
+
+
+def test_arguments_that_go_whole_to_each_replica(slots: list[str]) -> None:
+    x = torch.randn(6, 3, device=slots[0])
+    mask = torch.randn(1, 3, device=slots[0], requires_grad=True)
+    expected = x * mask * 2.0
+    by_name = DataParallel(Masked(), slots, in_dims={"mask": None})
+    torch.testing.assert_close(by_name(x, mask=mask, scale=2.0), expected)
+    by_position = DataParallel(Masked(), slots, in_dims={1: None})
+    torch.testing.assert_close(by_position(x, mask, 2.0), expected)
+    marked = DataParallel(Masked(), slots)
+    torch.testing.assert_close(marked(x, Replicate(mask), 2.0), expected)
+    marked(x, Replicate(mask)).sum().backward()
+    torch.testing.assert_close(mask.grad, x.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "match"),
+    [
+        ((torch.randn(4, 3), torch.randn(5, 3)), {}, r"4.*5|5.*4"),
+        ((torch.randn(4, 3),), {"mask": torch.randn(2, 3)}, "mask"),
+        ((3,), {"mask": "text"}, "no tensor"),
+    ],
+)
+def test_inputs_that_cannot_be_split(
+    slots: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], match: str
+) -> None:
+    model = DataParallel(Masked(), slots)
+    with pytest.raises(ValueError, match=match):
+        model(*args, **kwargs)
+    good = torch.ones(4, 3)
+    assert model(good, good).eq(1).all()
+
+
+def test_a_dimension_out_of_range(slots: list[str]) -> None:
+    model = DataParallel(nn.Identity(), slots, dim=2)
+    with pytest.raises(ValueError, match=r"dim"):
+        model(torch.randn(4, 3))
+    assert model(torch.randn(4, 3, 5)).shape == (4, 3, 5)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2, 3, 5])
+def test_small_batches_run_on_fewer_replicas(slots: list[str], batch: int) -> None:
+    seen = []
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            replica = current_replica()
+            assert replica is not None
+            seen.append((replica.index, replica.num_replicas, len(x)))
+            return x
+
+    assert DataParallel(Notes(), slots)(torch.randn(batch, 3)).shape == (batch, 3)
+    chunks = [len(c) for c in torch.randn(batch, 3).chunk(4)] if batch else [0]
+    assert sorted(seen) == [(i, len(chunks), size) for i, size in enumerate(chunks)]
+
+
+@pytest.mark.parametrize("batch", [5, 8])
+def test_scalars(slots: list[str], batch: int) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    x = torch.randn(batch, 3, dtype=torch.double, device=slots[0], requires_grad=True)
+    mean = DataParallel(Loss(), slots, scalars="mean")(x)
+    torch.testing.assert_close(mean, x.mean())
+    (grad,) = torch.autograd.grad(mean, x)
+    torch.testing.assert_close(grad, torch.full_like(x, 1 / x.numel()))
+    stacked = DataParallel(Loss(), slots)(x)
+    torch.testing.assert_close(stacked, torch.stack([c.mean() for c in x.chunk(4)]))
+    total = DataParallel(Loss(), slots, scalars="sum")(x)
+    torch.testing.assert_close(total, stacked.sum())
+
+
+# --- the functional form ---------------------------------------------------------------------
+
+
+def test_data_parallel_function(slots: list[str]) -> None:
+    bare, inner = twins(lambda: Shared([0]), slots[0])
+    x = torch.randn(6, 4, dtype=torch.double, device=slots[0])
+    before = threading.active_count()
+    output = data_parallel(inner, x, slots)
+    output.sum().backward()
+    bare(x).sum().backward()
+    torch.testing.assert_close(output, bare(x))
+    assert_all_close(grads_of(inner), grads_of(bare))
+    assert threading.active_count() == before
+
+
+def test_data_parallel_function_leaves_the_module_where_it_is() -> None:
+    module = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="must be on virtual:0"):
+        data_parallel(module, torch.randn(2, 3), ["virtual:0"])
+    assert module.weight.device.type == "cpu"

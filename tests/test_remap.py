@@ -1,0 +1,71 @@
+"""References from a module to its parts, wherever they hide."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.remap import may_refer, remap, tensors_in
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Owner(nn.Module):
+    def method(self) -> Owner:
+        return self
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda t: t,
+        lambda t: [1, t],
+        lambda t: (t, "a"),
+        lambda t: Pair(t, 2),
+        lambda t: {"a": {"b": [t]}},
+        lambda t: OrderedDict(x=t),
+        lambda t: functools.partial(torch.add, t, other=t),
+    ],
+)
+def test_every_container_is_followed(build: Any) -> None:
+    old, new = torch.zeros(2), torch.ones(2)
+    value = build(old)
+    result = remap(value, {id(old): new})
+    assert type(result) is type(value)
+    assert all(tensor is new for tensor in tensors_in(result))
+    assert all(tensor is old for tensor in tensors_in(value)), "the original was changed"
+    assert may_refer(value)
+
+
+def test_without_a_counterpart_the_same_object_comes_back() -> None:
+    tensor = torch.zeros(2)
+    for value in ([tensor], {"a": (tensor,)}, functools.partial(torch.add, tensor), 3, "text"):
+        assert remap(value, {}) is value
+
+
+def test_bound_methods_and_weak_references_move_to_the_counterpart() -> None:
+    old, new = Owner(), Owner()
+    assert remap(old.method, {id(old): new})() is new
+    assert remap(weakref.ref(old), {id(old): new})() is new
+    assert remap(weakref.ref(old), {})() is old
+
+
+def test_a_default_factory_is_kept() -> None:
+    old, new = torch.zeros(1), torch.ones(1)
+    value = defaultdict(list, a=old)
+    result = remap(value, {id(old): new})
+    assert result["a"] is new
+    assert result["missing"] == []
+
+
+def test_cycles_end() -> None:
+    old, new = torch.zeros(1), torch.ones(1)
+    value: list[Any] = [old]
+    value.append(value)
+    assert remap(value, {id(old): new})[0] is new

@@ -1,0 +1,1 @@
+"""The ``dataparallel`` command: what there is on this machine, and how fast it trains."""

@@ -1,0 +1,76 @@
+"""Parts that several subcommands' argument parsers share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(
+    commands: Subparsers,
+    name: str,
+    *,
+    summary: str,
+    examples: Sequence[str],
+    run: Callable[[argparse.Namespace], int] | None = None,
+) -> argparse.ArgumentParser:
+    """Add a subcommand whose ``--help`` ends with examples.
+
+    Args:
+        commands: Where to add it.
+        name: The word on the command line.
+        summary: One sentence.
+        examples: Command lines that work as they stand.
+        run: What the subcommand does; it returns the exit status. Default: the parser's own help
+            is printed, for commands that only group others.
+
+    Returns:
+        The parser of the subcommand, for its options.
+    """
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def print_help(arguments: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=run or print_help)
+    return parser
+
+
+def names_in(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A converter for comma-separated lists that may hold ``known`` names only."""
+
+    def convert(text: str) -> list[str]:
+        given = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in given if name not in known]
+        if unknown or not given:
+            wrong = ", ".join(map(repr, unknown)) if unknown else "an empty list"
+            raise argparse.ArgumentTypeError(f"got {wrong}, but there are: {', '.join(known)}")
+        return list(dict.fromkeys(given))
+
+    return convert
+
+
+def device_names(text: str) -> list[str]:
+    """Convert a list such as ``cpu,cpu`` or ``0,1``: one entry per replica."""
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    if not given:
+        raise argparse.ArgumentTypeError("name one device per replica, for example cpu,cpu")
+    return given
+
+
+def count(text: str) -> int:
+    """Convert a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,89 @@
+"""The models that `bench train` measures, each chosen for what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch.
+
+    Attributes:
+        name: The word on the command line.
+        title: What is shown.
+        batch: Number of samples of the whole batch, over all replicas.
+        build: Makes the model, from torch's default generator.
+        data: Makes inputs and class targets for a number of samples.
+    """
+
+    name: str
+    title: str
+    batch: int
+    build: Callable[[], nn.Module]
+    data: Callable[[int], tuple[Tensor, Tensor]]
+
+
+def _mlp(width: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def _deep() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(200):
+        layers += [nn.Linear(64, 64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def _conv() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels in (3, *[64] * 6):
+        layers += [nn.Conv2d(channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class _Transformer(nn.Module):
+    """Tokens ``(N, T)`` to logits ``(N, vocabulary, T)``, as cross entropy takes them."""
+
+    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 1000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return logits.transpose(1, 2)
+
+
+def _vectors(width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    return lambda samples: (torch.randn(samples, width), torch.randint(10, (samples,)))
+
+
+def _images(samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
+
+
+def _tokens(samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(1000, (samples, 64)), torch.randint(1000, (samples, 64))
+
+
+#: By name. Matrix products; memory traffic; number of launches; a usual mixture; convolution.
+CASES = {
+    case.name: case
+    for case in (
+        Case("mlp", "mlp, 8 x Linear(1024)", 256, lambda: _mlp(1024), _vectors(1024)),
+        Case("wide", "wide mlp, 8 x Linear(2048)", 128, lambda: _mlp(2048), _vectors(2048)),
+        Case("deep", "deep narrow, 200 x Linear(64)", 64, _deep, _vectors(64)),
+        Case("transformer", "transformer, 4 layers, d 256", 16, _Transformer, _tokens),
+        Case("conv", "conv, 7 layers, 64 channels", 32, _conv, _images),
+    )
+}

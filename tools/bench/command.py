@@ -1,0 +1,23 @@
+"""The `bench` subcommand, which groups one benchmark per subject."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dataparallel.tools.arguments import add_command
+from dataparallel.tools.bench import train
+
+if TYPE_CHECKING:
+    from dataparallel.tools.arguments import Subparsers
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the subcommand, with its own subcommands, to the command line."""
+    parser = add_command(
+        commands,
+        "bench",
+        summary="Measure speed and memory beside a peer, interleaved in one run.",
+        examples=["dataparallel bench train --help"],
+    )
+    subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
+    train.add_to(subjects)

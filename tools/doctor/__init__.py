@@ -1,0 +1,1 @@
+"""``dataparallel doctor``: what this machine offers, and what to do about what is missing."""

@@ -1,0 +1,178 @@
+"""Checks of accelerators: devices, drivers, peer access, NCCL, and what virtual devices need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dataparallel.tools.doctor.check import Check, Probe
+
+
+def devices(probe: Probe) -> Iterator[Check]:
+    """One record per accelerator: name, memory, capability."""
+    torch = probe.module("torch")
+    if torch is None:
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    count = int(torch.accelerator.device_count()) if accelerator is not None else 0
+    if not count:
+        yield Check(
+            "Devices",
+            "accelerators",
+            "missing",
+            "none that this torch can use; CPU replicas and virtual devices work",
+            'DataParallel(net, device_ids=["cpu", "cpu"])',
+        )
+        return
+    module = torch.get_device_module(accelerator)
+    for index in range(count):
+        yield Check("Devices", f"{accelerator.type}:{index}", "ok", _describe(module, index))
+
+
+def _describe(module: Any, index: int) -> str:
+    if not hasattr(module, "get_device_properties"):
+        return "no properties known"
+    properties = module.get_device_properties(index)
+    parts = [str(getattr(properties, "name", "unnamed"))]
+    memory = getattr(properties, "total_memory", None)
+    if memory:
+        parts.append(f"{memory / 2**30:.1f} GiB")
+    major, minor = (getattr(properties, name, None) for name in ("major", "minor"))
+    if major is not None and minor is not None:
+        parts.append(f"capability {major}.{minor}")
+    return ", ".join(parts)
+
+
+def driver(probe: Probe) -> Check:
+    """The NVIDIA driver, through NVML or else nvidia-smi, and whether torch can use it."""
+    found = _nvml_driver(probe) or _smi_driver(probe)
+    if found is None:
+        return Check("Devices", "NVIDIA driver", "missing", "no driver answers; needed for CUDA")
+    version, names = found
+    detail = f"{version}, {len(names)} GPU(s): {', '.join(names)}"
+    torch = probe.module("torch")
+    if torch is None or torch.cuda.is_available():
+        return Check("Devices", "NVIDIA driver", "ok", detail)
+    if not torch.version.cuda:
+        why, remedy = "torch was built without CUDA", "pip install --force-reinstall torch"
+    else:
+        why = f"torch, built for CUDA {torch.version.cuda}, finds no usable GPU"
+        remedy = "install a newer driver, or a torch for an older CUDA (pytorch.org/get-started)"
+    return Check("Devices", "NVIDIA driver", "problem", f"{detail}; but {why}", remedy)
+
+
+def _nvml_driver(probe: Probe) -> tuple[str, list[str]] | None:
+    nvml = probe.module("pynvml")
+    if nvml is None:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        version, *names = [
+            text.decode() if isinstance(text, bytes) else str(text)
+            for text in (nvml.nvmlSystemGetDriverVersion(), *map(nvml.nvmlDeviceGetName, handles))
+        ]
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+    return version, names
+
+
+def _smi_driver(probe: Probe) -> tuple[str, list[str]] | None:
+    if probe.which("nvidia-smi") is None:
+        return None
+    query = "--query-gpu=driver_version,name"
+    lines = (probe.output("nvidia-smi", query, "--format=csv,noheader") or "").splitlines()
+    pairs = [line.split(", ", 1) for line in lines if ", " in line]
+    return (pairs[0][0], [name for _, name in pairs]) if pairs else None
+
+
+def peer_access(probe: Probe) -> Iterator[Check]:
+    """Which pairs of CUDA devices copy directly, as a matrix; nothing for fewer than two."""
+    torch = probe.module("torch")
+    count = int(torch.cuda.device_count()) if torch is not None else 0
+    if count < 2:
+        return
+    able = [
+        [i == j or bool(torch.cuda.can_device_access_peer(i, j)) for j in range(count)]
+        for i in range(count)
+    ]
+    head = "     " + " ".join(f"{j:>3}" for j in range(count))
+    rows = [
+        f"{i:>3}  "
+        + " ".join("  ." if i == j else "yes" if able[i][j] else " no" for j in range(count))
+        for i in range(count)
+    ]
+    detail = "\n".join(["from row to column", head, *rows])
+    if all(all(row) for row in able):
+        yield Check("Devices", "peer access", "ok", detail)
+    else:
+        yield Check(
+            "Devices",
+            "peer access",
+            "missing",
+            detail,
+            "copies of the pairs with `no` go through host memory; `nvidia-smi topo -m` tells how "
+            "they are connected",
+        )
+
+
+def nccl(probe: Probe) -> Check:
+    """Whether NCCL can reduce between several CUDA devices."""
+    torch = probe.module("torch")
+    gpus = int(torch.cuda.device_count()) if torch is not None else 0
+    name, purpose = "NCCL", "sums between several CUDA devices"
+    if torch is None or not torch.version.cuda:
+        return Check("Devices", name, "missing", f"not in this torch; for {purpose}")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if gpus < 2:
+        return Check("Devices", name, "ok", f"{version}, unused with {gpus} CUDA device(s)")
+    sample = [torch.empty(1, device=f"cuda:{i}") for i in range(gpus)]
+    if torch.cuda.nccl.is_available(sample):
+        return Check("Devices", name, "ok", f"{version}, usable on {gpus} devices")
+    return Check(
+        "Devices",
+        name,
+        "problem",
+        f"{version} is there but not usable; sums are made with copies instead",
+        "run with NCCL_DEBUG=INFO and read the first warning",
+    )
+
+
+def virtual_devices(probe: Probe) -> Iterator[Check]:
+    """What `dataparallel.virtual` needs: a C++ compiler, ninja; and whether it is built."""
+    compiler = probe.environment("CXX") or "c++"
+    path = next(filter(None, map(probe.which, (compiler, "c++", "g++", "clang++"))), None)
+    purpose = "for building the virtual devices, once"
+    if path is None:
+        remedy = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++, xcode-select --install"
+        yield Check("Virtual devices", "C++ compiler", "missing", purpose, remedy)
+    else:
+        first = ((probe.output(path, "--version") or path).splitlines() or [path])[0]
+        yield Check("Virtual devices", "C++ compiler", "ok", f"{first}, {purpose}")
+    ninja = probe.which("ninja") or probe.module("ninja")
+    if ninja:
+        yield Check("Virtual devices", "ninja", "ok", purpose)
+    else:
+        yield Check("Virtual devices", "ninja", "missing", purpose, "pip install ninja")
+
+
+def gpu_packages(probe: Probe) -> Iterator[Check]:
+    """Optional packages that are of use with NVIDIA GPUs only."""
+    cupy = next(
+        (f"{name} {version}" for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+         if (version := probe.version(name))), None
+    )
+    for name, found, purpose, remedy in (
+        ("cupy", cupy, "own CUDA kernels", "pip install cupy-cuda12x"),
+        ("nvidia-ml-py", probe.version("nvidia-ml-py"), "driver and memory of NVIDIA GPUs",
+         "pip install nvidia-ml-py"),
+    ):
+        if found:
+            yield Check("Extras", name, "ok", f"{found}, for {purpose}")
+        else:
+            yield Check("Extras", name, "missing", f"for {purpose}; of no use without a GPU", remedy)

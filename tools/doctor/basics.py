@@ -1,0 +1,98 @@
+"""Checks of what the package cannot do without, and of its optional packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dataparallel.tools.doctor.check import Check, Probe
+
+_MINIMUM_PYTHON = (3, 10)
+_MINIMUM_TORCH = (2, 9)
+
+#: Distribution, what it is needed for, the command that installs it.
+_EXTRAS = (
+    ("rich", "tables and progress of this command", 'pip install "dataparallel[tools]"'),
+    ("psutil", "memory figures of `dataparallel bench`", 'pip install "dataparallel[tools]"'),
+    ("safetensors", "checkpoints of the examples", 'pip install "dataparallel[examples]"'),
+    ("matplotlib", "plots of the examples", 'pip install "dataparallel[examples]"'),
+    ("scikit-learn", "the digits of the examples", 'pip install "dataparallel[examples]"'),
+)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = version.split("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in release[:2])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def python(probe: Probe) -> Check:
+    """Whether this Python is new enough."""
+    if _numbers(probe.python) >= _MINIMUM_PYTHON:
+        return Check("Basics", "Python", "ok", probe.python, essential=True)
+    needed = _dotted(_MINIMUM_PYTHON)
+    return Check(
+        "Basics",
+        "Python",
+        "problem",
+        f"{probe.python}, but at least {needed} is needed",
+        f"make an environment with a newer one: python{needed} -m venv .venv",
+        essential=True,
+    )
+
+
+def torch(probe: Probe) -> Check:
+    """Whether torch can be imported, which version it is and what it was built for."""
+    found = probe.module("torch")
+    if found is None:
+        version = probe.version("torch")
+        detail = f"{version} is installed but cannot be imported" if version else "not installed"
+        remedy = "pip install --force-reinstall torch" if version else "pip install torch"
+        return Check("Basics", "torch", "problem", detail, remedy, essential=True)
+    version = str(found.__version__)
+    if _numbers(version) < _MINIMUM_TORCH:
+        needed = _dotted(_MINIMUM_TORCH)
+        detail = f"{version}, but at least {needed} is needed"
+        remedy = f'pip install --upgrade "torch>={needed}"'
+        return Check("Basics", "torch", "problem", detail, remedy, essential=True)
+    return Check("Basics", "torch", "ok", f"{version}, {_build(found)}", essential=True)
+
+
+def _build(torch_module: object) -> str:
+    version = getattr(torch_module, "version", None)
+    for name, shown in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        number = getattr(version, name, None)
+        if number:
+            return f"built for {shown} {number}"
+    return "built for the CPU"
+
+
+def threads(probe: Probe) -> Check:
+    """Cores and intra-op threads, which CPU replicas divide among themselves."""
+    found = probe.module("torch")
+    cores = probe.cores()
+    if found is None:
+        return Check("Basics", "cores", "ok", f"{cores} usable")
+    used = int(found.get_num_threads())
+    detail = f"{cores} usable cores, {used} intra-op threads, divided between CPU replicas"
+    if used > cores:
+        return Check(
+            "Basics",
+            "cores",
+            "problem",
+            f"{detail}: more threads than cores slow each other down",
+            f"export OMP_NUM_THREADS={cores}",
+        )
+    return Check("Basics", "cores", "ok", detail)
+
+
+def extras(probe: Probe) -> Iterator[Check]:
+    """The optional packages, each with what it is needed for."""
+    for distribution, purpose, remedy in _EXTRAS:
+        version = probe.version(distribution)
+        if version is None:
+            yield Check("Extras", distribution, "missing", f"for {purpose}", remedy)
+        else:
+            yield Check("Extras", distribution, "ok", f"{version}, for {purpose}")

@@ -1,0 +1,88 @@
+"""The record that every check returns, and the probe through which checks look at the machine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+Status = Literal["ok", "missing", "problem"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        group: Heading under which it is shown, for example ``"Devices"``.
+        name: What was looked at.
+        status: ``"ok"``; ``"missing"``, something optional is not there; ``"problem"``, something
+            is there but cannot work.
+        detail: What was found, in a line or a few.
+        remedy: What to do, a command if there is one; empty when there is nothing to do.
+        essential: Whether the package cannot work at all while this is a problem.
+    """
+
+    group: str
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    essential: bool = False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):
+        # OSError: a shared library that the package loads is not there.
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout.strip()
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How checks look at the machine; tests put other functions in.
+
+    Attributes:
+        version: Installed version of a distribution, or None.
+        module: The module of that name, or None where it cannot be imported.
+        which: Path of an executable, or None.
+        output: What a command prints, or None where it fails or takes over ten seconds.
+        environment: Value of an environment variable, or None.
+        python: Version of the running Python.
+        cores: Number of cores that this process may use.
+    """
+
+    version: Callable[[str], str | None] = _version
+    module: Callable[[str], Any] = _module
+    which: Callable[[str], str | None] = shutil.which
+    output: Callable[..., str | None] = _output
+    environment: Callable[[str], str | None] = os.environ.get
+    python: str = field(default_factory=platform.python_version)
+    cores: Callable[[], int] = _usable_cores
