@@ -44,7 +44,8 @@ class Parts:
             if id(module) in self._seen:
                 continue
             self._seen.add(id(module))
-            _refuse_scripted(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                _refuse_scripted(root)
             attributes = module.__dict__
             self.modules.append(module)
             self._add(attributes["_parameters"], self.parameters)
@@ -243,12 +244,16 @@ def _as_parameter(alias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def _refuse_scripted(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"cannot replicate a {type(module).__name__}: a scripted module holds its parameters "
-            "where a clone cannot give it others; wrap the module before it is scripted"
-        )
+def _refuse_scripted(root: nn.Module) -> NoReturn:
+    scripted = [
+        f"{name or 'the module itself'!r} ({type(module).__name__})"
+        for name, module in root.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    raise TypeError(
+        f"cannot replicate the scripted modules {', '.join(scripted)}: they hold their parameters "
+        "where a clone cannot give them others; wrap the module before it is scripted"
+    )
 
 
 def _blank(module: nn.Module) -> nn.Module:

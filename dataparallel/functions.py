@@ -78,7 +78,7 @@ class ReduceAddCoalesced(Function):
         weight, bias = ReduceAddCoalesced.apply(0, 2, w0, b0, w1, b1)
 
     Args:
-        destination: Device of the sums.
+        destination: Device of the sums; ``None`` means that of the first tensor.
         num_inputs: How many tensors each replica gives.
         grads: A flat sequence: all tensors of the first replica, then all of the second. ``None``
             counts as zero.
@@ -89,20 +89,24 @@ class ReduceAddCoalesced(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, destination: _devices.DeviceLike, num_inputs: int, *grads: _MaybeTensor
+        ctx: Any, destination: _devices.DeviceLike | None, num_inputs: int, *grads: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_inputs = num_inputs
         ctx.origins = [None if grad is None else grad.device for grad in grads]
-        target = _devices.parse_output_device(destination, torch.device("cpu"))
+        first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
+        target = _devices.parse_output_device(destination, first)
         columns = [
             [grad for grad in grads[i::num_inputs] if grad is not None] for i in range(num_inputs)
         ]
         sums: list[_MaybeTensor] = [None] * num_inputs
-        # Tensors that equally many replicas give can be summed together.
-        for height in sorted({len(column) for column in columns} - {0}):
-            members = [i for i, column in enumerate(columns) if len(column) == height]
-            rows = [[columns[i][row] for i in members] for row in range(height)]
+        # Tensors that the same replicas give can be summed together.
+        together: dict[tuple[torch.device, ...], list[int]] = {}
+        for i, column in enumerate(columns):
+            if column:
+                together.setdefault(tuple(grad.device for grad in column), []).append(i)
+        for givers, members in together.items():
+            rows = [[columns[i][row] for i in members] for row in range(len(givers))]
             for i, total in zip(members, comm.reduce_add_coalesced(rows, target), strict=True):
                 sums[i] = total
         needed = ctx.needs_input_grad[2:]
@@ -181,7 +185,7 @@ class Gather(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, destination: _devices.DeviceLike, dim: int, *tensors: torch.Tensor
+        ctx: Any, destination: _devices.DeviceLike | None, dim: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.origins = [tensor.device for tensor in tensors]
         ctx.stacked = all(tensor.dim() == 0 for tensor in tensors)

@@ -57,7 +57,8 @@ def scatter(
             divides.
         in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
             ``inputs``, where ``None`` means whole to each replica. Default: ``dim`` everywhere.
-        split_lists: Whether lists without tensors whose length is the batch size are split too.
+        split_lists: Whether lists without tensors whose length is the batch size are split too
+            (of nested lists, the outermost).
 
     Returns:
         One container per replica that takes part: a tuple for a single tensor, else a list. There
@@ -298,8 +299,6 @@ def _gather_tensors(column: Sequence[torch.Tensor], how: _How) -> torch.Tensor:
             if fraction > 0
         ]
         return _sum(shares, how.device).to(dtype)
-    if any(tensor.layout != torch.strided for tensor in column):
-        return torch.cat([move_tensor(tensor, how.device) for tensor in column], how.dim)
     gathered: torch.Tensor = apply_function(Gather, how.device, how.dim, *column)
     return gathered
 

@@ -212,7 +212,8 @@ def plan_scatter(
         raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
     args = () if args is None else args
     kwargs = {} if kwargs is None else dict(kwargs)
-    known = {i: by_position[i] for i in by_position if i < len(args)}
+    count = len(args) if isinstance(args, (tuple, list)) else 0
+    known = {i: by_position[i] for i in by_position if i < count}
     named = {name: by_name[name] for name in by_name if name in kwargs}
     return plan_trees(
         [("inputs", args, known), ("kwargs", kwargs, named)],

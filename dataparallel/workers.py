@@ -250,7 +250,11 @@ def _raise_in(ident: int) -> None:
 def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:
     failed = [(i, job.error) for i, job in enumerate(jobs) if job.error is not None]
     if not failed:
-        return [job.result for job in jobs]  # type: ignore[misc]
+        results: list[T] = [job.result for job in jobs]  # type: ignore[misc]
+        # A worker may hold its job a moment longer; the result is the caller's alone.
+        for job in jobs:
+            job.result = None
+        return results
     first, error = min(failed, key=lambda item: (isinstance(item[1], SecondaryError), item[0]))
     locate(error, labels[first])
     for i, other in failed:

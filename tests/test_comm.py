@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel import comm
+from dataparallel import comm, devices
 from dataparallel.comm import copies, packing
 from dataparallel.comm.nccl import Nccl
-from dataparallel.devices import parse_devices
+from dataparallel.devices import NullStream, parse_devices
 
 local = importlib.import_module("dataparallel.comm.local")
 
@@ -234,7 +234,7 @@ def test_reduce_add_does_not_touch_its_inputs(slots: list[str]) -> None:
     for destination in (*slots, "cpu"):
         inputs = [torch.ones(3, device=slot, requires_grad=True) for slot in slots]
         assert comm.reduce_add(inputs, destination).tolist() == [4, 4, 4]
-        comm.reduce_add_coalesced([inputs[:2], inputs[2:]], destination)
+        comm.reduce_add_coalesced([[tensor, tensor] for tensor in inputs], destination)
         assert all(tensor.tolist() == [1, 1, 1] for tensor in inputs)
 
 
@@ -356,7 +356,7 @@ def test_scatter_divides_as_torch_chunk(slots: list[str], size: int, dim: int) -
 def test_scatter_by_chunk_sizes(slots: list[str]) -> None:
     tensor = torch.randn(2, 9)
     chunks = comm.scatter(tensor, slots, [4, 0, 3, 2], dim=1)
-    for chunk, model, slot in zip(chunks, tensor.split([4, 0, 3, 2], 1), slots, strict=True):
+    for chunk, model, slot in zip(chunks, torch.split(tensor, [4, 0, 3, 2], 1), slots, strict=True):
         assert same(chunk, model, slot)
 
 
@@ -373,7 +373,9 @@ def test_scatter_into_out_and_gather_into_out() -> None:
         for n, d in zip((2, 0, 3), devices, strict=True)
     ]
     assert comm.scatter(tensor, out=out)[2] is out[2]
-    for chunk, model, device in zip(out, tensor.cpu().split([2, 0, 3]), devices, strict=True):
+    for chunk, model, device in zip(
+        out, torch.split(tensor.cpu(), [2, 0, 3]), devices, strict=True
+    ):
         assert same(chunk, model, device)
     whole = torch.empty(5, 2, dtype=torch.complex64, device="virtual:3")
     assert comm.gather(out, out=whole) is whole
@@ -418,6 +420,81 @@ def test_gather_stacks_tensors_without_dimensions(slots: list[str]) -> None:
 def test_scatter_and_gather_refuse(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(4, 2))
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued, in order, where every stream has a name. See Note [Streams of a copy]."""
+    log: list[str] = []
+    names: dict[int, str] = {}
+
+    def stream(kind: str) -> Any:
+        def of(device: torch.device) -> NullStream:
+            made = NullStream(device)
+            names[id(made)] = f"{kind} {device}"
+            kept.append(made)
+            return made
+
+        return of
+
+    kept: list[NullStream] = []
+
+    @contextlib.contextmanager
+    def use(made: NullStream) -> Iterator[None]:
+        log.append(f"on {names[id(made)]}:")
+        yield
+        log.append("done")
+
+    for name, replacement in {
+        "current_stream": stream("current"),
+        "copy_stream": stream("copy"),
+        "use_stream": use,
+        "wait_stream": lambda w, a: log.append(f"{names[id(w)]} waits for {names[id(a)]}"),
+        "record_stream": lambda t, s: log.append(f"{t.device} tensor used on {names[id(s)]}"),
+    }.items():
+        monkeypatch.setattr(devices, name, replacement)
+    return log
+
+
+def test_order_of_a_copy_between_devices(queued: list[str]) -> None:
+    comm.broadcast(torch.ones(2, device="virtual:0"), ["virtual:0", "virtual:1"])
+    assert queued == [
+        "copy virtual:1 waits for current virtual:0",
+        "on copy virtual:1:",
+        "done",
+        "current virtual:1 waits for copy virtual:1",
+        "virtual:1 tensor used on current virtual:1",
+        "virtual:0 tensor used on copy virtual:1",
+    ]
+
+
+def test_order_of_a_gather_of_several_devices(queued: list[str]) -> None:
+    parts = [torch.ones(1, device=f"virtual:{i}") for i in (1, 2, 1)]
+    comm.gather(parts, destination="virtual:1")
+    assert queued == [
+        "copy virtual:1 waits for current virtual:1",
+        "copy virtual:1 waits for current virtual:2",
+        "on copy virtual:1:",
+        "done",
+        "current virtual:1 waits for copy virtual:1",
+        "virtual:1 tensor used on current virtual:1",
+        "virtual:1 tensor used on copy virtual:1",
+        "virtual:2 tensor used on copy virtual:1",
+        "virtual:1 tensor used on copy virtual:1",
+    ]
+
+
+def test_nothing_waits_on_the_cpu_or_within_a_device(queued: list[str]) -> None:
+    tensor = torch.ones(4, device="virtual:0")
+    comm.broadcast(tensor, ["cpu", "virtual:0"])
+    comm.gather([tensor, torch.ones(1)], destination="cpu")
+    comm.gather([tensor, tensor])
+    comm.reduce_add([tensor, tensor])
+    comm.scatter(tensor, ["cpu", "virtual:0"])
+    assert queued == []
 
 
 # --- transports ----------------------------------------------------------------------------------

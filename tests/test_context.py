@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
 
 
-class CountingDispatch(TorchDispatchMode):
+class PassingDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -130,15 +130,15 @@ SETTINGS: dict[str, Setting] = {
     ),
     "single_threaded_backward": (single_threaded_backward, torch._C._is_multithreading_enabled),
     "view_replay": (
-        lambda: torch.autograd._force_original_view_tracking(True),
+        lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
         torch._C._is_view_replay_enabled,
     ),
     "contextvar": (set_variable, variable.get),
-    "dispatch_mode": (CountingDispatch, modes_seen),
+    "dispatch_mode": (PassingDispatch, modes_seen),
     "function_mode": (PassingFunctions, modes_seen),
     "function_disabled": (
         torch._C.DisableTorchFunction,
-        lambda: int(torch._C._get_torch_function_state()),
+        lambda: int(context_module._function_state()),
     ),
     "flush_denormal": (
         flushed_denormals,
@@ -266,7 +266,8 @@ def test_replicas_run_in_the_calling_thread_under_transforms() -> None:
 
     def pair(x: torch.Tensor) -> torch.Tensor:
         first, second = parallel_apply([thread, thread], [x, 2 * x])
-        return (first + second).sum()
+        total: torch.Tensor = (first + second).sum()
+        return total
 
     x = torch.randn(5, 3)
     per_sample = torch.func.vmap(torch.func.grad(pair))(x)

@@ -148,7 +148,7 @@ def test_a_replica_that_raises_releases_the_others_and_its_error_is_raised() -> 
         raise KeyError("broken")
 
     def call() -> None:
-        with pytest.raises(KeyError, match="(?s)broken.*in replica 2 on device cpu"):
+        with pytest.raises(KeyError, match=r"(?s)broken.*in replica 2 on device cpu"):
             replicas(waits, waits, fails)
 
     ended_within(10, call)

@@ -78,7 +78,9 @@ class Registered:
 
 
 _pytree.register_pytree_node(
-    Registered, lambda obj: ([obj.x], obj.tag), lambda children, tag: Registered(children[0], tag)
+    Registered,
+    lambda obj: ([obj.x], obj.tag),
+    lambda children, tag: Registered(next(iter(children)), tag),
 )
 
 
@@ -131,7 +133,7 @@ def test_rebuilding_leaves_the_original_alone() -> None:
 
 
 def test_defaultdict_keeps_its_factory() -> None:
-    original = defaultdict(list, a=1)
+    original: defaultdict[str, Any] = defaultdict(list, a=1)
     rebuilt = flatten(original)[1].rebuild([5])
     assert rebuilt == {"a": 5}
     assert rebuilt["new"] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -37,12 +37,13 @@ def broadcast_coalesced(
     Raises:
         ValueError: A device doesn't exist, there is none, or the tensors are on several devices.
     """
-    sources = [tensor.detach() for tensor in tensors]
+    given = list(tensors)
     slots = _devices.parse_devices(list(devices))
-    check_same_device(sources)
+    check_same_device(given)
+    if not given or all(slot == given[0].device for slot in slots):
+        return [[tensor.detach() for tensor in given] for _ in slots]
+    sources = [tensor.detach() for tensor in given]
     results: list[list[torch.Tensor | None]] = [[None] * len(sources) for _ in slots]
-    if all(slot == source.device for slot in slots for source in sources):
-        return [[source.detach() for source in sources] for _ in slots]
     dense = [i for i, source in enumerate(sources) if source.layout == torch.strided]
     groups = plan_groups([sources[i] for i in dense], buffer_size)
     alone = [(i,) for i, source in enumerate(sources) if source.layout != torch.strided]
@@ -104,44 +105,73 @@ def reduce_add_coalesced(
     if not replicas[0]:
         return ()
     target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
-    columns = list(zip(*replicas, strict=True))
-    together = [i for i, column in enumerate(columns) if _worth_packing(column, target)]
-    groups = plan_groups([replicas[0][i] for i in together], buffer_size)
-    sums: list[torch.Tensor | None] = [None] * len(columns)
-    packed: set[int] = set()
-    for group in groups:
-        members = [together[j] for j in group]
-        if len(members) > 1:
-            packed.update(members)
-            for i, total in zip(members, _reduce_group(replicas, members, target), strict=True):
-                sums[i] = total
-    for i, column in enumerate(columns):
-        if i not in packed:
-            sums[i] = reduce_add(column, target)
+    sums: list[torch.Tensor | None] = [None] * len(replicas[0])
+    for members, reduce in _plan_sums(replicas, target, buffer_size):
+        rows = [[replica[i] for i in members] for replica in replicas]
+        for i, total in zip(members, reduce(rows, target), strict=True):
+            sums[i] = total
     return tuple(_complete(sums))
 
 
-def _worth_packing(column: Sequence[torch.Tensor], target: torch.device) -> bool:
-    """Packing saves copies between devices; tensors that don't match are left to `reduce_add`,
-    which says what is wrong with them.
-    """
-    first = column[0]
-    return (
-        all(tensor.layout == torch.strided for tensor in column)
-        and any(tensor.device != target for tensor in column)
-        and all(tensor.shape == first.shape and tensor.dtype == first.dtype for tensor in column)
-    )
+_Reduce = Callable[[Sequence[Sequence[torch.Tensor]], torch.device], Sequence[torch.Tensor]]
 
 
-def _reduce_group(
-    replicas: Sequence[Sequence[torch.Tensor]], members: Sequence[int], target: torch.device
-) -> list[torch.Tensor]:
-    models = [replicas[0][i] for i in members]
-    strides = [packed_strides(model) for model in models]
-    for replica in replicas:
-        check_same_device([replica[i] for i in members])
-    flat = [pack([replica[i] for i in members], strides) for replica in replicas]
-    return unpack(reduce_add(flat, target), [model.shape for model in models], strides)
+def _plan_sums(
+    replicas: Sequence[Sequence[torch.Tensor]], target: torch.device, buffer_size: int
+) -> Iterator[tuple[Sequence[int], _Reduce]]:
+    """Which tensors are summed together, and how."""
+    here: list[int] = []
+    elsewhere: list[int] = []
+    alone: list[int] = []
+    for i, column in enumerate(zip(*replicas, strict=True)):
+        first = column[0]
+        if len(column) == 1 or not all(
+            tensor.layout == torch.strided
+            and tensor.shape == first.shape
+            and tensor.dtype == first.dtype
+            for tensor in column
+        ):
+            # Sparse tensors, and those of which `reduce_add` says what is wrong with them.
+            alone.append(i)
+        elif all(tensor.device == target for tensor in column):
+            here.append(i)
+        else:
+            elsewhere.append(i)
+    if here:
+        yield here, _reduce_here
+    for group in plan_groups([replicas[0][i] for i in elsewhere], buffer_size):
+        if len(group) == 1:
+            alone.append(elsewhere[group[0]])
+        else:
+            yield [elsewhere[j] for j in group], _reduce_packed
+    for i in alone:
+        yield [i], _reduce_alone
+
+
+def _reduce_alone(
+    rows: Sequence[Sequence[torch.Tensor]], target: torch.device
+) -> Sequence[torch.Tensor]:
+    return [reduce_add([tensor for (tensor,) in rows], target)]
+
+
+def _reduce_here(
+    rows: Sequence[Sequence[torch.Tensor]], target: torch.device
+) -> Sequence[torch.Tensor]:
+    """On one device nothing moves, and one call adds many small tensors."""
+    totals = torch._foreach_add(list(rows[0]), list(rows[1]))
+    for row in rows[2:]:
+        torch._foreach_add_(totals, list(row))
+    return totals
+
+
+def _reduce_packed(
+    rows: Sequence[Sequence[torch.Tensor]], target: torch.device
+) -> Sequence[torch.Tensor]:
+    strides = [packed_strides(model) for model in rows[0]]
+    for row in rows:
+        check_same_device(row)
+    flat = [pack(row, strides) for row in rows]
+    return unpack(reduce_add(flat, target), [model.shape for model in rows[0]], strides)
 
 
 def _complete(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

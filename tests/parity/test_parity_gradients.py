@@ -17,20 +17,21 @@ def test_data_parallel_buffers_requiring_grad(slots: list[str]) -> None:
     class Scale(nn.Module):
         def __init__(self, trained: Tensor) -> None:
             super().__init__()
+            self.trained: Tensor
+            self.fixed: Tensor
             self.register_buffer("trained", trained)
             self.register_buffer("fixed", trained.detach().clone())
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.trained.sin() + self.fixed  # type: ignore[operator]
+            return x * self.trained.sin() + self.fixed
 
     home = slots[0]
     buffer = torch.randn(6, dtype=torch.float64, device=home, requires_grad=True)
     net = Scale(buffer)
     model = DataParallel(net, slots)
     x = torch.randn(5, 6, dtype=torch.float64, device=home)
-    assert isinstance(net.trained, Tensor)
     assert net.trained.requires_grad
-    assert not net.fixed.requires_grad  # type: ignore[union-attr]
+    assert not net.fixed.requires_grad
     for function in (net, model):
         (first,) = torch.autograd.grad(function(x).square().sum(), buffer, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), buffer)
@@ -55,7 +56,7 @@ def test_data_parallel_rnn(slots: list[str], bidirectional: bool) -> None:
     def step(model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=10)
         output, _ = model(torch.ones(6, 4, 5, device=slots[0], dtype=torch.float64))
-        F.mse_loss(output, torch.zeros_like(output)).backward()
+        torch.autograd.backward(F.mse_loss(output, torch.zeros_like(output)))
         optimizer.step()
 
     with torch.no_grad():
@@ -100,10 +101,10 @@ def test_data_parallel_function_deletion(slots: list[str]) -> None:
 
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(slots[0], torch.float64)
     x = torch.randn(6, 4, dtype=torch.float64, device=slots[0], requires_grad=True)
-    penalty(net, x).backward()
+    torch.autograd.backward(penalty(net, x))
     expected = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    penalty(DataParallel(net, slots), x).backward()
+    torch.autograd.backward(penalty(DataParallel(net, slots), x))
     for parameter, grad in zip(net.parameters(), expected, strict=True):
         if grad is None or parameter.grad is None:
             # The last bias has no influence on the penalty: no gradient, or one that is zero.
@@ -131,13 +132,7 @@ def test_strided_grad_layout(
         def __init__(self) -> None:
             super().__init__()
             widths = [3, 4, 5, 4, 3]
-            self.layers = nn.ModuleList(
-                nn.Conv2d(widths[i], widths[i + 1], 2).to(
-                    dtype=dtypes[i],
-                    memory_format=layouts[i],
-                )
-                for i in range(4)
-            )
+            self.layers = nn.ModuleList(nn.Conv2d(widths[i], widths[i + 1], 2) for i in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
             for layer, dtype in zip(self.layers, dtypes, strict=True):
@@ -145,13 +140,15 @@ def test_strided_grad_layout(
             return x
 
     net = ConvNet().to(slots[0])
+    for layer, layout, dtype in zip(net.layers, layouts, dtypes, strict=True):
+        layer.to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
     model = DataParallel(deepcopy(net), slots)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, model)]
     x = torch.randn(9, 3, 6, 6, device=slots[0])
     target = torch.randn(9, 3, 2, 2, device=slots[0])
     for _ in range(2):
         for each in (net, model):
-            F.mse_loss(each(x).float(), target).backward()
+            torch.autograd.backward(F.mse_loss(each(x).float(), target))
         for i, (bare, wrapped) in enumerate(zip(net.layers, model.module.layers, strict=True)):
             assert isinstance(bare, nn.Conv2d)
             assert isinstance(wrapped, nn.Conv2d)
@@ -177,7 +174,8 @@ def test_parameter_list_dict_replica(slots: list[str]) -> None:
             assert list(self.pdict) == ["scale", "shift"]
             for parameter in self.plist:
                 x = x * parameter
-            return x * self.pdict["scale"] + self.pdict["shift"]
+            out: Tensor = x * self.pdict["scale"] + self.pdict["shift"]
+            return out
 
     net = Containers().to(slots[0])
     x = torch.randn(8, 3, device=slots[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def linear(device: str = "cpu") -> nn.Linear:
 
 def misplaced(name: str) -> nn.Module:
     """Modules of which some part is not on virtual:0."""
-    return {
+    modules: dict[str, Callable[[], nn.Module]] = {
         "on the CPU": lambda: linear(),
         "on another device": lambda: linear("virtual:1"),
         "a child on the CPU": lambda: nn.Sequential(linear("virtual:0"), linear()),
@@ -31,7 +32,8 @@ def misplaced(name: str) -> nn.Module:
             linear("virtual:0"), linear("virtual:1")
         ),
         "a buffer on the CPU": lambda: nn.Sequential(linear("virtual:0"), nn.BatchNorm1d(2)),
-    }[name]()
+    }
+    return modules[name]()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,15 @@ def test_replicate(slots: list[str], container: Any, detach: bool) -> None:
         assert type(replica) is nn.Linear
         assert [p.device for p in replica.parameters()] == [torch.device(slot)] * 2
         torch.testing.assert_close(replica(x.to(slot)).cpu(), net(x.to(slots[0])).cpu())
-        assert replica(x.to(slot)).requires_grad is not detach
+    total = sum(
+        replica(x.to(slot)).sum().cpu()
+        for slot, replica in zip(slots[1:], replicas[1:], strict=True)
+    )
+    assert isinstance(total, Tensor)
+    assert total.requires_grad is not detach
+    if not detach:
+        (grad,) = torch.autograd.grad(total, net.weight)
+        torch.testing.assert_close(grad.cpu(), 3 * x.sum(0).expand(2, 2))
 
 
 def test_replicate_buffers(slots: list[str]) -> None:
@@ -153,14 +163,15 @@ def test_script_modules_are_refused(slots: list[str]) -> None:
     class Traced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2), check_trace=False)
+            trace: Any = torch.jit.trace
+            self.inner = trace(nn.Linear(2, 2), torch.ones(1, 2), check_trace=False)
 
         def forward(self, x: Tensor) -> Any:
             return self.inner(x)
 
     with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
         net = Traced()
-    with pytest.raises(TypeError, match="inner"):
+    with pytest.raises(TypeError, match="'inner'"):
         replicate(net.to(slots[0]), slots)
 
 

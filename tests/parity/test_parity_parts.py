@@ -13,7 +13,7 @@ from dataparallel import comm, gather, parallel_apply, scatter, scatter_kwargs
 
 
 def random(*shape: int, device: str = "cpu", grad: bool = True) -> Tensor:
-    return torch.randn(*shape, device=device, dtype=torch.float64, requires_grad=grad)
+    return torch.randn(shape, device=device, dtype=torch.float64, requires_grad=grad)
 
 
 # --- scatter ---------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_scatter_is_twice_differentiable(slots: list[str]) -> None:
 def test_scatter_dim_and_containers(slots: list[str]) -> None:
     point = namedtuple("point", ["x", "y"])
     x = random(2, 6)
-    found = scatter({"a": [x, 3, "text"], "b": point(x, None)}, slots[:2], dim=1)
+    found: Any = scatter({"a": [x, 3, "text"], "b": point(x, None)}, slots[:2], dim=1)
     for i, part in enumerate(found):
         assert part["a"][1:] == [3, "text"]
         assert type(part["b"]) is point
@@ -163,7 +163,8 @@ def test_parallel_apply_keywords_and_devices(slots: list[str]) -> None:
 def test_parallel_apply_passes_exception(slots: list[str], inputs: Any) -> None:
     class Broken(nn.Module):
         def forward(self, *args: Any) -> Any:
-            return {}["wonderful"]
+            nothing: dict[str, Any] = {}
+            return nothing["wonderful"]
 
     net = Broken()
     with pytest.raises(KeyError, match=r"(?s)wonderful.*in replica 0 on device") as caught:
@@ -217,7 +218,7 @@ def test_reduce_add(slots: list[str]) -> None:
 def test_comm_scatter_and_gather(slots: list[str], dim: int, sizes: Any) -> None:
     x = random(6, 6, grad=False)
     parts = comm.scatter(x, slots, chunk_sizes=sizes, dim=dim)
-    wanted = x.chunk(4, dim) if sizes is None else x.split(sizes, dim)
+    wanted = x.chunk(4, dim) if sizes is None else torch.split(x, sizes, dim)
     torch.testing.assert_close([part.cpu() for part in parts], list(wanted))
     torch.testing.assert_close(comm.gather(parts, dim, "cpu"), x)
     out = torch.empty_like(x, device=slots[0])

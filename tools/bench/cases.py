@@ -50,7 +50,7 @@ def _conv() -> nn.Module:
 
 
 class _Transformer(nn.Module):
-    """Tokens ``(N, T)`` to logits ``(N, vocabulary, T)``, as cross entropy takes them."""
+    """Tokens ``(N, T)`` to logits ``(N, T, vocabulary)``."""
 
     def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 1000) -> None:
         super().__init__()
@@ -61,7 +61,12 @@ class _Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
-        return logits.transpose(1, 2)
+        return logits
+
+
+def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of logits ``(..., classes)`` and targets ``(...)``."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _vectors(width: int) -> Callable[[int], tuple[Tensor, Tensor]]:

@@ -164,15 +164,25 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
 def gpu_packages(probe: Probe) -> Iterator[Check]:
     """Optional packages that are of use with NVIDIA GPUs only."""
     cupy = next(
-        (f"{name} {version}" for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-         if (version := probe.version(name))), None
+        (
+            f"{name} {version}"
+            for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+            if (version := probe.version(name))
+        ),
+        None,
     )
     for name, found, purpose, remedy in (
         ("cupy", cupy, "own CUDA kernels", "pip install cupy-cuda12x"),
-        ("nvidia-ml-py", probe.version("nvidia-ml-py"), "driver and memory of NVIDIA GPUs",
-         "pip install nvidia-ml-py"),
+        (
+            "nvidia-ml-py",
+            probe.version("nvidia-ml-py"),
+            "driver and memory of NVIDIA GPUs",
+            "pip install nvidia-ml-py",
+        ),
     ):
         if found:
             yield Check("Extras", name, "ok", f"{found}, for {purpose}")
         else:
-            yield Check("Extras", name, "missing", f"for {purpose}; of no use without a GPU", remedy)
+            yield Check(
+                "Extras", name, "missing", f"for {purpose}; of no use without a GPU", remedy
+            )

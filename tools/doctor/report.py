@@ -10,16 +10,14 @@ from rich.text import Text
 
 from dataparallel.tools.doctor.check import Check
 
-_SIGNS = {"ok": ("✓ ok", "green"), "missing": ("– missing", "yellow"), "problem": ("✗ problem", "red")}
+_SIGNS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "problem": ("✗", "bold red")}
 
 
 def build_table(checks: Sequence[Check]) -> Table:
-    """A table with one row per finding and a section per group."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found")
-    table.add_column("what to do")
+    """A table with one row per finding, its remedy below it, and a heading per group."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     group = ""
     for check in checks:
         if check.group != group:
@@ -29,12 +27,12 @@ def build_table(checks: Sequence[Check]) -> Table:
             group = check.group
         sign, colour = _SIGNS[check.status]
         # Text, not markup: remedies hold square brackets.
-        table.add_row(
-            Text(f"  {check.name}"),
-            Text(sign, style=colour),
-            Text(check.detail),
-            Text(check.remedy, style="cyan"),
-        )
+        found = Text(check.detail)
+        if check.status != "ok":
+            found = Text.assemble((f"{check.status}: ", colour), found)
+        if check.remedy:
+            found.append(f"\n→ {check.remedy}", style="cyan")
+        table.add_row(Text.assemble((f"  {sign} ", colour), check.name), found)
     return table
 
 
@@ -47,12 +45,14 @@ def print_table(checks: Sequence[Check], console: Console | None = None) -> None
     """
     console = console or Console()
     console.print(build_table(checks))
-    broken = [check.name for check in checks if check.essential and check.status == "problem"]
+    console.print(_conclusion(checks))
+
+
+def _conclusion(checks: Sequence[Check]) -> Text:
     problems = [check.name for check in checks if check.status == "problem"]
-    console.print()
+    broken = [check.name for check in checks if check.essential and check.name in problems]
     if broken:
-        console.print(f"dataparallel cannot work here: {', '.join(broken)}", style="bold red")
-    elif problems:
-        console.print(f"dataparallel works, but look at: {', '.join(problems)}", style="yellow")
-    else:
-        console.print("dataparallel works on this machine", style="bold green")
+        return Text(f"\ndataparallel cannot work here: {', '.join(broken)}", style="bold red")
+    if problems:
+        return Text(f"\ndataparallel works; look at: {', '.join(problems)}", style="yellow")
+    return Text("\ndataparallel works on this machine", style="bold green")

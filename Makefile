@@ -1,0 +1,72 @@
+# The commands of this project; `make help` lists them.
+#
+#   PYTHON       which Python makes the environment        make train PYTHON=python3.12
+#   TORCH        what to install as torch, beforehand      make train TORCH="torch==2.13.0"
+#   ARGS         passed on to the training script          make train ARGS="--epochs 3"
+#   PYTEST_ARGS  passed on to pytest                       make test PYTEST_ARGS="-k scatter"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+SOURCES := dataparallel kernels tools tests examples
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help train train-chars test check format build clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+train: $(RUN_STAMP) ## train on handwritten digits, on all accelerators or else two CPU replicas
+	@$(VENV)/bin/python examples/train_digits.py $(ARGS)
+
+train-chars: $(RUN_STAMP) ## train a character-level transformer on Python's own source text
+	@$(VENV)/bin/python examples/train_chars.py $(ARGS)
+
+test: $(DEV_STAMP) ## run the tests
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV_STAMP) ## check format, lint and types
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/mypy
+
+format: $(DEV_STAMP) ## format the code
+	$(VENV)/bin/ruff format $(SOURCES)
+	$(VENV)/bin/ruff check --fix $(SOURCES)
+
+build: $(DEV_STAMP) ## make the wheel and the source archive in dist/
+	$(VENV)/bin/python -m build --outdir dist
+
+clean: ## remove what the commands made, but not the environment
+	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -exec rm -rf {} +
+
+# --- the environment ---------------------------------------------------------------------------
+
+# $(call install,EXTRAS,STAMP): install the package in place with its extras, and say how long it took
+define install
+	@begin=$$(date +%s); \
+	if [ ! -x $(VENV)/bin/python ]; then \
+	  echo "Making the environment $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv $(VENV); \
+	fi; \
+	if [ -n "$(TORCH)" ]; then echo "Installing $(TORCH)"; $(PIP) $(TORCH) || exit 1; fi; \
+	echo "Installing dataparallel[$(1)] and what it needs; torch alone is 0.2 GB, with CUDA 3 GB"; \
+	$(PIP) --editable ".[$(1)]" || exit 1; \
+	touch $(2); \
+	echo "The environment was ready after $$(($$(date +%s) - begin)) s"
+endef
+
+$(RUN_STAMP): pyproject.toml
+	$(call install,examples$(comma)tools,$@)
+
+$(DEV_STAMP): pyproject.toml
+	$(call install,dev,$@)
+
+comma := ,

@@ -1,0 +1,264 @@
+"""Clones: structure, what they share, and what comes back from them to the original."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, current_replica, replicate
+from tests.models import Shared, assert_all_close, grads_of
+
+
+def compare(
+    build: Any, slots: list[str], *shape: int, before: Any = None, replicas: int = 3
+) -> tuple[nn.Module, DataParallel[nn.Module]]:
+    """Wrapped equals bare on one batch: outputs and gradients."""
+    twins = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        twins.append(build().to(device=slots[0], dtype=torch.double))
+    bare, model = twins[0], DataParallel(twins[1], slots[:replicas])
+    x = torch.randn(*shape, dtype=torch.double, device=slots[0])
+    results = []
+    for module in (bare, model):
+        output = module(x)
+        output = output[0] if isinstance(output, tuple) else output
+        output.pow(2).sum().backward()
+        results.append([output, *grads_of(module)])
+    assert_all_close(results[1], results[0])
+    return bare, model
+
+
+def test_shared_modules_and_parameters_stay_shared(slots: list[str]) -> None:
+    original = Shared([0, 1, 0]).to(slots[0])
+    for clone in replicate(original, slots):
+        assert clone.layers[0] is clone.layers[2]  # type: ignore[index]
+        assert clone.tied.weight is clone.layers[0].weight  # type: ignore[union-attr, index]
+        assert len(list(clone.parameters())) == len(list(original.parameters()))
+        assert [n for n, _ in clone.named_parameters()] == [
+            n for n, _ in original.named_parameters()
+        ]
+        assert all(isinstance(p, nn.Parameter) for p in clone.parameters())
+    compare(lambda: Shared([0, 1, 0]), slots, 6, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        lambda: nn.LSTM(4, 3, num_layers=2, batch_first=True),
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 1).to(memory_format=None), nn.Flatten()),
+    ],
+    ids=["weight_norm", "parametrized", "orthogonal", "lstm", "conv"],
+)
+def test_kinds_of_modules(build: Any, slots: list[str]) -> None:
+    shape = (6, 4) if not isinstance(build(), nn.Sequential) else (6, 4, 5)
+    compare(build, slots, *(shape if not isinstance(build(), nn.LSTM) else (6, 5, 4)))
+
+
+def test_strides_of_parameters_are_kept(slots: list[str]) -> None:
+    original = nn.Conv2d(3, 4, 3).to(slots[0], memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for clone in replicate(original, slots):
+        assert clone.weight.stride() == original.weight.stride()
+    model = DataParallel(original, slots)
+    model(torch.randn(8, 3, 5, 5, device=slots[0])).sum().backward()
+    assert original.weight.grad.stride() == original.weight.stride()
+
+
+def test_sparse_gradients(slots: list[str]) -> None:
+    bare = nn.Embedding(10, 3, sparse=True).to(slots[0])
+    inner = copy.deepcopy(bare)
+    model = DataParallel(inner, slots)
+    x = torch.randint(0, 10, (9,), device=slots[0])
+    bare(x).sum().backward()
+    model(x).sum().backward()
+    assert inner.weight.grad is not None and inner.weight.grad.is_sparse
+    assert bare.weight.grad is not None
+    torch.testing.assert_close(
+        inner.weight.grad.coalesce().to_dense(), bare.weight.grad.coalesce().to_dense()
+    )
+
+
+def test_references_in_attributes_lead_to_the_clone(slots: list[str]) -> None:
+    class Refers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.plain_list = [self.first]
+            self.bound = self.first.forward
+            self.partial = functools.partial(torch.mul, self.first.weight)
+            self.table = torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.plain_list[0](x) + self.bound(x)
+            return y + self.partial(self.first.weight).sum() + self.table.to(x.dtype)
+
+    def build() -> nn.Module:
+        original = Refers().to(slots[0])
+        original.table = original.table.to(slots[0])
+        return original
+
+    compare(build, slots, 6, 3)
+
+
+def test_hooks_that_are_methods_see_the_clone(slots: list[str]) -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 2.0))
+            self.inner = nn.Linear(3, 3)
+            self.inner.register_forward_hook(self.rescale)
+
+        def rescale(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output * self.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.inner(x)
+            return output
+
+    compare(Hooked, slots, 6, 3)
+
+
+def test_what_replica_0_assigns_is_assigned_to_the_original(slots: list[str]) -> None:
+    class Notes(nn.Module):
+        aux: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            self.calls = 0
+            self.active: nn.Module = self.layers[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.active = self.layers[self.calls % 2]
+            output: Tensor = self.active(x)
+            replica = current_replica()
+            assert replica is not None
+            self.aux = output.sum() + replica.index * 1000
+            return output
+
+    original = Notes().to(slots[0])
+    model = DataParallel(original, slots)
+    output = model(torch.randn(8, 3, device=slots[0]))
+    assert original.calls == 1
+    assert original.active is original.layers[1]
+    torch.testing.assert_close(original.aux, output[:2].sum())
+    original.aux.backward()
+    assert original.layers[1].weight.grad is not None
+    model(torch.randn(8, 3, device=slots[0]))
+    assert original.calls == 2
+    assert original.active is original.layers[0]
+
+
+def test_changes_between_forwards_are_followed(slots: list[str]) -> None:
+    original = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2)).to(slots[0])
+    model = DataParallel(original, slots)
+    x = torch.randn(7, 3, device=slots[0])
+    for change in (
+        lambda: model.eval(),
+        lambda: original.append(nn.Linear(2, 2).to(slots[0])),
+        lambda: original[0].weight.data.mul_(3),
+        lambda: setattr(original[2], "bias", None),
+        lambda: original[0].requires_grad_(False),
+        lambda: setattr(original[0], "weight", nn.Parameter(torch.ones(3, 3, device=slots[0]))),
+        lambda: original[3].register_forward_hook(lambda m, i, o: o + 1),
+        lambda: nn.utils.vector_to_parameters(
+            torch.ones(sum(p.numel() for p in model.parameters()), device=slots[0]),
+            model.parameters(),
+        ),
+    ):
+        change()
+        torch.testing.assert_close(model(x), original(x))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), original(x))
+
+
+def test_parameters_written_in_forward_are_an_error_and_nothing_is_stale(slots: list[str]) -> None:
+    class Clamps(nn.Linear):
+        clamping = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.clamping:
+                with torch.no_grad():
+                    self.weight.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    module = Clamps(3, 3).to(slots[0])
+    model = DataParallel(module, slots)
+    x = torch.randn(8, 3, device=slots[0])
+    with pytest.raises(RuntimeError, match="changed parameters in place: weight"):
+        model(x)
+    module.clamping = False
+    torch.testing.assert_close(model(x), module(x))
+
+
+def test_zero_grad_in_the_forward_of_a_replica_is_an_error(slots: list[str]) -> None:
+    class Zeroes(nn.Linear):
+        zeroing = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.zeroing:
+                self.zero_grad()
+            return super().forward(x)
+
+    module = Zeroes(3, 3).to(slots[0])
+    model = DataParallel(module, slots)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)zero_grad\(\) was called in the forward.*replica 0"
+    ):
+        model(torch.randn(8, 3, device=slots[0]))
+    module.zeroing = False
+    model(torch.randn(8, 3, device=slots[0])).sum().backward()
+    module.zero_grad()
+    assert module.weight.grad is None
+
+
+def test_an_uninitialised_module_is_a_clear_error(slots: list[str]) -> None:
+    model = DataParallel(nn.LazyLinear(3).to(slots[0]), slots)
+    with pytest.raises(ValueError, match=r"not initialised: weight, bias; call the module once"):
+        model(torch.randn(8, 3, device=slots[0]))
+
+
+def test_replicas_can_be_pickled(slots: list[str]) -> None:
+    original = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(slots[0])
+    for replica in replicate(original, slots[:2]):
+        again = pickle.loads(pickle.dumps(replica))
+        assert_all_close(again.state_dict().values(), replica.state_dict().values())
+
+
+def test_a_detached_replica_has_no_edges(slots: list[str]) -> None:
+    original = nn.Linear(3, 3).to(slots[0])
+    for replica in replicate(original, slots, detach=True):
+        assert not replica(torch.randn(2, 3, device=replica.weight.device)).requires_grad
+
+
+def test_a_failed_forward_leaves_nothing_behind(slots: list[str]) -> None:
+    class Fails(nn.Linear):
+        failing = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            replica = current_replica()
+            if self.failing and replica is not None and replica.index == 1:
+                raise KeyError("lost")
+            return super().forward(x)
+
+    bare = Fails(3, 3).to(slots[0])
+    module = copy.deepcopy(bare)
+    model = DataParallel(module, slots)
+    x = torch.randn(8, 3, device=slots[0])
+    with pytest.raises(KeyError, match=r"(?s)lost.*in replica 1 on device"):
+        model(x)
+    module.failing = False
+    model(x).sum().backward()
+    bare(x).sum().backward()
+    assert_all_close(grads_of(module), grads_of(bare))

@@ -1,0 +1,503 @@
+"""Arguments are split and outputs put together as torch.chunk and torch.cat do for one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import pack_sequence
+
+from dataparallel.scatter_gather import (
+    Replicate,
+    gather,
+    move,
+    plan_scatter,
+    scatter,
+    scatter_kwargs,
+)
+from dataparallel.tree import flatten
+
+Point = namedtuple("Point", ["x", "y"])
+CPU = ["cpu"] * 4
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: Any = 3
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal containers, types and values, wherever the tensors are."""
+    mine, structure = flatten(actual)
+    theirs, expected_structure = flatten(expected)
+    assert structure == expected_structure
+    for leaf, other in zip(mine, theirs, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert leaf.shape == other.shape
+            assert leaf.dtype == other.dtype
+            assert torch.equal(leaf.cpu(), other.cpu())
+        else:
+            assert leaf == other
+
+
+# --- scatter -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_scatter_splits_like_torch_chunk(slots: list[str], size: int, dim: int) -> None:
+    shape = [3, 4, 5]
+    shape[dim] = size
+    x = torch.randn(shape)
+    inputs = {"a": x, "b": [x * 2, (x.to(slots[1]),)], "c": 7}
+    chunks = scatter(inputs, slots, dim)
+    expected = x.chunk(4, dim)
+    assert len(chunks) == len(expected)
+    for chunk, model, slot in zip(chunks, expected, slots, strict=False):
+        assert_same(chunk, {"a": model, "b": [model * 2, (model,)], "c": 7})
+        tensors = [leaf for leaf in flatten(chunk)[0] if isinstance(leaf, torch.Tensor)]
+        assert {tensor.device for tensor in tensors} == {torch.device(slot)}
+
+
+def test_scatter_of_a_tensor_is_a_tuple_of_tensors(slots: list[str]) -> None:
+    x = torch.randn(7, 2)
+    chunks = scatter(x, slots)
+    assert isinstance(chunks, tuple)
+    assert_same(chunks, x.chunk(4))
+    assert isinstance(scatter([x], slots), list)
+
+
+def test_what_is_no_tensor_goes_to_each_replica_as_it_is() -> None:
+    marker = object()
+    empty: list[Any] = [{}, [], ()]
+    x = torch.randn(4, 1)
+    chunks = scatter([x, 3, "text", None, marker, *empty], CPU[:2])
+    for chunk in chunks:
+        assert chunk[1:4] == [3, "text", None]
+        assert chunk[4] is marker
+        assert all(a is b for a, b in zip(chunk[5:], empty, strict=True))
+
+
+def test_containers_keep_their_types() -> None:
+    x = torch.arange(4)
+    inputs: Any = (Point(x, 1), OrderedDict(b=x, a=[Sample(x)]), {"empty": []})
+    for chunk, part in zip(scatter(inputs, CPU[:2]), x.chunk(2), strict=True):
+        assert_same(chunk, (Point(part, 1), OrderedDict(b=part, a=[Sample(part)]), {"empty": []}))
+
+
+def test_what_is_one_tensor_for_the_caller_is_one_in_each_replica(slots: list[str]) -> None:
+    x, scale = torch.randn(4, 2), torch.tensor(2.0)
+    for chunk in scatter({"query": x, "key": x, "s": scale, "t": [scale]}, slots):
+        assert chunk["query"] is chunk["key"]
+        assert chunk["s"] is chunk["t"][0]
+
+
+def test_tensors_without_dimensions_go_to_each_replica(slots: list[str]) -> None:
+    scale = torch.tensor(3.0, requires_grad=True)
+    chunks = scatter((torch.randn(8, 1), scale), slots)
+    assert [chunk[1].item() for chunk in chunks] == [3.0] * 4
+    assert [str(chunk[1].device) for chunk in chunks] == slots
+    sum((chunk[1] * (i + 1)).cpu() for i, chunk in enumerate(chunks)).backward()
+    assert scale.grad is not None
+    assert scale.grad.item() == 10
+
+
+def test_replicate_goes_whole_and_sums_its_gradients(slots: list[str]) -> None:
+    table = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    chunks = scatter({"x": torch.randn(8, 2), "t": Replicate([table, "name"])}, slots)
+    for chunk, slot in zip(chunks, slots, strict=True):
+        assert isinstance(chunk["t"], list)
+        assert chunk["t"][0].device == torch.device(slot)
+        assert_same(chunk["t"], [table, "name"])
+    total = sum((chunk["t"][0].sum() * (i + 1)).cpu() for i, chunk in enumerate(chunks))
+    (gradient,) = torch.autograd.grad(total, table)
+    assert gradient.tolist() == [[10.0, 10.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "in_dims",
+    [
+        {"mask": None, 0: 0, 1: 1},
+        {"mask": [None, {"inner": None}], 1: 1, "absent": 3, 9: 1},
+        {"mask": (None, None), 1: -1},
+    ],
+)
+def test_in_dims_decides_per_argument(slots: list[str], in_dims: Any) -> None:
+    x, y = torch.randn(6, 3), torch.randn(2, 6)
+    mask = [torch.randn(5), {"inner": torch.randn(1, 1)}]
+    args, kwargs = scatter_kwargs((x, y), {"mask": mask}, slots, in_dims=in_dims)
+    expected = zip(x.chunk(4), y.chunk(4, 1), strict=True)
+    for arg, kwarg, model in zip(args, kwargs, expected, strict=True):
+        assert_same(arg, model)
+        assert_same(kwarg, {"mask": mask})
+
+
+def test_in_dims_of_scatter_follows_the_container() -> None:
+    x, y = torch.randn(4, 2), torch.randn(2, 4)
+    first, second = scatter((x, {"y": y, "z": x}), CPU[:2], in_dims=(0, {"y": 1}))
+    assert_same(first, (x[:2], {"y": y[:, :2], "z": x[:2]}))
+    assert_same(second, (x[2:], {"y": y[:, 2:], "z": x[2:]}))
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "error", "message"),
+    [
+        ([0], TypeError, r"in_dims is a mapping .* but got \[0\]"),
+        ({-1: 0}, TypeError, r"by position from 0, but got \[-1\]"),
+        ({"m": "rows"}, TypeError, r"in_dims for kwargs\['m'\] is an int, None, .* got 'rows'"),
+        ({"m": {"b": 0}}, ValueError, r"names \['b'\] in kwargs\['m'\], which has \['a'\]"),
+        ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has 1"),
+        ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] .*from -2 to 1"),
+    ],
+)
+def test_in_dims_is_checked(in_dims: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        scatter_kwargs((), {"m": {"a": torch.ones(2, 2)}}, CPU, in_dims=in_dims)
+
+
+def test_lists_are_split_only_when_asked() -> None:
+    x, names = torch.arange(5), list("abcde")
+    inputs = {"x": x, "names": names, "pair": ["a", "b"], "deep": [x, ["a", "b"]]}
+    for chunk in scatter(inputs, CPU[:2]):
+        assert chunk["names"] == names
+    first, second = scatter(inputs, CPU[:2], split_lists=True)
+    assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
+    assert first["pair"] == ["a", "b"]
+    assert first["deep"][1] == ["a", "b"]
+    assert first["deep"][0].tolist() == [0, 1, 2]
+    kept, _ = scatter({"x": x, "names": Replicate(names)}, CPU[:2], split_lists=True)
+    assert kept["names"] == names
+
+
+def test_chunk_sizes(slots: list[str]) -> None:
+    x = torch.randn(2, 6)
+    chunks = scatter(x, slots, 1, chunk_sizes=[1, 3, 2, 0])
+    assert_same(chunks, torch.split(x, [1, 3, 2], 1))
+    assert [str(chunk.device) for chunk in chunks] == slots[:3]
+    lists = scatter((list("abc"),), CPU[:2], chunk_sizes=[1, 2], split_lists=True)
+    assert lists == [(["a"],), (["b", "c"],)]
+
+
+@pytest.mark.parametrize(
+    ("chunk_sizes", "message"),
+    [
+        ([3, 2], "2 entries but there are 4 device slots.*add up to 5 but the batch has 6"),
+        ([7, -1, 0, 0], r"negative entries: \(7, -1, 0, 0\)"),
+        ([2, 2, 2, 2], "add up to 8 but the batch has 6 samples"),
+        ([3, 0, 3, 0], r"leave out slot 1 in the middle; reorder"),
+        ([0, 3, 3, 0], r"leave out slot 0"),
+    ],
+)
+def test_chunk_sizes_are_checked(chunk_sizes: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scatter(torch.ones(6, 2), CPU, chunk_sizes=chunk_sizes)
+
+
+def test_small_and_empty_batches_use_fewer_replicas(slots: list[str]) -> None:
+    assert len(scatter(torch.ones(2, 1), slots)) == 2
+    chunks = scatter({"x": torch.ones(0, 3), "y": 1}, slots)
+    assert len(chunks) == 1
+    assert chunks[0]["x"].shape == (0, 3)
+    assert chunks[0]["x"].device == torch.device(slots[0])
+
+
+def test_without_a_tensor_one_replica_runs(slots: list[str]) -> None:
+    assert scatter_kwargs(("text",), {"n": 3}, slots) == ((("text",),), ({"n": 3},))
+    assert scatter_kwargs((), None, slots) == (((),), ({},))
+    plan = plan_scatter((Replicate(torch.ones(3)), torch.tensor(1.0)), None, 4)
+    assert (plan.sizes, plan.batch_size, plan.num_chunks) == ((1,), None, 1)
+    (args,), kwargs = plan.execute(slots)
+    assert kwargs == ({},)
+    assert [str(arg.device) for arg in args] == [slots[0]] * 2
+
+
+def test_kwargs_only_and_args_only_have_equal_length(slots: list[str]) -> None:
+    x = torch.randn(3, 1)
+    assert_same(
+        scatter_kwargs((), {"x": x}, slots), (((),) * 3, tuple({"x": c} for c in x.chunk(3)))
+    )
+    assert_same(scatter_kwargs((x,), {}, slots), (tuple((c,) for c in x.chunk(3)), ({},) * 3))
+
+
+def test_one_slot_gets_the_tensor_itself() -> None:
+    x, table = torch.randn(3, 1, requires_grad=True), torch.randn(2)
+    ((chunk, whole),), _ = scatter_kwargs((x, Replicate(table)), None, ["cpu"])
+    assert chunk is x
+    assert whole is table
+
+
+def test_plan_is_made_before_anything_is_copied() -> None:
+    x = torch.randn(7, 2)
+    plan = plan_scatter((x,), {"mask": torch.ones(2)}, 3, in_dims={"mask": None})
+    assert (plan.batch_size, plan.sizes, plan.dim, plan.num_chunks) == (7, (3, 3, 1), 0, 3)
+    args, kwargs = plan.execute(CPU)
+    assert_same(args, tuple((part,) for part in torch.split(x, [3, 3, 1])))
+    assert len(kwargs) == 3
+    with pytest.raises(dataclasses.FrozenInstanceError, match="sizes"):
+        plan.sizes = (7,)  # type: ignore[misc]
+
+
+def test_all_arguments_that_disagree_are_named() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"inputs\[0\] has 8 along dim 0 \(shape \(8, 3\)\), inputs\[1\]\['m'\] has 3 along "
+        r"dim 0 \(shape \(3,\)\), kwargs\['y'\] has 5 along dim 1 \(shape \(1, 5\)\); .*Replicate",
+    ):
+        scatter_kwargs(
+            (torch.ones(8, 3), {"m": torch.ones(3)}),
+            {"ok": torch.ones(8), "y": torch.ones(1, 5)},
+            CPU,
+            in_dims={"y": 1},
+        )
+
+
+def test_all_arguments_without_the_dim_are_named() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"dim 1 is out of range for inputs\[1\] of shape \(4,\), whose dims are from -1 to 0"
+        r"; dim 1 is out of range for kwargs\['t'\].*through in_dims",
+    ):
+        scatter_kwargs((torch.ones(4, 4), torch.ones(4)), {"t": torch.ones(2)}, CPU, dim=1)
+    with pytest.raises(ValueError, match=r"dim 0 is out of range .* whose dims are none, as it is"):
+        scatter_kwargs((torch.tensor(1.0),), None, CPU, in_dims={0: 0})
+
+
+def test_packed_sequences_are_refused_with_a_remedy() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    for marked in (packed, Replicate(packed)):
+        with pytest.raises(TypeError, match=r"inputs\[0\]\S* is a PackedSequence.*inside forward"):
+            scatter_kwargs((marked,), None, CPU)
+    with pytest.raises(TypeError, match=r"outputs\['h'\] is a PackedSequence.*output_device"):
+        gather([{"h": packed}] * 2, "cpu")
+
+
+def test_devices_must_exist() -> None:
+    with pytest.raises(ValueError, match=r"'virtual:8' does not exist; .*virtual:3, cpu"):
+        scatter(torch.ones(2), ["cpu", "virtual:8"])
+    with pytest.raises(ValueError, match="'virtual:8' does not exist"):
+        gather([torch.ones(2)], "virtual:8")
+
+
+def test_cycles_do_not_hang() -> None:
+    loop: list[Any] = [torch.ones(2)]
+    loop.append(loop)
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] contains itself"):
+        scatter_kwargs((loop,), None, CPU)
+
+
+# --- gather --------------------------------------------------------------------------------------
+
+
+def spread(parts: list[Any], slots: list[str]) -> list[Any]:
+    return [move(part, slot) for part, slot in zip(parts, slots, strict=False)]
+
+
+def test_gather_concatenates_in_every_container(slots: list[str]) -> None:
+    a, b = torch.randn(3, 2), torch.randn(1, 2)
+    parts = [
+        {"t": (x, [Sample(x * 2, "same")]), "p": Point(x.long(), None), "n": n}
+        for n, x in enumerate((a, b))
+    ]
+    both = torch.cat([a, b])
+    for target in (slots[0], "virtual:3", "cpu"):
+        gathered = gather(spread(parts, slots), target)
+        expected = {
+            "t": (both, [Sample(both * 2, "same")]),
+            "p": Point(both.long(), None),
+            "n": [0, 1],
+        }
+        assert gathered["n"] == [0, 1]
+        assert_same({**gathered, "n": 0}, {**expected, "n": 0})
+        assert gathered["t"][0].device == torch.device(target)
+
+
+def test_keys_may_come_in_another_order() -> None:
+    first, second = torch.ones(1), torch.zeros(1)
+    gathered = gather([{"a": first, "b": second}, {"b": second, "a": first}], "cpu")
+    assert list(gathered) == ["a", "b"]
+    assert gathered["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_gather_along_another_dim(slots: list[str], dim: int) -> None:
+    parts = [torch.randn(2, n) for n in (3, 0, 1)]
+    assert_same(gather(spread(parts, slots), slots[1], dim), torch.cat(parts, 1))
+
+
+def test_scalars(slots: list[str]) -> None:
+    parts = spread([torch.tensor(float(n)) for n in (1, 2, 6)], slots)
+    assert gather(parts, slots[0]).tolist() == [1, 2, 6]
+    assert gather(parts, "cpu", scalars="sum").item() == 9
+    assert gather(parts, "cpu", scalars="mean").item() == 3
+    mean = gather(parts, slots[2], scalars="mean", weights=(3, 2, 1))
+    assert mean.item() == pytest.approx(13 / 6)
+    assert mean.shape == ()
+    assert mean.device == torch.device(slots[2])
+    counts = [torch.tensor(n) for n in (1, 2)]
+    assert gather(counts, "cpu", scalars="sum").item() == 3
+
+
+def test_mean_of_half_precision_is_added_in_float32() -> None:
+    parts = [torch.tensor(1.0, dtype=torch.bfloat16)] + [
+        torch.tensor(2.0**-8, dtype=torch.bfloat16)
+    ] * 3
+    mean = gather(parts, "cpu", scalars="mean")
+    assert mean.dtype == torch.bfloat16
+    assert mean.item() == torch.tensor((1 + 3 * 2.0**-8) / 4).bfloat16().item()
+
+
+def test_a_replica_without_samples_has_no_say_in_a_mean() -> None:
+    parts = [torch.tensor(2.0), torch.tensor(float("nan"))]
+    assert gather(parts, "cpu", scalars="mean", weights=(4, 0)).item() == 2
+    assert gather(parts, "cpu", scalars="mean", weights=(0, 0)).isnan()
+
+
+def test_one_replica(slots: list[str]) -> None:
+    marker = object()
+    tensor = torch.randn(2, 2).to(slots[1])
+    output = {"x": tensor, "m": marker}
+    gathered = gather([output], slots[1])
+    assert gathered["x"] is tensor
+    assert gathered["m"] is marker
+    assert gather([output], "cpu")["x"].device == torch.device("cpu")
+    scalar = torch.tensor(2.0)
+    assert gather([scalar], "cpu").tolist() == [2]
+    assert gather([scalar], "cpu", scalars="mean") is scalar
+    assert move({"loss": scalar}, "cpu")["loss"] is scalar
+
+
+def test_each_leaves_outputs_where_they_are(slots: list[str]) -> None:
+    outputs = [torch.randn(2, 3).to(slots[0]), {"other": torch.randn(1).to(slots[1])}]
+    apart = gather(outputs, "each")
+    assert all(a is b for a, b in zip(apart, outputs, strict=True))
+
+
+def test_other_leaves_come_once_or_as_a_list() -> None:
+    assert gather([{"n": 3, "s": "a"}, {"n": 3, "s": "b"}], "cpu") == {"n": 3, "s": ["a", "b"]}
+    assert gather([1, True], "cpu") == [1, True]
+    assert gather([None, None], "cpu") is None
+
+
+def test_leaves_whose_comparison_has_no_one_answer() -> None:
+    numpy = pytest.importorskip("numpy")
+    gathered = gather([numpy.ones(2), numpy.ones(2)], "cpu")
+    assert isinstance(gathered, list)
+    assert len(gathered) == 2
+
+
+def test_dtypes_promote_like_torch_cat(slots: list[str]) -> None:
+    parts = [torch.ones(2, dtype=torch.float16), torch.ones(1), torch.ones(1, dtype=torch.int64)]
+    assert_same(gather(spread(parts, slots), slots[0]), torch.cat(parts))
+    leaves = [part.requires_grad_(part.is_floating_point()) for part in parts]
+    gather(spread(leaves, slots), slots[0]).sum().backward()
+    assert [None if leaf.grad is None else leaf.grad.dtype for leaf in leaves] == [
+        torch.float16,
+        torch.float32,
+        None,
+    ]
+
+
+def test_sparse_outputs_concatenate() -> None:
+    parts = [torch.eye(2).to_sparse().requires_grad_(), torch.ones(1, 2).to_sparse()]
+    gathered = gather(parts, "cpu")
+    assert gathered.layout == torch.sparse_coo
+    assert gathered.to_dense().tolist() == [[1, 0], [0, 1], [1, 1]]
+    (gathered.to_dense() * torch.tensor([[1.0], [2], [3]])).sum().backward()
+    assert parts[0].grad is not None
+    assert parts[0].grad.to_dense().tolist() == [[1, 0], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "message"),
+    [
+        ([], {}, "at least one replica, got none"),
+        ([{"a": 1}, {"b": 1}], {}, r"outputs has the keys \['a'\] only in replica 0 and \['b'\]"),
+        (
+            [(1, [2]), (1, [2]), (1, [2, 3])],
+            {},
+            r"outputs\[1\] has 1 elements in replica 0 but 2 in replica 2; .*output_device",
+        ),
+        ([[1], None], {}, "outputs is a list in replica 0 but a leaf in replica 1"),
+        (
+            [{"a": None, "b": torch.ones(2, 3)}, {"a": torch.ones(1), "b": torch.ones(2, 4)}],
+            {},
+            r"outputs\['a'\] is NoneType in replica 0, a tensor in replica 1; .*"
+            r"the shapes of outputs\['b'\] differ in more than dim 0: \(2, 3\), \(2, 4\); .*each",
+        ),
+        ([torch.ones(2), torch.tensor(1.0)], {}, r"number of dimensions .*: \(2,\), \(\); .*each"),
+        ([torch.ones(2)] * 2, {"dim": 1}, r"outputs of shape \(2,\) has no dim 1 .*each"),
+        ([torch.tensor(1)] * 2, {"scalars": "mean"}, "0-d tensor of torch.int64, which has no"),
+        ([1], {"scalars": "max"}, "'stack', 'mean' or 'sum', but got 'max'"),
+        ([1, 1], {"weights": [1]}, "1 weights but 2 replicas"),
+        ([1, 1], {"weights": [1, -1]}, r"cannot be negative, but got \(1, -1\)"),
+    ],
+)
+def test_gather_refuses(outputs: list[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs, "cpu", **options)
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scalars", ["stack", "mean", "sum"])
+def test_derivatives_of_scatter_and_gather(slots: list[str], scalars: Any) -> None:
+    def function(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chunks = scatter({"x": x, "t": Replicate(table)}, slots[:3])
+        outputs = [
+            {"rows": chunk["x"] ** 2 * chunk["t"], "loss": (chunk["x"] * chunk["t"]).sum()}
+            for chunk in chunks
+        ]
+        gathered = gather(outputs, slots[1], scalars=scalars, weights=(2, 2, 1))
+        return gathered["rows"].to("cpu"), gathered["loss"].to("cpu")
+
+    inputs = (
+        torch.randn(5, 2, dtype=torch.float64, requires_grad=True),
+        torch.randn(2, dtype=torch.float64, requires_grad=True),
+    )
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Any, int]:
+    """A container whose tensors agree on the batch size along one dim, and that dim."""
+    size = draw(st.integers(0, 17))
+    dim = draw(st.integers(-2, 1))
+    other = draw(st.integers(1, 3))
+    shape = (size, other) if dim in (0, -2) else (other, size)
+    tensors = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bfloat16]).map(
+        lambda dtype: torch.arange(size * other).reshape(shape).to(dtype)
+    )
+    leaves = st.one_of(tensors, st.none(), st.integers(), st.text(max_size=3))
+    containers = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=2), inner, max_size=3),
+            st.builds(Point, inner, inner),
+            st.builds(Sample, inner, inner),
+        ),
+        max_leaves=6,
+    )
+    return [draw(tensors), draw(containers)], dim
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=trees(), num_slots=st.integers(1, 4), on=st.sampled_from(["cpu", "virtual"]))
+def test_gather_undoes_scatter(case: tuple[Any, int], num_slots: int, on: str) -> None:
+    tree, dim = case
+    devices = [on if on == "cpu" else f"virtual:{i}" for i in range(num_slots)]
+    chunks = scatter(tree, devices, dim)
+    size = tree[0].size(dim)
+    assert len(chunks) == len([t for t in tree[0].chunk(num_slots, dim) if t.numel()] or [None])
+    assert sum(chunk[0].size(dim) for chunk in chunks) == size
+    assert_same(gather(chunks, "cpu", dim), tree)
