@@ -278,6 +278,8 @@ def _unmarked(structure: Structure) -> Structure:
     if structure.kind is Replicate:
         return _unmarked(structure.children[0])
     children = tuple(_unmarked(child) for child in structure.children)
+    if all(child is old for child, old in zip(children, structure.children, strict=True)):
+        return structure
     return dataclasses.replace(structure, children=children)
 
 

@@ -60,6 +60,18 @@ def twins(
     build: Callable[[], nn.Module], device: str, dtype: torch.dtype = torch.double
 ) -> tuple[nn.Module, nn.Module]:
     """Two equal modules on one device."""
-    torch.manual_seed(1)
-    module = build().to(device=device, dtype=dtype)
+    module = placed(build, device, dtype)
     return module, copy.deepcopy(module)
+
+
+def placed(
+    build: Callable[[], nn.Module], device: str, dtype: torch.dtype = torch.double
+) -> nn.Module:
+    """A module made on a device, always with the same values.
+
+    Moved there instead, it could lose what its parameters share: torch gives a module new
+    parameters when it moves to a device type that it does not know by name.
+    """
+    torch.manual_seed(1)
+    with torch.device(device):
+        return build().to(dtype=dtype)

@@ -12,18 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, current_replica, replicate
-from tests.models import Shared, assert_all_close, grads_of
+from tests.models import Shared, assert_all_close, grads_of, placed
 
 
 def compare(
     build: Any, slots: list[str], *shape: int, before: Any = None, replicas: int = 3
 ) -> tuple[nn.Module, DataParallel[nn.Module]]:
     """Wrapped equals bare on one batch: outputs and gradients."""
-    twins = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        twins.append(build().to(device=slots[0], dtype=torch.double))
-    bare, model = twins[0], DataParallel(twins[1], slots[:replicas])
+    bare = placed(build, slots[0])
+    model = DataParallel(placed(build, slots[0]), slots[:replicas])
     x = torch.randn(*shape, dtype=torch.double, device=slots[0])
     results = []
     for module in (bare, model):
@@ -36,7 +33,7 @@ def compare(
 
 
 def test_shared_modules_and_parameters_stay_shared(slots: list[str]) -> None:
-    original = Shared([0, 1, 0]).to(slots[0])
+    original = placed(lambda: Shared([0, 1, 0]), slots[0])
     for clone in replicate(original, slots):
         assert clone.layers[0] is clone.layers[2]  # type: ignore[index]
         assert clone.tied.weight is clone.layers[0].weight  # type: ignore[union-attr, index]
@@ -102,12 +99,7 @@ def test_references_in_attributes_lead_to_the_clone(slots: list[str]) -> None:
             y = self.plain_list[0](x) + self.bound(x)
             return y + self.partial(self.first.weight).sum() + self.table.to(x.dtype)
 
-    def build() -> nn.Module:
-        original = Refers().to(slots[0])
-        original.table = original.table.to(slots[0])
-        return original
-
-    compare(build, slots, 6, 3)
+    compare(Refers, slots, 6, 3)
 
 
 def test_hooks_that_are_methods_see_the_clone(slots: list[str]) -> None:
@@ -224,7 +216,7 @@ def test_zero_grad_in_the_forward_of_a_replica_is_an_error(slots: list[str]) -> 
 
 
 def test_an_uninitialised_module_is_a_clear_error(slots: list[str]) -> None:
-    model = DataParallel(nn.LazyLinear(3).to(slots[0]), slots)
+    model = DataParallel(nn.LazyLinear(3, device=slots[0]), slots)
     with pytest.raises(ValueError, match=r"not initialised: weight, bias; call the module once"):
         model(torch.randn(8, 3, device=slots[0]))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from dataparallel import virtual
 from dataparallel.functions import (
     Broadcast,
     Gather,
@@ -185,3 +186,30 @@ def test_half_used_scatter(slots: list[str]) -> None:
     chunks[1].sum().backward()
     assert batch.grad is not None
     assert batch.grad.sum(1).tolist() == [0, 2, 2, 2, 0, 0]
+
+
+def test_a_step_over_streams_that_defer() -> None:
+    """Values and gradients are those of the CPU where nothing happens before it is waited for."""
+
+    def step(on: list[str], home: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        batch = torch.randn(16, 8).to(home).requires_grad_()
+        weight = torch.randn(8, 8).to(home).requires_grad_()
+        bias = torch.randn(8).to(home).requires_grad_()
+        chunks = apply_function(Scatter, on, None, 0, batch * 2)
+        flat = apply_function(Broadcast, on, weight * 2, bias * 2)
+        outputs = [
+            (chunk @ w + b).tanh()
+            for chunk, w, b in zip(chunks, flat[::2], flat[1::2], strict=True)
+        ]
+        loss = apply_function(Gather, home, 0, *outputs).square().sum()
+        first = torch.autograd.grad(loss, (batch, weight, bias), create_graph=True)
+        penalty = sum((gradient.square().sum() for gradient in first), loss)
+        return [t.cpu() for t in torch.autograd.grad(penalty, (batch, weight, bias))]
+
+    expected = step(["cpu"], "cpu")
+    devices = [f"virtual:{i}" for i in range(4)]
+    for home in ("virtual:0", "virtual:2", "cpu"):
+        with virtual.strict_mode():
+            found = step(devices, home)
+        torch.testing.assert_close(found, expected)

@@ -96,7 +96,7 @@ def reduce_add_coalesced(
     Raises:
         ValueError: Sizes, dtypes or counts disagree, or ``destination`` doesn't exist.
     """
-    replicas = [[tensor.detach() for tensor in tensors] for tensors in inputs]
+    replicas = [list(tensors) for tensors in inputs]
     if not replicas:
         raise ValueError("reduce_add_coalesced needs the tensors of at least one replica, got none")
     counts = [len(replica) for replica in replicas]
@@ -106,10 +106,11 @@ def reduce_add_coalesced(
         return ()
     target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
     sums: list[torch.Tensor | None] = [None] * len(replicas[0])
-    for members, reduce in _plan_sums(replicas, target, buffer_size):
-        rows = [[replica[i] for i in members] for replica in replicas]
-        for i, total in zip(members, reduce(rows, target), strict=True):
-            sums[i] = total
+    with torch.no_grad():
+        for members, reduce in _plan_sums(replicas, target, buffer_size):
+            rows = [[replica[i] for i in members] for replica in replicas]
+            for i, total in zip(members, reduce(rows, target), strict=True):
+                sums[i] = total
     return tuple(_complete(sums))
 
 

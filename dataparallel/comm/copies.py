@@ -11,25 +11,27 @@ from dataparallel.comm.transport import Transport
 
 # Note [Streams of a copy]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
-# A copy to accelerator B runs on B's copy stream, wherever it comes from. So copies to B overlap
-# with what B computes, and all of them take this one path (`arrive`). It needs, in this order:
+# What goes to accelerator B is allocated and awaited on B's copy stream, wherever it comes from:
+# all copies take this one path (`arrive`), and none has to wait for what B computes, as it would on
+# B's current stream, where the allocator could hand out memory that queued work still uses.
 #
-# 1. The copy stream waits for the current stream of each device that it reads from: the source may
-#    not have been computed yet. (Memory on the CPU is always ready.)
-# 2. The result is allocated on the copy stream. On B's current stream the allocator could hand out
-#    memory that work queued there still uses, and the copy would have to wait for that work.
-# 3. B's current stream waits for the copy stream: whoever uses the result does so there.
-# 4. The result is recorded on B's current stream: it belongs to the copy stream's memory, so when
-#    it is freed, the allocator would give it to the next copy while B still reads it.
-# 5. The sources are recorded on the copy stream, for the same reason the other way round: the
-#    caller may free them while the copy is still queued.
+# torch's convention, which every accelerator follows, does a part of the ordering. A copy between
+# two devices runs on the current stream of its source, after what the destination's current stream
+# (here: the copy stream) has queued, and that stream then waits for it. A copy from the host runs
+# on the destination's current stream (again the copy stream). What is left to do here:
 #
-# The host waits for nothing. There are two exceptions, where it has to: a copy to the CPU blocks,
-# since the CPU has no queue that could wait; and a copy from CPU memory that isn't pinned blocks
-# until that memory was read, since its owner may write to it right after.
+# 1. If a source is on B itself (one part of a gather), the copy stream waits for B's current
+#    stream. That part is copied on the copy stream, and may not have been computed yet.
+# 2. B's current stream waits for the copy stream: whoever uses the result does so there.
+# 3. The result is recorded on B's current stream. It is memory of the copy stream; freed without
+#    this, it would go to the next copy while B still reads it.
 #
-# CUDA's own copy between two devices runs on the source's current stream and orders itself with
-# the destination's (here: the copy stream), which makes step 1 cheap there, not wrong.
+# Nothing is recorded for the sources. A source on another device is read on that device's current
+# stream, to which it belongs; memory freed on B's current stream is not reused before step 2.
+#
+# The host waits for nothing, with two exceptions, where it has to: a copy to the CPU blocks, since
+# the CPU has no queue that could wait; and a copy from CPU memory that isn't pinned blocks until
+# that memory was read, since its owner may write to it right after.
 
 
 def arrive(
@@ -53,14 +55,12 @@ def arrive(
         return make()
     copying = _devices.copy_stream(device) if stream is None else stream
     current = _devices.current_stream(device)
-    for origin in dict.fromkeys(source.device for source in sources):
-        _devices.wait_stream(copying, _devices.current_stream(origin))
+    if any(source.device == device for source in sources):
+        _devices.wait_stream(copying, current)
     with _devices.use_stream(copying):
         result = make()
     _devices.wait_stream(current, copying)
     _devices.record_stream(result, current)
-    for source in sources:
-        _devices.record_stream(source, copying)
     return result
 
 

@@ -54,8 +54,8 @@ def test_data_parallel_model_device(name: str) -> None:
         model(x)
     with pytest.raises(ValueError, match="the module must be on virtual:0"):
         data_parallel(net, x, ["virtual:0", "virtual:1"])
-    model.to("virtual:0", torch.float64)
-    torch.testing.assert_close(model(x), net.eval()(x.to("virtual:0")))
+    model.eval().to("virtual:0", torch.float64)
+    torch.testing.assert_close(model(x), net(x.to("virtual:0")))
 
 
 def test_the_first_of_the_devices_is_the_one_that_counts() -> None:
@@ -67,7 +67,7 @@ def test_the_first_of_the_devices_is_the_one_that_counts() -> None:
 
 
 def test_data_parallel_lazy_linear(slots: list[str]) -> None:
-    net = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(2)).to(slots[0])
+    net = nn.Sequential(nn.LazyLinear(3, device=slots[0]), nn.LazyLinear(2, device=slots[0]))
     model = DataParallel(net, slots)
     x = torch.randn(6, 4, device=slots[0])
     with pytest.raises(

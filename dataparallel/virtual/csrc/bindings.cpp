@@ -1,0 +1,90 @@
+// What Python sees of the extension.
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "generator.h"
+#include "hooks.h"
+#include "memory.h"
+
+#include <map>
+
+namespace py = pybind11;
+
+namespace vdev {
+namespace {
+
+const std::array<const char*, kNumCounters> kCounterNames{
+    "kernels",
+    "copies_host_to_device",
+    "bytes_host_to_device",
+    "copies_device_to_host",
+    "bytes_device_to_host",
+    "copies_device_to_device",
+    "bytes_device_to_device",
+    "allocations",
+    "allocated_bytes",
+};
+
+std::map<std::string, int64_t> read_counters(int device) {
+  std::map<std::string, int64_t> result;
+  for (int which = 0; which < kNumCounters; ++which) {
+    auto& total = result[kCounterNames[static_cast<size_t>(which)]];
+    for (int index = 0; index < device_count(); ++index) {
+      if (device == -1 || device == index) {
+        total += counters(static_cast<c10::DeviceIndex>(index))
+                     .values[static_cast<size_t>(which)]
+                     .load();
+      }
+    }
+  }
+  return result;
+}
+
+void reset_counters(int device) {
+  for (int index = 0; index < device_count(); ++index) {
+    if (device == -1 || device == index) {
+      for (auto& value : counters(static_cast<c10::DeviceIndex>(index)).values) {
+        value.store(0);
+      }
+    }
+  }
+}
+
+py::list default_generators() {
+  py::list result;
+  for (int index = 0; index < device_count(); ++index) {
+    result.append(py::reinterpret_steal<py::object>(
+        THPGenerator_initDefaultGenerator(default_generator(static_cast<c10::DeviceIndex>(index)))));
+  }
+  return result;
+}
+
+void initialize(int count) {
+  set_device_count(count);
+  watch_for_fork();
+  register_hooks();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("initialize", &initialize);
+  m.def("device_count", [] { return static_cast<int>(device_count()); });
+  m.def("strict", &strict);
+  m.def("set_strict", &set_strict);
+  m.def("in_forked_child", &in_forked_child);
+  m.def("counters", &read_counters);
+  m.def("reset_counters", &reset_counters);
+  m.def("default_generators", &default_generators);
+  m.def("pending_on_stream", [](int device, int64_t stream) {
+    return stream_at(static_cast<c10::DeviceIndex>(device), stream).pending();
+  });
+  m.def("pending_on_device", [](int device) {
+    return pending_on_device(static_cast<c10::DeviceIndex>(device));
+  });
+  m.def("memory_info", [](int device) {
+    return memory_info(static_cast<c10::DeviceIndex>(device));
+  });
+}
+
+}  // namespace vdev

@@ -1,0 +1,131 @@
+// Operators on a stream that defers: what can be queued is, the rest waits for its stream.
+#include "tasks.h"
+
+#include "fallback.h"
+
+#include <ATen/ops/empty_strided.h>
+
+namespace vdev {
+
+// Only metadata is known at submission, so only operators whose metadata suffices can be queued.
+bool Call::can_defer() const {
+  return !sparse_ && !foreign_memory_ && !info_.runs_at_once;
+}
+
+void Call::run_deferred(Stream& stream) {
+  torch::jit::Stack described;
+  if (can_defer()) {
+    if (info_.is_sampler) {
+      sample_now_write_later(stream);
+      return;
+    }
+    const bool is_described = describe_results(described);
+    // An operator that only changes its arguments in place has no new metadata to know.
+    const bool in_place = !info_.has_new_outputs && !info_.has_out_arguments;
+    if (is_described || (in_place && !info_.has_meta_kernel)) {
+      queue(stream, is_described ? &described : nullptr);
+      return;
+    }
+  }
+  stream.synchronize();
+  run_now();
+}
+
+// False if only running the operator can tell, or if running it will tell what is wrong with it.
+bool Call::describe_results(torch::jit::Stack& described) {
+  if (!info_.has_meta_kernel) {
+    return false;
+  }
+  described.assign(stack_.begin() + static_cast<std::ptrdiff_t>(base_), stack_.end());
+  for (const auto& tensor_argument : info_.tensors) {
+    change_tensors(
+        described[static_cast<size_t>(tensor_argument.index)], [&](const at::Tensor& tensor) {
+          const bool host_scalar = !is_virtual(tensor) && tensor.dim() == 0;
+          return host_scalar ? tensor : meta_alias(tensor);
+        });
+  }
+  for (int index : info_.device_arguments) {
+    if (described[static_cast<size_t>(index)].isDevice()) {
+      described[static_cast<size_t>(index)] = c10::Device(c10::kMeta);
+    }
+  }
+  try {
+    KernelScope scope;
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &described);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+// Random numbers are drawn in the order of submission, as a counter-based generator would give
+// them, whatever order the streams run in.
+void Call::sample_now_write_later(Stream& stream) {
+  bind_cpu_arguments(/*snapshot=*/true);
+  const auto written = operands_;
+  operands_.clear();
+  c10::SmallVector<at::Tensor, 2> samples;
+  for (const auto& tensor_argument : info_.tensors) {
+    change_tensors(argument(tensor_argument.index), [&](const at::Tensor& alias) {
+      at::Tensor sample = at::empty_strided(alias.sizes(), alias.strides(), alias.options());
+      samples.push_back(sample);
+      return sample;
+    });
+  }
+  {
+    KernelScope scope;
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
+  }
+  for (size_t i = 0; i < written.size(); ++i) {
+    const at::Tensor& target = written[i].original;
+    if (target.sizes() != samples[i].sizes()) {
+      set_geometry(target, samples[i].sizes(), samples[i].strides());
+    }
+    stream.submit(std::make_unique<CopyTask>(
+        info_.name, HostOrDevice(samples[i]), HostOrDevice(target)));
+  }
+  take_results();
+}
+
+void Call::queue(Stream& stream, const torch::jit::Stack* described) {
+  const size_t num_returns = info_.returns.size();
+  torch::jit::Stack results(num_returns);
+  // Outputs take the described size before their memory is aliased.
+  for (size_t i = 0; described != nullptr && i < num_returns; ++i) {
+    const ReturnValue& info = info_.returns[i];
+    const c10::IValue& value = (*described)[i];
+    if (info.written_argument >= 0 && value.isTensor()) {
+      const at::Tensor target = argument(info.written_argument).toTensor();
+      if (target.defined() && target.sizes() != value.toTensor().sizes()) {
+        set_geometry(target, value.toTensor().sizes(), value.toTensor().strides());
+      }
+    }
+  }
+  bind_cpu_arguments(/*snapshot=*/true);
+  auto task = std::make_unique<OperatorTask>(op_, info_.name);
+  for (const auto& operand : operands_) {
+    task->keep(operand.original);
+    if (operand.writes) {
+      task->written.push_back(operand.alias);
+    }
+  }
+  task->arguments.assign(
+      std::make_move_iterator(stack_.begin() + static_cast<std::ptrdiff_t>(base_)),
+      std::make_move_iterator(stack_.end()));
+  torch::jit::drop(stack_, static_cast<size_t>(info_.num_arguments));
+  for (size_t i = 0; i < num_returns; ++i) {
+    const ReturnValue& info = info_.returns[i];
+    if (info.written_argument >= 0) {
+      task->expect_nothing();
+      results[i] = originals_[static_cast<size_t>(info.written_argument)];
+    } else {
+      results[i] = task->expect((*described)[i], device_);
+    }
+  }
+  stream.submit(std::move(task));
+  stack_.insert(
+      stack_.end(), std::make_move_iterator(results.begin()),
+      std::make_move_iterator(results.end()));
+}
+
+}  // namespace vdev

@@ -1,0 +1,231 @@
+#include "memory.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace vdev {
+namespace {
+
+struct alignas(64) Usage {
+  std::atomic<int64_t> bytes{0};
+  std::atomic<int64_t> peak_bytes{0};
+  std::atomic<int64_t> blocks{0};
+  std::atomic<int64_t> peak_blocks{0};
+  std::atomic<int64_t> bytes_ever{0};
+  std::atomic<int64_t> blocks_ever{0};
+  std::atomic<int64_t> bytes_freed{0};
+  std::atomic<int64_t> blocks_freed{0};
+};
+std::array<Usage, kMaxDevices> usages;
+
+void raise_to(std::atomic<int64_t>& peak, int64_t value) {
+  int64_t seen = peak.load(std::memory_order_relaxed);
+  while (seen < value && !peak.compare_exchange_weak(seen, value)) {
+  }
+}
+
+void account_allocation(c10::DeviceIndex device, size_t nbytes) {
+  const auto amount = static_cast<int64_t>(nbytes);
+  Usage& usage = usages[static_cast<size_t>(device)];
+  raise_to(usage.peak_bytes, usage.bytes.fetch_add(amount) + amount);
+  raise_to(usage.peak_blocks, usage.blocks.fetch_add(1) + 1);
+  usage.bytes_ever.fetch_add(amount, std::memory_order_relaxed);
+  usage.blocks_ever.fetch_add(1, std::memory_order_relaxed);
+  count(device, kAllocations);
+  count(device, kAllocatedBytes, amount);
+}
+
+void account_free(c10::DeviceIndex device, size_t nbytes) {
+  const auto amount = static_cast<int64_t>(nbytes);
+  Usage& usage = usages[static_cast<size_t>(device)];
+  usage.bytes.fetch_sub(amount);
+  usage.blocks.fetch_sub(1);
+  usage.bytes_freed.fetch_add(amount, std::memory_order_relaxed);
+  usage.blocks_freed.fetch_add(1, std::memory_order_relaxed);
+}
+
+// What is left of a block after its tensor has gone, until its streams have passed that moment.
+struct Retirement {
+  Retirement(BlockRef block, size_t streams) : block(std::move(block)), remaining(streams) {}
+  BlockRef block;
+  std::atomic<size_t> remaining;
+};
+
+class RetireTask final : public Task {
+ public:
+  explicit RetireTask(std::shared_ptr<Retirement> retirement)
+      : retirement_(std::move(retirement)) {}
+  void run() override {
+    // Whoever still refers to the block now is queued on a stream that had no right to it.
+    if (retirement_->remaining.fetch_sub(1) == 1 && retirement_->block.use_count() > 1) {
+      poison(retirement_->block->memory.get(), retirement_->block->nbytes);
+    }
+  }
+  std::string name() const override {
+    return "free";
+  }
+
+ private:
+  std::shared_ptr<Retirement> retirement_;
+};
+
+void release_block(void* context) {
+  auto block = BlockRef::reclaim(static_cast<Block*>(context));
+  if (in_forked_child()) {
+    block.release();
+    return;
+  }
+  account_free(block->owner.device, block->nbytes);
+  if (block.use_count() == 1) {
+    return;  // Nothing queued refers to it.
+  }
+  std::vector<Stream*> streams;
+  {
+    std::lock_guard<std::mutex> lock(block->mutex);
+    streams = block->users;
+  }
+  streams.push_back(&block->owner);
+  auto retirement = std::make_shared<Retirement>(std::move(block), streams.size());
+  for (Stream* stream : streams) {
+    stream->submit_marker(std::make_unique<RetireTask>(retirement));
+  }
+}
+
+c10::CachingAllocator::Stat stat(int64_t now, int64_t peak, int64_t ever, int64_t freed) {
+  c10::CachingAllocator::Stat result;
+  result.current = now;
+  result.peak = peak;
+  result.allocated = ever;
+  result.freed = freed;
+  return result;
+}
+
+class VirtualAllocator final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    return allocate_on(current_device(), nbytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;  // The context is not the data pointer.
+  }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    std::memcpy(to, from, nbytes);
+  }
+  bool initialized() override {
+    return device_count() > 0;
+  }
+  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    if (auto block = block_of(data)) {
+      block->record(stream_of(stream));
+    }
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const Usage& usage = usages[static_cast<size_t>(checked_index(device))];
+    const auto bytes = stat(usage.bytes, usage.peak_bytes, usage.bytes_ever, usage.bytes_freed);
+    const auto blocks =
+        stat(usage.blocks, usage.peak_blocks, usage.blocks_ever, usage.blocks_freed);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    // Only the sum over all pools: there is no division into small and large blocks here.
+    stats.allocation[0] = stats.active[0] = stats.segment[0] = blocks;
+    stats.allocated_bytes[0] = stats.active_bytes[0] = bytes;
+    stats.reserved_bytes[0] = stats.requested_bytes[0] = bytes;
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    Usage& usage = usages[static_cast<size_t>(checked_index(device))];
+    usage.bytes_ever = usage.blocks_ever = usage.bytes_freed = usage.blocks_freed = 0;
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    Usage& usage = usages[static_cast<size_t>(checked_index(device))];
+    usage.peak_bytes = usage.bytes.load();
+    usage.peak_blocks = usage.blocks.load();
+  }
+  // Not marked as overriding: older versions of torch do not have it.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+    return memory_info(device);
+  }
+};
+
+}  // namespace
+
+void poison(void* data, size_t nbytes) noexcept {
+  auto* words = static_cast<uint16_t*>(data);
+  std::fill(words, words + nbytes / 2, uint16_t{0x7FFB});
+  if (nbytes % 2 != 0) {
+    static_cast<uint8_t*>(data)[nbytes - 1] = 0xFB;
+  }
+}
+
+void Block::record(Stream& stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (&stream != &owner && std::find(users.begin(), users.end(), &stream) == users.end()) {
+    users.push_back(&stream);
+  }
+}
+
+c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex device) {
+  void* data = memory.get();
+  if (data == nullptr) {
+    return c10::DataPtr(nullptr, device_at(device));
+  }
+  auto block = c10::make_intrusive<Block>(std::move(memory), nbytes, current_stream(device));
+  account_allocation(device, nbytes);
+  return c10::DataPtr(data, block.release(), &release_block, device_at(device));
+}
+
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
+  check_not_forked();
+  device = checked_index(device);
+  if (nbytes == 0) {
+    return c10::DataPtr(nullptr, device_at(device));
+  }
+  c10::DataPtr memory = c10::GetCPUAllocator()->allocate(nbytes);
+  if (current_stream(device).defers()) {
+    // What was never written, or not yet, must not look right by luck.
+    poison(memory.get(), nbytes);
+  }
+  return adopt_memory(std::move(memory), nbytes, device);
+}
+
+void resize_storage(const c10::Storage& storage, size_t nbytes) {
+  const c10::DeviceIndex device = storage.device().index();
+  c10::DataPtr grown = allocate_on(device, nbytes);
+  const size_t kept = std::min(nbytes, storage.nbytes());
+  if (kept > 0) {
+    // The old contents may still be on their way.
+    current_stream(device).synchronize();
+    std::memcpy(grown.get(), storage.data(), kept);
+  }
+  storage.set_data_ptr_noswap(std::move(grown));
+  storage.set_nbytes(nbytes);
+}
+
+std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t total = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;
+  const auto used = static_cast<size_t>(usages[static_cast<size_t>(checked_index(device))].bytes);
+  return {total - std::min(used, total), total};
+}
+
+BlockRef block_of(const c10::DataPtr& data) {
+  if (data.get_deleter() != &release_block) {
+    return {};
+  }
+  auto* block = static_cast<Block*>(data.get_context());
+  return BlockRef::unsafe_reclaim_from_nonowning(block);
+}
+
+c10::DeviceAllocator& allocator() {
+  static auto* instance = new VirtualAllocator();
+  return *instance;
+}
+
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator())
+
+}  // namespace vdev

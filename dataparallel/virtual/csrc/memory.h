@@ -1,0 +1,53 @@
+// Device memory: blocks of host memory that follow the lifetime rules of a caching allocator.
+#pragma once
+
+#include "streams.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <vector>
+
+namespace vdev {
+
+// A block belongs to the stream that was current when it was allocated. Work queued on that stream
+// may use it after it was freed; work on other streams may not, unless the stream was recorded.
+struct Block final : c10::intrusive_ptr_target {
+  Block(c10::DataPtr memory, size_t nbytes, Stream& owner)
+      : memory(std::move(memory)), nbytes(nbytes), owner(owner) {}
+
+  void record(Stream& stream);
+
+  c10::DataPtr memory;
+  size_t nbytes;
+  Stream& owner;
+  std::mutex mutex;
+  std::vector<Stream*> users;
+};
+using BlockRef = c10::intrusive_ptr<Block>;
+
+// The pattern is a NaN as half, bfloat16, float and double, and a large odd number as an integer.
+void poison(void* data, size_t nbytes) noexcept;
+
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes);
+// Makes memory that a CPU kernel has filled belong to a device, without a copy.
+c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex device);
+
+// Null for memory that this allocator has not made.
+BlockRef block_of(const c10::DataPtr& data);
+
+// Keeps the contents, as far as they fit.
+void resize_storage(const c10::Storage& storage, size_t nbytes);
+
+// Free and total bytes. Every device counts the memory of the host as its own.
+std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
+
+c10::DeviceAllocator& allocator();
+
+// Pinned host memory: ordinary memory that is known to be pinned.
+at::HostAllocator& pinned_allocator();
+bool is_pinned(const void* data);
+
+}  // namespace vdev

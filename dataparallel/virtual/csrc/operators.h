@@ -1,0 +1,48 @@
+// What the fallback needs to know about an operator, worked out once for each.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+namespace vdev {
+
+struct TensorArgument {
+  int index;
+  bool writes;
+  bool may_be_on_host;  // Index tensors may stay on the CPU, as they may on a GPU.
+};
+
+enum class ReturnKind { kTensor, kTensorList, kOther };
+
+struct ReturnValue {
+  ReturnKind kind;
+  int written_argument;  // The argument it returns; -1 for a new value.
+};
+
+struct OperatorInfo {
+  explicit OperatorInfo(const c10::OperatorHandle& op);
+
+  const c10::FunctionSchema* schema;
+  c10::OperatorName op_name;
+  std::string name;
+  int num_arguments;
+  std::vector<TensorArgument> tensors;
+  std::vector<int> device_arguments;
+  std::vector<ReturnValue> returns;
+  int generator_argument = -1;
+  bool has_writes = false;
+  bool has_new_outputs = false;
+  bool has_out_arguments = false;
+  bool returns_other = false;
+  bool is_view = false;
+  bool is_sampler = false;  // Draws random numbers that depend on no tensor's contents.
+  bool has_cpu_kernel = false;
+  bool has_meta_kernel = false;
+  bool runs_at_once = false;
+};
+
+const OperatorInfo& info_of(const c10::OperatorHandle& op);
+
+}  // namespace vdev

@@ -1,0 +1,126 @@
+// Streams whose work runs as late as their contract allows, and events that mark a position.
+//
+// No thread of its own executes a stream: whoever waits for work runs it. So work that nobody
+// waited for has visibly not happened.
+#pragma once
+
+#include "devices.h"
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace vdev {
+
+class Stream;
+
+// What a stream executes. Destroyed without any lock held, because it may own host memory whose
+// destruction needs the interpreter.
+class Task {
+ public:
+  virtual ~Task() = default;
+  virtual void run() = 0;
+  virtual std::string name() const = 0;
+};
+
+// A position in a stream: what an event records. The work before it has run, or not.
+class Record {
+ public:
+  Record(Stream& stream, uint64_t position) : stream(stream), position(position) {}
+  bool reached() const noexcept;
+  // False while pending. A loop that only polls must end as it does on hardware, so after very
+  // many polls the work is run.
+  bool poll();
+
+  Stream& stream;
+  uint64_t position;
+  std::atomic<double> seconds{-1.0};
+
+ private:
+  std::atomic<int> polls_{0};
+};
+
+class Stream {
+ public:
+  Stream(c10::DeviceIndex device, c10::StreamId id) : device(device), id(id) {}
+
+  // Work submitted to a stream that does not defer has run when the submission returns.
+  bool defers() const noexcept {
+    return id != 0 || strict();
+  }
+
+  void submit(std::unique_ptr<Task> task);
+  // Runs at its position in the stream without counting as pending work; at once if idle.
+  void submit_marker(std::unique_ptr<Task> task);
+  std::shared_ptr<Record> record(bool timed);
+  void wait(const std::shared_ptr<Record>& record);
+
+  bool idle() const noexcept {
+    return completed_.load(std::memory_order_acquire) ==
+        submitted_.load(std::memory_order_acquire);
+  }
+  bool reached(uint64_t position) const noexcept {
+    return completed_.load(std::memory_order_acquire) >= position;
+  }
+  int64_t pending() const noexcept {
+    return pending_.load();
+  }
+  bool poll();
+  void synchronize();
+  void run_until(uint64_t position);
+
+  const c10::DeviceIndex device;
+  const c10::StreamId id;
+
+ private:
+  struct Item {
+    std::unique_ptr<Task> task;
+    std::shared_ptr<Record> awaited;
+    bool counted = false;
+  };
+  enum class Step { kDone, kAgain, kBlocked };
+
+  void push(Item item);
+  Step step(uint64_t position, std::shared_ptr<Record>& blocker);
+  void execute(Item item);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> queue_;
+  bool running_ = false;
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> completed_{0};
+  std::atomic<int64_t> pending_{0};
+  std::atomic<int> polls_{0};
+};
+
+Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);
+inline Stream& stream_of(const c10::Stream& stream) {
+  return stream_at(stream.device_index(), stream.id());
+}
+inline c10::Stream handle_of(const Stream& stream) {
+  return c10::Stream(c10::Stream::UNSAFE, device_at(stream.device), stream.id);
+}
+Stream& current_stream(c10::DeviceIndex device);
+void set_current_stream(Stream& stream);
+Stream& new_stream(c10::DeviceIndex device);
+Stream& pooled_stream(c10::DeviceIndex device);
+void synchronize_device(c10::DeviceIndex device);
+int64_t pending_on_device(c10::DeviceIndex device);
+void set_strict(bool value);
+
+// Held while waiting for or running work: the work, or the thread doing it, may need the lock.
+class GilRelease {
+ public:
+  GilRelease();
+  ~GilRelease();
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  void* state_ = nullptr;
+};
+
+}  // namespace vdev

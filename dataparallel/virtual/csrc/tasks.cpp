@@ -1,0 +1,102 @@
+#include "tasks.h"
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/core/grad_mode.h>
+
+namespace vdev {
+
+HostOrDevice::HostOrDevice(const at::Tensor& source) {
+  if (is_virtual(source)) {
+    block_ = block_of(source.storage().data_ptr());
+    tensor = cpu_alias(source);
+  } else {
+    // A plain tensor of our own on the host's storage: never the one that Python may hold.
+    tensor = source.alias();
+  }
+}
+
+void CopyTask::run() {
+  at::NoGradGuard no_grad;
+  DeferredScope scope;
+  to_.tensor.copy_(from_.tensor);
+}
+
+void OperatorTask::keep(const at::Tensor& tensor) {
+  blocks_.push_back(block_of(tensor.storage().data_ptr()));
+}
+
+at::Tensor OperatorTask::expect_tensor(const at::Tensor& described, c10::DeviceIndex device) {
+  if (!described.defined()) {
+    targets_.back().emplace_back();
+    return described;
+  }
+  at::Tensor made =
+      empty_strided_on(device, described.sizes(), described.strides(), described.dtype());
+  keep(made);
+  targets_.back().push_back(cpu_alias(made));
+  return made;
+}
+
+c10::IValue OperatorTask::expect(const c10::IValue& described, c10::DeviceIndex device) {
+  targets_.emplace_back();
+  if (described.isTensor()) {
+    return expect_tensor(described.toTensor(), device);
+  }
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& one : described.toTensorVector()) {
+    made.push_back(expect_tensor(one, device));
+  }
+  return made;
+}
+
+void OperatorTask::expect_nothing() {
+  targets_.emplace_back();
+}
+
+void OperatorTask::run() {
+  at::NoGradGuard no_grad;
+  DeferredScope scope;
+  std::vector<const void*> places;
+  for (const auto& tensor : written) {
+    places.push_back(tensor.storage().data());
+  }
+  std::vector<c10::IValue> stack = std::move(arguments);
+  op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  for (size_t i = 0; i < written.size(); ++i) {
+    TORCH_INTERNAL_ASSERT(
+        written[i].storage().data() == places[i], name_, " resized an argument unexpectedly");
+  }
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    store(stack[i], targets_[i]);
+  }
+}
+
+void OperatorTask::store(const c10::IValue& result, const std::vector<at::Tensor>& targets) const {
+  if (targets.empty()) {
+    return;
+  }
+  if (result.isTensor()) {
+    store_tensor(result.toTensor(), targets[0]);
+    return;
+  }
+  const auto results = result.toTensorVector();
+  TORCH_INTERNAL_ASSERT(
+      results.size() == targets.size(), name_, " gave ", results.size(), " tensors, but ",
+      targets.size(), " were expected");
+  for (size_t i = 0; i < results.size(); ++i) {
+    store_tensor(results[i], targets[i]);
+  }
+}
+
+void OperatorTask::store_tensor(const at::Tensor& result, const at::Tensor& target) const {
+  if (!target.defined() || !result.defined()) {
+    return;
+  }
+  TORCH_INTERNAL_ASSERT(
+      result.sizes() == target.sizes() && result.dtype() == target.dtype(), name_, " gave ",
+      result.dtype(), result.sizes(), " where its meta kernel promised ", target.dtype(),
+      target.sizes());
+  target.copy_(result);
+}
+
+}  // namespace vdev

@@ -1,0 +1,285 @@
+"""What ``torch.virtual`` is: the device's module, as ``torch.cuda`` is for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import accelerator
+
+from dataparallel.virtual.extension import loaded, required
+
+DeviceLike: TypeAlias = torch.device | str | int | None
+
+
+def _index(device: DeviceLike) -> int:
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        return current_device() if device < 0 else device
+    parsed = torch.device(device)
+    if parsed.type != "virtual":
+        raise ValueError(f"expected a virtual device, got {parsed}")
+    return current_device() if parsed.index is None else parsed.index
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Whether there are virtual devices."""
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    """Whether the devices can be used; they need no further initialisation."""
+    return is_available()
+
+
+def init() -> None:
+    """Do nothing: enabling the devices has initialised them."""
+
+
+def _lazy_init() -> None:
+    required()
+
+
+def device_count() -> int:
+    """The number of virtual devices."""
+    extension = loaded()
+    return 0 if extension is None else extension.device_count()
+
+
+def current_device() -> int:
+    """The index of this thread's current device."""
+    return int(accelerator.current_device_index())
+
+
+def set_device(device: DeviceLike) -> None:
+    """Make a device current in this thread."""
+    accelerator.set_device_index(_index(device))
+
+
+def _is_in_bad_fork() -> bool:
+    extension = loaded()
+    return extension is not None and extension.in_forked_child()
+
+
+class device:
+    """Context manager that makes a device current within its block."""
+
+    def __init__(self, device: DeviceLike) -> None:
+        self.idx = _index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        set_device(self.idx)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        set_device(self.prev_idx)
+
+
+class device_of(device):
+    """Context manager that makes the device of a tensor current, if it is a virtual one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == "virtual" else None)
+
+
+class DeviceProperties(NamedTuple):
+    """What there is to know about a virtual device; ``total_memory`` in bytes."""
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+
+
+def get_device_name(device: DeviceLike = None) -> str:
+    """The name of a device."""
+    return f"virtual device on {platform.machine()}"
+
+
+def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
+    """Name, memory and number of processors of a device."""
+    return DeviceProperties(get_device_name(device), mem_get_info(device)[1], 1)
+
+
+def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
+    """A capability of no meaning, for code that asks for one."""
+    return (0, 0)
+
+
+def can_device_access_peer(device: DeviceLike, peer: DeviceLike) -> bool:
+    """Whether one device can copy from another directly: always."""
+    return True
+
+
+# --- streams and events ----------------------------------------------------------------------
+
+
+class Stream(torch.Stream):
+    """A stream of a virtual device."""
+
+    def __new__(cls, device: DeviceLike = None, priority: int = 0) -> Stream:
+        return super().__new__(cls, f"virtual:{_index(device)}", priority=priority)
+
+
+class Event(torch.Event):
+    """An event of a virtual device."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
+        return super().__new__(cls, "virtual", enable_timing=enable_timing, blocking=blocking)
+
+
+def current_stream(device: DeviceLike = None) -> torch.Stream:
+    """This thread's current stream of a device."""
+    return accelerator.current_stream(_index(device))
+
+
+def default_stream(device: DeviceLike = None) -> torch.Stream:
+    """The stream that is current where no other was chosen."""
+    like = current_stream(device)
+    return torch.Stream(stream_id=0, device_index=like.device_index, device_type=like.device_type)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Make a stream current in this thread."""
+    accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream, and its device, current within a block; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
+
+
+def synchronize(device: DeviceLike = None) -> None:
+    """Run and wait for all work of a device."""
+    accelerator.synchronize(_index(device))
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
+    """The statistics of the allocator of a device."""
+    return dict(accelerator.memory_stats(_index(device)))
+
+
+def memory_allocated(device: DeviceLike = None) -> int:
+    """The bytes in tensors on a device."""
+    return int(accelerator.memory_allocated(_index(device)))
+
+
+def max_memory_allocated(device: DeviceLike = None) -> int:
+    """The most bytes there have been in tensors on a device."""
+    return int(accelerator.max_memory_allocated(_index(device)))
+
+
+def memory_reserved(device: DeviceLike = None) -> int:
+    """The same as ``memory_allocated``: nothing is kept back."""
+    return int(accelerator.memory_reserved(_index(device)))
+
+
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    """The same as ``max_memory_allocated``."""
+    return int(accelerator.max_memory_reserved(_index(device)))
+
+
+def reset_peak_memory_stats(device: DeviceLike = None) -> None:
+    """Start ``max_memory_allocated`` anew from what is allocated."""
+    accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    """Do nothing: there is no cache."""
+
+
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """Free and total bytes; every device counts the host's memory as its own."""
+    free, total = required().memory_info(_index(device))
+    return free, total
+
+
+# --- random numbers --------------------------------------------------------------------------
+
+
+def _generator(device: DeviceLike) -> torch.Generator:
+    return default_generators[_index(device)]
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the current device."""
+    _generator(None).manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed all devices alike."""
+    for generator in default_generators:
+        generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    """Seed the current device at random."""
+    _generator(None).seed()
+
+
+def seed_all() -> None:
+    """Seed all devices with one random number."""
+    manual_seed_all(_generator(None).seed())
+
+
+def initial_seed() -> int:
+    """The seed of the current device."""
+    return _generator(None).initial_seed()
+
+
+def get_rng_state(device: DeviceLike = "virtual") -> torch.Tensor:
+    """The state of a device's generator, as a tensor of bytes."""
+    return _generator(device).get_state()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The state of every device's generator."""
+    return [generator.get_state() for generator in default_generators]
+
+
+def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "virtual") -> None:
+    """Put a device's generator into a state that ``get_rng_state`` gave."""
+    _generator(device).set_state(new_state)
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Put every device's generator into its state."""
+    for generator, state in zip(default_generators, new_states, strict=True):
+        generator.set_state(state)
+
+
+default_generators: tuple[torch.Generator, ...] = ()
+
+
+# --- mixed precision -------------------------------------------------------------------------
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The types that autocast may compute in."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether bfloat16 works: it does."""
+    return True

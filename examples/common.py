@@ -1,0 +1,199 @@
+"""What the examples share: options, progress, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+import dataparallel
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def option_parser(
+    script: str, description: str, *, epochs: int, batch_size: int, lr: float
+) -> argparse.ArgumentParser:
+    """A parser with the options that all examples have.
+
+    Args:
+        script: Name of the script, without ``.py``.
+        description: Stands at the top of ``--help``.
+        epochs: Default of ``--epochs``.
+        batch_size: Default of ``--batch-size``.
+        lr: Default of ``--lr``.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"""examples:
+  python examples/{script}.py
+  python examples/{script}.py --devices cpu,cpu,cpu,cpu --epochs 2
+  python examples/{script}.py --devices cuda:0,cuda:1 --batch-size 1024
+  python examples/{script}.py --devices virtual:0,virtual:1   (accelerators in host memory)""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--devices", default=None, metavar="LIST",
+        help="one device per replica; default: all accelerators, else cpu,cpu")  # fmt: skip
+    add("--epochs", type=int, default=epochs, metavar="N", help=f"default: {epochs}")
+    add("--batch-size", type=int, default=batch_size, metavar="N",
+        help=f"samples per step, over all replicas; default: {batch_size}")  # fmt: skip
+    add("--lr", type=float, default=lr, metavar="X", help=f"peak learning rate; default: {lr}")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    add("--output", type=pathlib.Path, default=pathlib.Path("out", script.removeprefix("train_")),
+        metavar="DIR", help="where checkpoint and plot go; default: %(default)s")  # fmt: skip
+    return parser
+
+
+def choose_devices(names: str | None) -> list[str]:
+    """The replicas' devices: those named, or all accelerators, or the CPU twice."""
+    if names is not None:
+        chosen = [name.strip() for name in names.split(",") if name.strip()]
+        virtual = [name for name in chosen if name.startswith("virtual:")]
+        if virtual:
+            import dataparallel.virtual
+
+            dataparallel.virtual.enable(1 + max(int(name.split(":")[1]) for name in virtual))
+        return chosen
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return ["cpu", "cpu"]
+    return [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+
+
+# --- progress --------------------------------------------------------------------------------
+
+
+class ReplicaClock:
+    """Seconds that each replica spent in its last forward.
+
+    Args:
+        module: The module that is wrapped; its hooks run once per replica.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seconds: dict[int, float] = {}
+        self._begin = threading.local()
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._begin.time = time.perf_counter()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        replica = dataparallel.current_replica()
+        index = replica.index if replica else 0
+        self.seconds[index] = time.perf_counter() - self._begin.time
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hooks are copied along with the module, and what is thread-local cannot be.
+        return {"seconds": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.seconds = state["seconds"]
+        self._begin = threading.local()
+
+
+class TrainingProgress:
+    """A progress bar with epoch, loss, samples per second and the time of each replica.
+
+    Use it as a context manager around the training loop.
+
+    Args:
+        epochs: Number of epochs.
+        steps_per_epoch: Training steps in each.
+        clock: Measures the replicas.
+    """
+
+    def __init__(self, epochs: int, steps_per_epoch: int, clock: ReplicaClock) -> None:
+        self.losses: list[float] = []
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        self._clock = clock
+        self._recent: deque[tuple[float, int]] = deque(maxlen=20)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[rates]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task(
+            f"epoch 1/{epochs}", total=epochs * steps_per_epoch, rates=""
+        )
+
+    def __enter__(self) -> TrainingProgress:
+        self._progress.start()
+        self._recent.append((time.perf_counter(), 0))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, loss: Tensor, samples: int) -> None:
+        """Count a training step."""
+        self.losses.append(loss.item())
+        self._recent.append((time.perf_counter(), samples))
+        epoch = min(self._epochs, 1 + len(self.losses) // self._steps_per_epoch)
+        self._progress.update(
+            self._task,
+            advance=1,
+            description=f"epoch {epoch}/{self._epochs}",
+            rates=f"loss {loss.item():.3f}  {self.samples_per_second():,.0f} samples/s  "
+            f"forward {self._replicas()} ms",
+        )
+
+    def samples_per_second(self) -> float:
+        """Over the last steps."""
+        (begin, _), (end, _) = self._recent[0], self._recent[-1]
+        return sum(samples for _, samples in list(self._recent)[1:]) / (end - begin)
+
+    def _replicas(self) -> str:
+        seconds = [self._clock.seconds[i] for i in sorted(self._clock.seconds)]
+        shown = " | ".join(f"{each * 1e3:.1f}" for each in seconds[:4])
+        return shown + (" | ..." if len(seconds) > 4 else "")
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+def save_checkpoint(path: pathlib.Path, model: nn.Module) -> None:
+    """Write the weights, so that at no time there is half a file under this name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "wb") as file:
+        file.write(save(state))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_checkpoint(path: pathlib.Path, module: nn.Module) -> None:
+    """Load the weights into ``module``, on the device where it is."""
+    module.load_state_dict(load(path.read_bytes()))
+
+
+def describe_run(module: nn.Module, devices: Sequence[str]) -> None:
+    """Print what is trained where."""
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    console.print(f"{parameters:,} parameters, one replica on each of: {', '.join(devices)}")

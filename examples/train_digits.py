@@ -1,0 +1,163 @@
+"""Train a small convolutional network on handwritten digits, on all devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+import matplotlib
+import torch
+from common import (
+    ReplicaClock,
+    TrainingProgress,
+    choose_devices,
+    console,
+    describe_run,
+    load_checkpoint,
+    option_parser,
+    save_checkpoint,
+)
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timeline import Span, draw_timeline, record_step
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+EPOCHS = 12
+
+
+def main() -> int:
+    """Train, save, reload, plot. Returns 1 if the accuracy is below what is asked for."""
+    options = parse_options()
+    torch.manual_seed(options.seed)
+    train_x, train_y, test_x, test_y = load_data()
+    devices = choose_devices(options.devices)
+    net = build_net().to(devices[0])
+    clock = ReplicaClock(net)
+    describe_run(net, devices)
+
+    model = DataParallel(net, device_ids=devices)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    steps = -(-len(train_x) // options.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.epochs * steps)
+    accuracies = []
+    begin = time.perf_counter()
+    with TrainingProgress(options.epochs, steps, clock) as progress:
+        for _ in range(options.epochs):
+            model.train()
+            for x, y in shuffled_batches(train_x, train_y, options.batch_size):
+                loss = criterion(model(x), y.to(devices[0]))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                progress.step(loss, len(x))
+            accuracies.append(accuracy(model, test_x, test_y))
+    console.print(
+        f"test accuracy {accuracies[-1]:.2%} of {len(test_x)} digits "
+        f"after {time.perf_counter() - begin:.1f} s"
+    )
+
+    checkpoint = options.output / "digits.safetensors"
+    save_checkpoint(checkpoint, model)
+    bare = build_net()
+    load_checkpoint(checkpoint, bare)
+    reloaded = accuracy(bare, test_x, test_y)
+    console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2%}")
+
+    x, y = next(shuffled_batches(train_x, train_y, options.batch_size))
+    model.train()
+    spans = record_step(model, lambda: criterion(model(x), y.to(devices[0])), optimizer)
+    plot = options.output / "digits.png"
+    draw(plot, progress.losses, accuracies, spans)
+    console.print(f"{plot}: loss, accuracy, and what each replica did in one step")
+    model.close()
+    if reloaded != accuracies[-1]:
+        console.print("[red]the reloaded weights have another accuracy[/red]")
+        return 1
+    if accuracies[-1] < options.min_accuracy:
+        console.print(f"[red]the accuracy is below {options.min_accuracy:.2%}[/red]")
+        return 1
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = option_parser(
+        "train_digits", "Train on 8x8 handwritten digits.", epochs=EPOCHS, batch_size=64, lr=0.005
+    )
+    parser.add_argument(
+        "--min-accuracy",
+        type=float,
+        metavar="X",
+        help="exit with status 1 below it; default: 0.97, or 0 with less than the default epochs",
+    )
+    options = parser.parse_args()
+    if options.min_accuracy is None:
+        options.min_accuracy = 0.97 if options.epochs >= EPOCHS else 0.0
+    return options
+
+
+def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images ``(N, 1, 8, 8)`` from 0 to 1 and labels ``(N,)``: four fifths train."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    train, test = train_test_split(
+        range(len(labels)), test_size=0.2, random_state=0, stratify=digits.target
+    )
+    return images[train], labels[train], images[test], labels[test]
+
+
+def build_net() -> nn.Module:
+    """Three convolutions and a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 4 * 4, 10)),
+    )
+
+
+def shuffled_batches(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All samples once, in random order."""
+    for indices in torch.randperm(len(x)).split(size):
+        yield x[indices], y[indices]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Share of the images that are recognised."""
+    model.eval()
+    return (model(x).argmax(1).cpu() == y).float().mean().item()
+
+
+def draw(path: object, losses: list[float], accuracies: list[float], spans: list[Span]) -> None:
+    """Loss and accuracy above, the timeline below."""
+    figure, (above, below) = plt.subplots(2, figsize=(9, 7), height_ratios=(3, 2))
+    steps_per_epoch = len(losses) // len(accuracies)
+    above.plot([(i + 1) / steps_per_epoch for i in range(len(losses))], losses, color="#4477aa",
+               linewidth=1, label="training loss")  # fmt: skip
+    above.set(xlabel="epoch", ylabel="training loss (nats)", yscale="log")
+    above.set_title("Handwritten digits", loc="left")
+    right = above.twinx()
+    right.plot(range(1, len(accuracies) + 1), [100 * each for each in accuracies], color="#cc6677",
+               marker="o", label="test accuracy")  # fmt: skip
+    right.set_ylabel("test accuracy (%)")
+    right.set_ylim(top=100.5)
+    figure.legend(loc="center right", bbox_to_anchor=(0.98, 0.5), bbox_transform=above.transAxes)
+    draw_timeline(below, spans)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)  # type: ignore[arg-type]
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
