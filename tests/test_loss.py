@@ -185,3 +185,20 @@ def test_no_grad_and_training_after_an_error(slots: list[str]) -> None:
     torch.testing.assert_close(
         model.loss(F.cross_entropy, x, y), F.cross_entropy(model.module(x), y)
     )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_batch_as_the_second_dimension(slots: list[str], reduction: str) -> None:
+    net = nn.Linear(3, 2).to(slots[0], torch.float64)
+    model = DataParallel(net, slots, dim=1)
+    x = torch.randn(5, 7, 3, dtype=torch.float64, device=slots[0])
+    y = torch.randn(5, 7, 2, dtype=torch.float64, device=slots[0])
+    criterion = nn.L1Loss(reduction=reduction)
+    torch.testing.assert_close(model.loss(criterion, x, y), criterion(net(x), y))
+
+
+def test_batchmean_needs_the_batch_first(slots: list[str]) -> None:
+    model = DataParallel(nn.LogSoftmax(-1), slots, dim=1)
+    x = torch.randn(5, 7, 3, device=slots[0])
+    with pytest.raises(ValueError, match="the batch is dimension 1"):
+        model.loss(nn.KLDivLoss(reduction="batchmean"), x, x.softmax(-1))

@@ -1,0 +1,144 @@
+"""Every wait between streams is needed: without any one of them the numbers are wrong.
+
+The virtual devices defer work in strict mode for as long as they may and poison freed memory, so a
+wait that is left out shows. A training step is run with each place in the code that orders streams
+disabled in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, comm, devices, virtual
+
+Site = tuple[str, str, int]
+
+DEVICES = [f"virtual:{i}" for i in range(3)]
+ORDERING = ("wait_stream", "record_stream")
+
+
+def site_of(name: str) -> Site:
+    """The line that called the ordering function ``name``."""
+    frame = sys._getframe(2)
+    return name, frame.f_code.co_filename.rsplit("/", 1)[-1], frame.f_lineno
+
+
+@contextmanager
+def without(left_out: Site | None, seen: set[Site]) -> Iterator[None]:
+    """Notes where streams are ordered, and leaves out what one line orders."""
+
+    def spy(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            site = site_of(name)
+            seen.add(site)
+            if site != left_out:
+                real(*args)
+
+        return call
+
+    with mock.patch.multiple(
+        devices, **{name: spy(name, getattr(devices, name)) for name in ORDERING}
+    ):
+        yield
+
+
+def train() -> list[Tensor]:
+    """Two steps over three devices; returns outputs, gradients and parameters on the host."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICES[0])
+    model = DataParallel(module, DEVICES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results: list[Tensor] = []
+    for _ in range(2):
+        x = torch.randn(9, 4, device=DEVICES[0]) * 2
+        pinned = torch.randn(9, 4).pin_memory()
+        optimizer.zero_grad()
+        output = model(x) + model(pinned)
+        (output * output).mean().backward()
+        optimizer.step()
+        results += [output.detach().cpu(), *[p.grad.cpu() for p in model.parameters()]]
+    model.close()
+    return [*results, *[p.detach().cpu() for p in model.parameters()]]
+
+
+def exchange() -> list[Tensor]:
+    """Results of comm on memory that is freed, and written again, as soon as it may be."""
+    results: list[Tensor] = []
+    for _ in range(3):
+        made = torch.ones(1000, device=DEVICES[0]) * 3
+        copies = comm.broadcast(made, DEVICES)
+        del made
+        reused = [torch.zeros(1000, device=device) for device in DEVICES]
+        sums = [copy + 1 for copy in copies]
+        del copies
+        comm.broadcast(torch.full((1000,), 7.0, device=DEVICES[0]), DEVICES)
+        results += [tensor.cpu() for tensor in (*sums, *reused)]
+    return results
+
+
+def correct(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with virtual.strict_mode():
+        return scenario()
+
+
+def is_wrong(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+SCENARIOS = (train, exchange)
+
+
+def sites() -> list[Site]:
+    seen: set[Site] = set()
+    for scenario in SCENARIOS:
+        with without(None, seen):
+            correct(scenario)
+    return sorted(seen)
+
+
+def test_strict_mode_changes_no_result() -> None:
+    for scenario in SCENARIOS:
+        assert not is_wrong(correct(scenario), scenario())
+
+
+def test_each_wait_is_needed() -> None:
+    expected = [correct(scenario) for scenario in SCENARIOS]
+    found = sites()
+    assert {name for name, _, _ in found} == set(ORDERING)
+    unneeded = []
+    for site in found:
+        wrong = False
+        for scenario, right in zip(SCENARIOS, expected, strict=True):
+            with without(site, set()):
+                try:
+                    wrong = wrong or is_wrong(correct(scenario), right)
+                except RuntimeError:
+                    wrong = True
+        if not wrong:
+            unneeded.append(site)
+    assert not unneeded, f"nothing went wrong without {unneeded}"
+
+
+def test_every_place_that_orders_streams_was_tried() -> None:
+    """A wait that no scenario reaches would be one that no test needs."""
+    import pathlib
+
+    import dataparallel
+
+    root = pathlib.Path(dataparallel.__file__).parent
+    written = {
+        (name, path.name, number)
+        for path in root.rglob("*.py")
+        if path.name != "devices.py" and "virtual" not in path.parts
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for name in ORDERING
+        if f"devices.{name}(" in line
+    }
+    assert written == set(sites())
