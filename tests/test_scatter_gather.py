@@ -342,6 +342,8 @@ def test_scalars(slots: list[str]) -> None:
     assert mean.device == torch.device(slots[2])
     counts = [torch.tensor(n) for n in (1, 2)]
     assert gather(counts, "cpu", scalars="sum").item() == 3
+    mixed = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(2)]
+    assert gather(mixed, "cpu", scalars="sum").dtype == torch.float64
 
 
 def test_mean_of_half_precision_is_added_in_float32() -> None:
