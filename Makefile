@@ -11,6 +11,9 @@ TORCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
+# Threads that spin while they wait slow each other down as soon as something else needs the cores.
+export OMP_WAIT_POLICY ?= passive
+
 SOURCES := dataparallel kernels tools tests examples
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev

@@ -320,11 +320,17 @@ def _function_mode_stack(modes: Sequence[Any]) -> _Setting:
         if chosen is not None:
             stack.callback(setattr, _global_device_context, "device_context", None)
             _global_device_context.device_context = _on_replica(chosen, context, device)
+        stack.callback(_pop_function_modes, len(_function_modes()))
         for mode in modes:
             _push_function_mode(_on_replica(mode, context, device))
-            stack.callback(_pop_function_mode)
 
     return use
+
+
+def _pop_function_modes(remaining: int) -> None:
+    # torch.set_default_device inside the replica pushes or pops a mode of its own.
+    for _ in range(len(_function_modes()) - remaining):
+        _pop_function_mode()
 
 
 def _on_replica(mode: Any, context: ThreadContext, device: torch.device) -> Any:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy, check_policy
-from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
-from dataparallel.denominators import Part
+from dataparallel.criterion import Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
 from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
+from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import check_placement
-from dataparallel.scatter_gather import gather, plan_scatter
+from dataparallel.scatter_gather import gather, move, plan_scatter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
@@ -129,8 +130,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             check_placement(self.module, self.device_ids[0])
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            if not args and not keywords:
-                args, keywords = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self._single(args[0], keywords[0])
             sizes = sizes_of(args, keywords, self.dim)
@@ -141,9 +140,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def _single(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         output = self.module(*args, **kwargs)
-        if self.output_device == self.device_ids[0]:
-            return output
-        return self.gather(PerReplica([output]), self.output_device)
+        return [output] if self.output_device == "each" else move(output, self.output_device)
 
     def scatter(
         self,
@@ -162,7 +159,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             kwargs,
             len(device_ids),
             self.dim,
-            in_dims=self.in_dims,
+            in_dims=self._in_dims_of(inputs, kwargs or {}),
             split_lists=self.split_lists,
         )
         if plan.batch_size is None and (inputs or kwargs):
@@ -173,6 +170,20 @@ class DataParallel(nn.DataParallel[ModuleT]):
             )
         args, keywords = plan.execute(parse_devices(device_ids))
         return PerReplica(args, sizes=plan.sizes), PerReplica(keywords, sizes=plan.sizes)
+
+    def _in_dims_of(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Mapping[str | int, Any] | None:
+        """``in_dims`` with names of arguments that were given by position resolved."""
+        if self.in_dims is None:
+            return None
+        names = list(inspect.signature(self.module.forward).parameters)
+        return {
+            names.index(key)
+            if isinstance(key, str) and key not in kwargs and key in names[: len(inputs)]
+            else key: dim
+            for key, dim in self.in_dims.items()
+        }
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
@@ -242,7 +253,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             check_placement(self.module, self.device_ids[0])
             args, kwargs = arguments(inputs)
             target_args, target_kwargs = arguments(targets)
-            named = {f"targets[{name!r}]": value for name, value in target_kwargs.items()}
+            named = {LossCall.name(name): value for name, value in target_kwargs.items()}
             chunks, keywords = self.scatter(
                 (*args, *target_args), {**kwargs, **named}, self.device_ids
             )
@@ -253,17 +264,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             with self._engine.finishing(replicas, sizes):
                 criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
                 with self._engine.finishing(criteria, sizes):
-                    split = _LossArguments(len(args), tuple(named))
-                    parts = self._engine.run(
-                        [
-                            functools.partial(_replica_loss, prepared, split, *each)
-                            for each in zip(
-                                replicas, criteria, chunks, keywords, sizes, strict=True
-                            )
-                        ]
-                    )
-            each = self.output_device == "each"
-            return prepared.combine(parts, self.device_ids[0] if each else self.output_device)
+                    call = LossCall(prepared, len(args), tuple(target_kwargs))
+                    each = zip(replicas, criteria, chunks, keywords, sizes, strict=True)
+                    parts = self._engine.run([functools.partial(call, *entry) for entry in each])
+            spread = self.output_device == "each"
+            return prepared.combine(parts, self.device_ids[0] if spread else self.output_device)
 
     # --- what the wrapper shows of the module --------------------------------------------------
 
@@ -367,30 +372,6 @@ def data_parallel(
         return wrapper(*inputs, **(module_kwargs or {}))
     finally:
         wrapper.close()
-
-
-class _LossArguments(NamedTuple):
-    """How one chunk's arguments divide into those of the module and those of the criterion."""
-
-    num_inputs: int
-    target_names: tuple[str, ...]
-
-
-def _replica_loss(
-    prepared: PreparedCriterion,
-    split: _LossArguments,
-    replica: nn.Module,
-    criterion: nn.Module | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    samples: int,
-) -> Part:
-    own = {name: value for name, value in kwargs.items() if name not in split.target_names}
-    targets = {name[len("targets['") : -len("']")]: kwargs[name] for name in split.target_names}
-    output = replica(*args[: split.num_inputs], **own)
-    return prepared.local(
-        output, args[split.num_inputs :], targets, samples=samples, replica=criterion
-    )
 
 
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

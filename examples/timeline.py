@@ -17,7 +17,7 @@ import dataparallel
 
 CALLER = "caller"
 _COLOURS = {
-    "split": "#b0b0b0",
+    "split, replicate": "#b0b0b0",
     "forward": "#4477aa",
     "gather, loss": "#ccbb44",
     "backward": "#cc6677",
@@ -73,7 +73,7 @@ def _record_once(
     optimizer.zero_grad()
     loss = loss_of()
     loss_done = recorder.now()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     backward_done = recorder.now()
     optimizer.step()
     step_done = recorder.now()
@@ -83,7 +83,7 @@ def _record_once(
     backwards = [span for span in spans if span.what == "backward"]
     last_gradient = max((span.end for span in backwards), default=loss_done)
     return [
-        Span(CALLER, "split", begin, min(span.begin for span in forwards)),
+        Span(CALLER, "split, replicate", begin, min(span.begin for span in forwards)),
         Span(CALLER, "gather, loss", max(span.end for span in forwards), loss_done),
         Span(CALLER, "sum", last_gradient, backward_done),
         Span(CALLER, "step", backward_done, step_done),
@@ -124,7 +124,7 @@ class _Recorder:
         note = functools.partial(self._note, row, "backward")
         for tensor in (output, *module.parameters()):
             if tensor.requires_grad:
-                handle = tensor.register_hook(note)  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(note)
                 with self._lock:
                     self._handles.append(handle)
 
@@ -172,6 +172,7 @@ def draw_timeline(axes: Axes, spans: list[Span]) -> None:
         bbox_to_anchor=(0.5, -0.3),
         frameon=False,
         handlelength=1,
+        fontsize="small",
     )
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 EPOCHS = 12
 
@@ -136,10 +137,13 @@ def shuffled_batches(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Share of the images that are recognised."""
     model.eval()
-    return (model(x).argmax(1).cpu() == y).float().mean().item()
+    recognised: Tensor = model(x).argmax(1).cpu() == y
+    return recognised.float().mean().item()
 
 
-def draw(path: object, losses: list[float], accuracies: list[float], spans: list[Span]) -> None:
+def draw(
+    path: pathlib.Path, losses: list[float], accuracies: list[float], spans: list[Span]
+) -> None:
     """Loss and accuracy above, the timeline below."""
     figure, (above, below) = plt.subplots(2, figsize=(9, 7), height_ratios=(3, 2))
     steps_per_epoch = len(losses) // len(accuracies)
@@ -155,7 +159,7 @@ def draw(path: object, losses: list[float], accuracies: list[float], spans: list
     figure.legend(loc="center right", bbox_to_anchor=(0.98, 0.5), bbox_transform=above.transAxes)
     draw_timeline(below, spans)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)  # type: ignore[arg-type]
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

@@ -236,6 +236,22 @@ def test_a_default_device_equal_to_the_first_device_follows_the_replica() -> Non
     assert seen == devices
 
 
+def test_a_replica_may_change_the_default_device_for_itself() -> None:
+    def change() -> list[torch.device]:
+        torch.set_default_device(None)
+        first = torch.ones(1).device
+        torch.set_default_device("meta")
+        return [first, torch.ones(1).device]
+
+    def here() -> torch.device:
+        return torch.ones(1).device
+
+    with default_device("meta"):
+        assert apply_replicas([change] * 2, [CPU] * 2) == [[CPU, torch.device("meta")]] * 2
+        assert here() == torch.device("meta")
+    assert apply_replicas([here] * 2, [CPU] * 2) == [CPU] * 2
+
+
 def test_the_streams_of_the_caller_are_current_in_the_replicas() -> None:
     devices = [torch.device(f"virtual:{i}") for i in range(2)]
     module = torch.get_device_module("virtual")

@@ -237,6 +237,7 @@ def test_arguments_that_go_whole_to_each_replica(slots: list[str]) -> None:
     expected = x * mask * 2.0
     by_name = DataParallel(Masked(), slots, in_dims={"mask": None})
     torch.testing.assert_close(by_name(x, mask=mask, scale=2.0), expected)
+    torch.testing.assert_close(by_name(x, mask, 2.0), expected)
     by_position = DataParallel(Masked(), slots, in_dims={1: None})
     torch.testing.assert_close(by_position(x, mask, 2.0), expected)
     marked = DataParallel(Masked(), slots)

@@ -1,4 +1,4 @@
-"""Random numbers in replicas: reproducible, different in each, and right under checkpointing."""
+"""Random numbers in replicas: reproducible, and different in each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import generators, random_dispatch
 from dataparallel.generators import mixed_seed, separate_device_generators
@@ -141,6 +141,23 @@ def test_draws_see_no_mode_of_the_caller() -> None:
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_of_the_caller_sees_only_what_the_module_does() -> None:
+    with Recording() as mode:
+        replicas(lambda: torch.ones(4).bernoulli_(0.5))
+    assert mode.seen.count("aten.bernoulli_.float") == 4
+    assert not any("random_" in name for name in mode.seen)
+
+
 def test_gradients_pass_through_random_operations() -> None:
     x = torch.ones(16, requires_grad=True)
     y = replicas(lambda: F.dropout(x, 0.5) + F.rrelu(-x, training=True))[0]
@@ -217,73 +234,6 @@ def test_outside_of_replicas_the_state_functions_act_on_the_default_generator() 
     assert "CPU generator of this thread" in repr(stand_in)
 
 
-# --- checkpointing ---------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-
-    def body(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(12).to(x.device)
-        return F.dropout(torch.relu(layer(x)), 0.4) + noise * x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if self.kind == "none":
-                x = self.body(layer, x)
-            else:
-                reentrant = self.kind == "reentrant"
-                x = checkpoint(self.body, layer, x, use_reentrant=reentrant)
-        return x
-
-
-def gradients(kind: str, slots: list[str]) -> list[torch.Tensor]:
-    torch.manual_seed(9)
-    blocks = [Block(kind).to(slot) for slot in slots]
-    xs = [torch.randn(5, 12).to(slot).requires_grad_() for slot in slots]
-    calls = [lambda b=b, x=x: b(x) for b, x in zip(blocks, xs, strict=True)]
-    outputs = apply_replicas(calls, [torch.device(slot) for slot in slots])
-    state = torch.get_rng_state()
-    # One backward for all replicas, as with gathered outputs.
-    torch.autograd.backward([y.square().sum().cpu() for y in outputs])
-    assert torch.equal(torch.get_rng_state(), state), "backward changed the caller's generator"
-    leaves = [*xs, *(p for block in blocks for p in block.parameters())]
-    return [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None]
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_checkpointed_gradients_equal_those_without(places: list[str], kind: str) -> None:
-    expected = gradients("none", places)
-    assert len(expected) == len(places) * 7
-    for _ in range(10):
-        for found, wanted in zip(gradients(kind, places), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_checkpoints_recomputed_in_replica_threads_are_right_too() -> None:
-    def train(kind: str) -> list[list[float]]:
-        torch.manual_seed(9)
-        blocks = [Block(kind) for _ in range(4)]
-        x = torch.randn(5, 12)
-
-        def call() -> list[float]:
-            replica = current_replica()
-            assert replica is not None
-            block = blocks[replica.index]
-            block(x.clone().requires_grad_()).square().sum().backward()
-            return [float(g) for p in block.parameters() for g in p.grad.flatten()]  # type: ignore[union-attr]
-
-        return replicas(call)
-
-    expected = train("none")
-    for kind in ("reentrant", "not reentrant"):
-        for found, wanted in zip(train(kind), expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-
-
 # --- accelerators ----------------------------------------------------------------------------
 
 
@@ -321,6 +271,62 @@ def test_draws_on_a_shared_accelerator_leave_its_default_generator() -> None:
     before = default.get_state()
     replicas(lambda: (torch.rand(4, device=here()), F.dropout(ones(16))), SLOTS["shared"])
     assert torch.equal(default.get_state(), before)
+
+
+def test_an_operation_without_a_generator_argument_draws_from_the_replica() -> None:
+    device = torch.device("virtual:0")
+    default = random_dispatch.default_generator(device)
+    assert default is not None
+
+    class Fused:
+        @staticmethod
+        def redispatch(_keys: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.rand(x.shape, device=x.device, generator=default)
+
+    keys = torch._C._dispatch_keys(torch.ones(1))
+    kernel = random_dispatch._swapping_kernel(Fused, keys)
+
+    def call() -> list[float]:
+        x = torch.ones(8, device=device)
+        # Drawn in turns by both, so that a common generator would show.
+        return [float(y) for _ in range(20) for y in kernel(keys, x).cpu()]
+
+    results = []
+    for _ in range(5):
+        torch.manual_seed(4)
+        before = default.get_state()
+        results.append(replicas(call, SLOTS["shared"]))
+        assert torch.equal(default.get_state(), before)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] != results[0][1]
+
+
+def test_fused_operations_without_a_generator_argument_are_covered() -> None:
+    replicas(lambda: None, SLOTS["shared"])
+    name = "TESTING_ONLY_GenericMode"
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(name))
+    assert {
+        "aten::native_dropout",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_scaled_dot_product_flash_attention",
+    } <= registered
+
+
+@pytest.mark.gpu
+def test_fused_operations_on_a_shared_gpu_are_reproducible() -> None:
+    query = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.float16)
+
+    def call() -> list[float]:
+        y = F.dropout(query) + F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        return [float(value) for value in y.flatten()[::97].cpu()]
+
+    results = []
+    for _ in range(REPEATS):
+        torch.manual_seed(4)
+        results.append(replicas(call, ["cuda:0", "cuda:0"]))
+    assert all(result == results[0] for result in results)
+    assert results[0][0] != results[0][1]
 
 
 # --- a torch that does not allow it ----------------------------------------------------------

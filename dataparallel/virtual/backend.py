@@ -6,6 +6,7 @@ import os
 import threading
 
 import torch
+from torch.utils import backend_registration
 
 from dataparallel.virtual import extension
 
@@ -78,8 +79,8 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
             strict = _strict_from_environment() if strict is None else strict
         elif loaded.device_count() != n:
             raise RuntimeError(
-                f"{loaded.device_count()} virtual devices are enabled already, and a process cannot "
-                f"change their number to {n}: start another process"
+                f"{loaded.device_count()} virtual devices are enabled already, and a process "
+                f"cannot change their number to {n}: start another process"
             )
         if strict is not None:
             loaded.set_strict(bool(strict))
@@ -129,8 +130,8 @@ def _register(n: int) -> extension.Extension:
     loaded = load()
     loaded.initialize(n)
     device_module.default_generators = tuple(loaded.default_generators())
-    torch.utils.rename_privateuse1_backend(_NAME)
-    torch._register_device_module(_NAME, device_module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.rename_privateuse1_backend(_NAME)
+    torch._register_device_module(_NAME, device_module)  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     extension.keep(loaded)
     return loaded

@@ -106,14 +106,14 @@ def _prepare_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    try:
-        handle = open(path, "w")
-    except OSError as error:
-        raise RuntimeError(
-            f"cannot write {path} ({error.strerror}): "
-            "set DATAPARALLEL_CACHE_DIR to a directory that can be written"
-        ) from error
-    with handle:
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = stack.enter_context(path.open("w"))
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot write {path} ({error.strerror}): "
+                "set DATAPARALLEL_CACHE_DIR to a directory that can be written"
+            ) from error
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

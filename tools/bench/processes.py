@@ -18,6 +18,8 @@ from dataparallel.tools.bench.contestants import Contestant, Task
 START_TIMEOUT = 300.0
 #: Seconds that one round may take.
 ROUND_TIMEOUT = 300.0
+#: Threads that spin while they wait would take the cores from the contestant whose turn it is.
+_QUIET = {"OMP_WAIT_POLICY": "passive"}
 
 
 class WorkerError(RuntimeError):
@@ -43,7 +45,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(task.threads)},
+            env={**_QUIET, **os.environ, "OMP_NUM_THREADS": str(task.threads)},
         )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()

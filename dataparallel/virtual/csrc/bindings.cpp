@@ -5,6 +5,7 @@
 #include "generator.h"
 #include "hooks.h"
 #include "memory.h"
+#include "registration.h"
 
 #include <map>
 
@@ -63,6 +64,7 @@ void initialize(int count) {
   set_device_count(count);
   watch_for_fork();
   register_hooks();
+  register_cpu_kernels();
 }
 
 }  // namespace

@@ -13,49 +13,23 @@ bool Call::can_defer() const {
 }
 
 void Call::run_deferred(Stream& stream) {
-  torch::jit::Stack described;
   if (can_defer()) {
     if (info_.is_sampler) {
       sample_now_write_later(stream);
       return;
     }
-    const bool is_described = describe_results(described);
+    const auto described = describe(
+        op_, info_,
+        at::ArrayRef<c10::IValue>(stack_.data() + base_, static_cast<size_t>(info_.num_arguments)));
     // An operator that only changes its arguments in place has no new metadata to know.
     const bool in_place = !info_.has_new_outputs && !info_.has_out_arguments;
-    if (is_described || (in_place && !info_.has_meta_kernel)) {
-      queue(stream, is_described ? &described : nullptr);
+    if (described || (in_place && !info_.has_meta_kernel)) {
+      queue(stream, described.get());
       return;
     }
   }
   stream.synchronize();
   run_now();
-}
-
-// False if only running the operator can tell, or if running it will tell what is wrong with it.
-bool Call::describe_results(torch::jit::Stack& described) {
-  if (!info_.has_meta_kernel) {
-    return false;
-  }
-  described.assign(stack_.begin() + static_cast<std::ptrdiff_t>(base_), stack_.end());
-  for (const auto& tensor_argument : info_.tensors) {
-    change_tensors(
-        described[static_cast<size_t>(tensor_argument.index)], [&](const at::Tensor& tensor) {
-          const bool host_scalar = !is_virtual(tensor) && tensor.dim() == 0;
-          return host_scalar ? tensor : meta_alias(tensor);
-        });
-  }
-  for (int index : info_.device_arguments) {
-    if (described[static_cast<size_t>(index)].isDevice()) {
-      described[static_cast<size_t>(index)] = c10::Device(c10::kMeta);
-    }
-  }
-  try {
-    KernelScope scope;
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &described);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return true;
 }
 
 // Random numbers are drawn in the order of submission, as a counter-based generator would give
@@ -87,17 +61,17 @@ void Call::sample_now_write_later(Stream& stream) {
   take_results();
 }
 
-void Call::queue(Stream& stream, const torch::jit::Stack* described) {
+void Call::queue(Stream& stream, const Description* described) {
   const size_t num_returns = info_.returns.size();
   torch::jit::Stack results(num_returns);
   // Outputs take the described size before their memory is aliased.
   for (size_t i = 0; described != nullptr && i < num_returns; ++i) {
     const ReturnValue& info = info_.returns[i];
-    const c10::IValue& value = (*described)[i];
-    if (info.written_argument >= 0 && value.isTensor()) {
+    if (info.written_argument >= 0 && info.kind == ReturnKind::kTensor) {
       const at::Tensor target = argument(info.written_argument).toTensor();
-      if (target.defined() && target.sizes() != value.toTensor().sizes()) {
-        set_geometry(target, value.toTensor().sizes(), value.toTensor().strides());
+      const TensorDescription& wanted = (*described)[i][0];
+      if (target.defined() && target.sizes() != at::IntArrayRef(wanted.sizes)) {
+        set_geometry(target, wanted.sizes, wanted.strides);
       }
     }
   }
@@ -119,7 +93,7 @@ void Call::queue(Stream& stream, const torch::jit::Stack* described) {
       task->expect_nothing();
       results[i] = originals_[static_cast<size_t>(info.written_argument)];
     } else {
-      results[i] = task->expect((*described)[i], device_);
+      results[i] = task->expect((*described)[i], info.kind, device_);
     }
   }
   stream.submit(std::move(task));

@@ -5,6 +5,18 @@
 #include <ATen/core/TensorBody.h>
 
 namespace vdev {
+namespace {
+
+// A number from the host has the value that it has at submission.
+at::Tensor host_snapshot(const at::Tensor& tensor) {
+  at::Tensor copy = tensor.clone();
+  // Numbers from Python take part in type promotion in a way of their own.
+  copy.unsafeGetTensorImpl()->set_wrapped_number(
+      tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+}  // namespace
 
 Call::Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, bool sparse)
     : op_(op),
@@ -127,7 +139,7 @@ void Call::bind_cpu_arguments(bool snapshot) {
 
 at::Tensor Call::bind_tensor(const at::Tensor& tensor, bool writes, bool snapshot) {
   if (!is_virtual(tensor)) {
-    return snapshot ? tensor.clone() : tensor;
+    return snapshot ? host_snapshot(tensor) : tensor;
   }
   if (C10_UNLIKELY(tensor.is_sparse())) {
     return sparse_cpu_alias(tensor, operands_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "alias.h"
+#include "describe.h"
 #include "operators.h"
 
 #include <ATen/core/stack.h>
@@ -41,8 +42,7 @@ class Call {
   void run_deferred(Stream& stream);
   bool can_defer() const;
   void sample_now_write_later(Stream& stream);
-  bool describe_results(torch::jit::Stack& described);
-  void queue(Stream& stream, const torch::jit::Stack* described);
+  void queue(Stream& stream, const Description* described);
 
   c10::IValue& argument(int index) {
     return stack_[base_ + static_cast<size_t>(index)];

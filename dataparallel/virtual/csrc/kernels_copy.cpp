@@ -100,6 +100,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return cpu_alias(self).item();
 }
 
+// Copying knows about conjugate and negative views. Torch resolves them with a copy, so it must.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);

@@ -11,7 +11,8 @@ namespace {
 
 // Their meta kernels do not describe what their CPU kernels return.
 const std::unordered_set<std::string>& undescribed() {
-  static const auto* names = new std::unordered_set<std::string>{};
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
   return *names;
 }
 

@@ -7,8 +7,11 @@
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_values_native.h>
+#include <ATen/ops/clone_native.h>
+#include <ATen/ops/copy_native.h>
 #include <ATen/ops/copy_sparse_to_sparse_native.h>
 #include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/empty_like_native.h>
 #include <ATen/ops/indices_native.h>
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/sparse_dim_native.h>
@@ -97,6 +100,9 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("values", &at::native::values_sparse);
   m.impl("_coalesced_", &at::native::_coalesced_sparse_);
   m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
+  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+  m.impl("clone", &at::native::clone_sparse);
+  m.impl("empty_like", &at::native::empty_like_sparse_coo);
 }
 
 }  // namespace

@@ -25,25 +25,26 @@ void OperatorTask::keep(const at::Tensor& tensor) {
   blocks_.push_back(block_of(tensor.storage().data_ptr()));
 }
 
-at::Tensor OperatorTask::expect_tensor(const at::Tensor& described, c10::DeviceIndex device) {
-  if (!described.defined()) {
+at::Tensor OperatorTask::expect_tensor(
+    const TensorDescription& described, c10::DeviceIndex device) {
+  if (!described.defined) {
     targets_.back().emplace_back();
-    return described;
+    return {};
   }
-  at::Tensor made =
-      empty_strided_on(device, described.sizes(), described.strides(), described.dtype());
+  at::Tensor made = empty_strided_on(device, described.sizes, described.strides, described.type);
   keep(made);
   targets_.back().push_back(cpu_alias(made));
   return made;
 }
 
-c10::IValue OperatorTask::expect(const c10::IValue& described, c10::DeviceIndex device) {
+c10::IValue OperatorTask::expect(
+    const std::vector<TensorDescription>& described, ReturnKind kind, c10::DeviceIndex device) {
   targets_.emplace_back();
-  if (described.isTensor()) {
-    return expect_tensor(described.toTensor(), device);
+  if (kind == ReturnKind::kTensor) {
+    return expect_tensor(described[0], device);
   }
   std::vector<at::Tensor> made;
-  for (const at::Tensor& one : described.toTensorVector()) {
+  for (const TensorDescription& one : described) {
     made.push_back(expect_tensor(one, device));
   }
   return made;
@@ -89,7 +90,9 @@ void OperatorTask::store(const c10::IValue& result, const std::vector<at::Tensor
 }
 
 void OperatorTask::store_tensor(const at::Tensor& result, const at::Tensor& target) const {
-  if (!target.defined() || !result.defined()) {
+  // Where a CPU kernel leaves an output empty, nothing reads it: the saved statistics of batch_norm
+  // in evaluation, for instance.
+  if (!target.defined() || !result.defined() || result.numel() == 0) {
     return;
   }
   TORCH_INTERNAL_ASSERT(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "alias.h"
+#include "describe.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -41,7 +42,8 @@ class OperatorTask final : public Task {
 
   void keep(const at::Tensor& tensor);
   // Allocates what a result was described as; the kernel's result is copied there.
-  c10::IValue expect(const c10::IValue& described, c10::DeviceIndex device);
+  c10::IValue expect(
+      const std::vector<TensorDescription>& described, ReturnKind kind, c10::DeviceIndex device);
   void expect_nothing();
   void run() override;
   std::string name() const override {
@@ -52,7 +54,7 @@ class OperatorTask final : public Task {
   std::vector<at::Tensor> written;
 
  private:
-  at::Tensor expect_tensor(const at::Tensor& described, c10::DeviceIndex device);
+  at::Tensor expect_tensor(const TensorDescription& described, c10::DeviceIndex device);
   void store(const c10::IValue& result, const std::vector<at::Tensor>& targets) const;
   void store_tensor(const at::Tensor& result, const at::Tensor& target) const;
 

@@ -1,0 +1,56 @@
+#include "registration.h"
+
+#include "fallback.h"
+
+#include <torch/library.h>
+
+namespace vdev {
+namespace {
+
+using c10::DispatchKey;
+
+// The dispatcher prefers a decomposition to a fallback. Where the CPU has a kernel of its own, that
+// kernel is faster, and its results are the ones to compare with.
+bool would_be_decomposed(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey own) {
+  return op.hasKernelForDispatchKey(cpu) && !op.hasKernelForDispatchKey(own) &&
+      (op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+       op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional));
+}
+
+// Questions about host memory: the answer is the same for every device.
+bool concerns_host_memory(const std::string& name) {
+  return name == "aten::_pin_memory" || name == "aten::is_pinned";
+}
+
+}  // namespace
+
+void register_cpu_kernels() {
+  // Never destroyed: that would unregister the kernels.
+  static auto* library = new torch::Library(
+      torch::Library::IMPL, "aten", std::nullopt, __FILE__, static_cast<uint32_t>(__LINE__));
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (!op.has_value() || name.getNamespace() != std::string_view("aten") ||
+        concerns_host_memory(name.name)) {
+      continue;
+    }
+    const std::string full = c10::toString(name);
+    if (would_be_decomposed(*op, DispatchKey::CPU, DispatchKey::PrivateUse1)) {
+      library->impl(
+          full.c_str(),
+          torch::dispatch(
+              DispatchKey::PrivateUse1,
+              torch::CppFunction::makeFromBoxedFunction<&cpu_kernel_fallback>()));
+    }
+    if (would_be_decomposed(*op, DispatchKey::SparseCPU, DispatchKey::SparsePrivateUse1)) {
+      library->impl(
+          full.c_str(),
+          torch::dispatch(
+              DispatchKey::SparsePrivateUse1,
+              torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>()));
+    }
+  }
+}
+
+}  // namespace vdev
