@@ -124,10 +124,10 @@ class Team:
             worker.ask("start", task=dataclasses.asdict(worker.task))
         self._answers(START_TIMEOUT)
 
-    def check(self, steps: int) -> list[float]:
-        """Losses of the first ``steps`` training steps."""
-        losses: list[float] = self._all("check", steps=steps)[0]["losses"]
-        return losses
+    def check(self, steps: int) -> tuple[list[float], list[float]]:
+        """Losses and gradient norms of the first ``steps`` training steps."""
+        answer = self._all("check", steps=steps)[0]
+        return answer["losses"], answer["gradient_norms"]
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` repetitions; with several processes those of the slowest."""

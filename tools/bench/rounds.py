@@ -22,7 +22,7 @@ class Runner(Protocol):
     """What is asked of the workers of a contestant; a ``Team`` in earnest."""
 
     def start(self) -> None: ...
-    def check(self, steps: int) -> list[float]: ...
+    def check(self, steps: int) -> tuple[list[float], list[float]]: ...
     def run(self, steps: int) -> list[float]: ...
     def finish(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
@@ -55,11 +55,11 @@ def measure(
         for contestant in contestants:
             teams.append(team(contestant))
             stack.callback(teams[-1].close)
-        losses = []
+        checked = []
         for contestant, runner in zip(contestants, teams, strict=True):
             on_turn(f"starting {contestant.title}")
             runner.start()
-            losses.append(runner.check(CHECK_STEPS))
+            checked.append(runner.check(CHECK_STEPS))
         # The first repetitions fill caches and allocators, and tell how long one takes.
         warm_up = [runner.run(5) for runner in teams]
         steps = steps or _steps_per_turn(max(statistics.median(times) for times in warm_up))
@@ -70,9 +70,9 @@ def measure(
                 seconds[index].append(statistics.median(runner.run(steps)))
         memory = [runner.finish() for runner in teams]
     measured = [
-        Measured(who.name, who.title, tuple(times), tuple(checked), host, device)
-        for who, times, checked, (host, device) in zip(
-            contestants, seconds, losses, memory, strict=True
+        Measured(who.name, who.title, tuple(times), tuple(losses), tuple(norms), host, device)
+        for who, times, (losses, norms), (host, device) in zip(
+            contestants, seconds, checked, memory, strict=True
         )
     ]
     return measured, steps

@@ -26,6 +26,7 @@ class Measured:
         title: What is shown.
         seconds: Per round, the median of its repetitions.
         losses: Loss of the whole batch at each of the first steps.
+        gradient_norms: Norm of the whole gradient at each of the first steps.
         host_bytes: Peak host memory beyond the level before the model was made.
         device_bytes: The same on accelerators.
     """
@@ -34,6 +35,7 @@ class Measured:
     title: str
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
     host_bytes: int
     device_bytes: int
 
@@ -51,7 +53,8 @@ class Row:
         host_bytes: Peak host memory.
         device_bytes: Peak accelerator memory.
         loss: Loss after the first steps.
-        agrees: Whether all of these losses are the reference's, to rounding.
+        agrees: Whether losses and gradient norms of the first steps are the reference's, to
+            rounding.
     """
 
     contestant: str
@@ -80,10 +83,12 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-def losses_agree(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> bool:
-    """Whether losses are equal step by step, with a relative tolerance. NaN agrees with nothing."""
-    return len(losses) == len(reference) and all(
-        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses, reference, strict=True)
+def agree(measured: Measured, reference: Measured, tolerance: float) -> bool:
+    """Whether two contestants trained alike, within a relative tolerance. NaN is like nothing."""
+    these = (*measured.losses, *measured.gradient_norms)
+    those = (*reference.losses, *reference.gradient_norms)
+    return len(these) == len(those) and all(
+        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(these, those, strict=True)
     )
 
 
@@ -91,9 +96,9 @@ def summarise(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row
     """Compare the contestants of one case.
 
     Args:
-        measured: Ours first. The reference of the losses is ``"bare"`` where it takes part, else
+        measured: Ours first. The reference is ``"bare"`` where it takes part, else
             ours.
-        tolerance: Relative difference of losses that counts as rounding.
+        tolerance: Relative difference that counts as rounding.
 
     Returns:
         One row per contestant, in the order given.
@@ -111,7 +116,7 @@ def summarise(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row
             host_bytes=each.host_bytes,
             device_bytes=each.device_bytes,
             loss=each.losses[-1],
-            agrees=losses_agree(each.losses, reference.losses, tolerance),
+            agrees=agree(each, reference, tolerance),
         )
         for each in measured
     ]

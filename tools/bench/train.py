@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
             title, measured, steps = _measure_case(name, peers, arguments, tell)
             results[title] = summarise(measured)
             records.append(_record(name, title, steps, measured, results[title]))
-    what = f"{arguments.mode}: {MODES[arguments.mode]}; replicas on {', '.join(arguments.devices)}"
+    what = f"{MODES[arguments.mode]}\nreplicas on {', '.join(arguments.devices)}"
     if arguments.json != "-":
         print_results(results, what, _notes(arguments), console)
     if arguments.json:
@@ -146,7 +146,7 @@ def _notes(arguments: argparse.Namespace) -> list[str]:
         f"case (batch): medians of {arguments.rounds} interleaved rounds, ratios within a round",
         f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module",
         "MiB: peak of all processes of a contestant beyond the level before its model",
-        f"loss: after {CHECK_STEPS} steps on the whole batch; ✓ equals the reference's",
+        f"loss: after {CHECK_STEPS} steps on the whole batch; ✓ losses and gradient norms are as the bare module's",
     ]
 
 

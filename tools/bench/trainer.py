@@ -69,13 +69,13 @@ class Trainer:
 
     # --- correctness -------------------------------------------------------------------------
 
-    def check(self, steps: int) -> list[float]:
-        """Train and return the loss of the whole batch at each step.
+    def check(self, steps: int) -> tuple[list[float], list[float]]:
+        """Train and return, per step, the loss of the whole batch and the norm of the gradient.
 
         The bare module accumulates the gradients of the replicas' chunks, so that batch norm sees
-        the same batches for every contestant; all losses must then agree to rounding.
+        the same batches for every contestant; all figures must then agree to rounding.
         """
-        losses = []
+        losses, norms = [], []
         for _ in range(steps):
             self.optimizer.zero_grad()
             if self.task.kind == "bare":
@@ -85,7 +85,9 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
             losses.append(self._mean_over_processes(loss.detach()))
-        return losses
+            grads = [each.grad for each in self.model.parameters() if each.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(grads).item())
+        return losses, norms
 
     def _accumulate(self, chunks: int) -> Tensor:
         total = torch.zeros((), device=self.device)

@@ -28,7 +28,8 @@ def main() -> int:
             trainer = Trainer(Task(**request["task"]))
             answer: dict[str, Any] = {}
         elif request["do"] == "check":
-            answer = {"losses": trainer.check(request["steps"])}
+            losses, norms = trainer.check(request["steps"])
+            answer = {"losses": losses, "gradient_norms": norms}
         elif request["do"] == "run":
             answer = {"seconds": trainer.run(request["steps"])}
         else:

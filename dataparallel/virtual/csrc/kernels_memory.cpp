@@ -102,6 +102,12 @@ at::Tensor& set_storage_(
   return self;
 }
 
+// Not left to the fallback: there, self would come to own the memory of an alias of the source.
+at::Tensor& set_tensor_(at::Tensor& self, const at::Tensor& source) {
+  return set_storage_(
+      self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
 at::Tensor& set_(at::Tensor& self) {
   c10::Storage none(
       c10::Storage::use_byte_size_t(), 0, allocate_on(self.device().index(), 0), &allocator(),
@@ -123,6 +129,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage_);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(
                                     &at::native::set_));
+  m.impl("set_.source_Tensor", &set_tensor_);
   m.impl("set_", &set_);
   m.impl("is_set_to", &at::native::is_set_to);
   m.impl("record_stream", &record_stream);

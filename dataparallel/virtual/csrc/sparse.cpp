@@ -80,6 +80,20 @@ at::Tensor empty_coo_from_factory(
   return empty_sparse_coo(static_cast<int64_t>(sizes.size()), 0, sizes, dtype, device);
 }
 
+// A sparse tensor is made on the current device, whatever its parts are on.
+at::Tensor clone(const at::Tensor& self, std::optional<c10::MemoryFormat> format) {
+  const c10::DeviceGuard guard(self.device());
+  return at::native::clone_sparse(self, format);
+}
+
+at::Tensor empty_like(
+    const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory,
+    std::optional<c10::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device.value_or(self.device()));
+  return at::native::empty_like_sparse_coo(self, dtype, layout, device, pin_memory, format);
+}
+
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>());
 }
@@ -101,8 +115,8 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("_coalesced_", &at::native::_coalesced_sparse_);
   m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
   m.impl("copy_", &at::native::copy_sparse_wrapper_);
-  m.impl("clone", &at::native::clone_sparse);
-  m.impl("empty_like", &at::native::empty_like_sparse_coo);
+  m.impl("clone", &clone);
+  m.impl("empty_like", &empty_like);
 }
 
 }  // namespace
