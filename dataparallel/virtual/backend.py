@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 
 import torch
 from torch.utils import backend_registration
@@ -134,4 +136,11 @@ def _register(n: int) -> extension.Extension:
     torch._register_device_module(_NAME, device_module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     extension.keep(loaded)
+    atexit.register(_let_engine_threads_finish)
     return loaded
+
+
+def _let_engine_threads_finish() -> None:
+    # A thread of the autograd engine drops what a finished backward held of Python's, and needs the
+    # interpreter lock for it. One that asks while the interpreter ends takes the process down.
+    time.sleep(0.01)

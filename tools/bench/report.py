@@ -22,7 +22,7 @@ def build_table(results: Mapping[str, Sequence[Row]], title: str) -> Table:
     with_device_memory = any(row.device_bytes for rows in results.values() for row in rows)
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading in ("ms", "min..max", "speed-up\nover bare", "ours\nover this", "host\nMiB"):
+    for heading in ("ms", "min..max", "speed-\nup", "ours\n/this", "host\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     if with_device_memory:
         table.add_column("device\nMiB", justify="right", no_wrap=True)

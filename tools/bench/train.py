@@ -143,10 +143,11 @@ def _progress(console: Any, turns: int) -> Iterator[Callable[[str, int], None]]:
 
 def _notes(arguments: argparse.Namespace) -> list[str]:
     return [
-        f"case (batch): medians of {arguments.rounds} interleaved rounds, ratios within a round",
+        f"case (batch): medians of {arguments.rounds} interleaved rounds",
+        "speed-up: time of the bare module / this; ours/this: time of DataParallel / this",
         f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module",
         "MiB: peak of all processes of a contestant beyond the level before its model",
-        f"loss: after {CHECK_STEPS} steps on the whole batch; ✓ losses and gradient norms are as the bare module's",
+        f"loss: after {CHECK_STEPS} steps; ✓ losses and gradient norms are the reference's",
     ]
 
 
