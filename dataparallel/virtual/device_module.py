@@ -27,6 +27,10 @@ def _index(device: DeviceLike) -> int:
     return current_device() if parsed.index is None else parsed.index
 
 
+# Activation checkpointing asks for this name; without it, it keeps no generator state.
+_initialized = True
+
+
 # --- devices ---------------------------------------------------------------------------------
 
 
