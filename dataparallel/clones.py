@@ -12,6 +12,7 @@ themselves is dropped, as in ``torch.nn.DataParallel``.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 
 from dataparallel.gradient_edges import connect
-from dataparallel.remap import may_refer, remap, tensors_in
+from dataparallel.remap import OPAQUE, may_refer, remap, tensors_in
 from dataparallel.tensor_copies import Sharing, TensorCopies
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_TABLES = frozenset({dict, OrderedDict, set, list, tuple})
 
 
 class Parts:
@@ -54,7 +56,11 @@ class Parts:
                 [
                     name
                     for name, value in attributes.items()
-                    if name not in _REGISTRIES and may_refer(value)
+                    # Most values are numbers and empty tables of hooks, gone over at every forward.
+                    if not (type(value) in _TABLES and not value)
+                    and type(value) not in OPAQUE
+                    and name not in _REGISTRIES
+                    and may_refer(value)
                 ]
             )
             children = attributes["_modules"].values()

@@ -129,14 +129,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             check_placement(self.module, self.device_ids[0])
-            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+            with self._engine.between_replicas():
+                args, keywords = self.scatter(inputs, kwargs, self.device_ids)
             if len(self.device_ids) == 1:
                 return self._single(args[0], keywords[0])
             sizes = sizes_of(args, keywords, self.dim)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             with self._engine.finishing(replicas, sizes):
                 outputs = self.parallel_apply(replicas, args, keywords)
-            return self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
+            with self._engine.between_replicas():
+                return self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
 
     def _single(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         output = self.module(*args, **kwargs)
@@ -254,9 +256,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             args, kwargs = arguments(inputs)
             target_args, target_kwargs = arguments(targets)
             named = {LossCall.name(name): value for name, value in target_kwargs.items()}
-            chunks, keywords = self.scatter(
-                (*args, *target_args), {**kwargs, **named}, self.device_ids
-            )
+            with self._engine.between_replicas():
+                chunks, keywords = self.scatter(
+                    (*args, *target_args), {**kwargs, **named}, self.device_ids
+                )
             sizes = sizes_of(chunks, keywords, self.dim)
             replicas: Sequence[nn.Module] = [self.module]
             if len(self.device_ids) > 1:

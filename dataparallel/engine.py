@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from dataparallel import intra_op
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
+from dataparallel.devices import is_accelerator
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
 from dataparallel.workers import WorkerPools
@@ -119,6 +122,11 @@ class ReplicaEngine:
         finally:
             self._idle.append(clones)
             del self._idle[:-_MAX_IDLE]
+
+    def between_replicas(self) -> AbstractContextManager[None]:
+        """For what the calling thread itself does to the inputs and outputs of replicas."""
+        several_on_cpu = sum(not is_accelerator(device) for device in self._devices) > 1
+        return intra_op.one_thread() if several_on_cpu else contextlib.nullcontext()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run one call per replica, each in its replica's thread and on its device."""

@@ -14,10 +14,11 @@ cores.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -56,3 +57,23 @@ def use_threads(count: int) -> None:
     if torch.get_num_threads() != count:
         for setter in _setters():
             setter(count)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let element-wise operations of the calling thread use one thread within a ``with`` block.
+
+    For the small copies around a call of CPU replicas. After an operation with several threads,
+    OpenMP's threads spin for some milliseconds in case another one follows, and meanwhile they
+    would keep replica threads off the cores.
+    """
+    setters, before = _setters(), torch.get_num_threads()
+    if not setters or before == 1:
+        yield
+        return
+    # Not MKL's setting: it is not used here, and setting it back would fix it for this thread.
+    setters[0](1)
+    try:
+        yield
+    finally:
+        setters[0](before)

@@ -21,13 +21,13 @@ from torch import nn
 Counterparts: TypeAlias = Mapping[int, Any]
 
 #: Types that cannot refer to anything; most attributes of a module are of one of them.
-_OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
 def may_refer(value: Any) -> bool:
     """Whether :func:`remap` could change ``value``; quick, and never wrongly False."""
     kind = type(value)
-    if kind in _OPAQUE:
+    if kind in OPAQUE:
         return False
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return bool(value)

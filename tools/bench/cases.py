@@ -28,18 +28,15 @@ class Case:
     data: Callable[[int], tuple[Tensor, Tensor]]
 
 
-def _mlp(width: int) -> nn.Module:
+def _mlp(width: int, depth: int = 8) -> nn.Module:
     layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(width, width), nn.ReLU()]
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        # With torch's default, gradients fade with depth to numbers that are slow to compute with
+        # and too small to compare.
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
-def _deep() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(200):
-        layers += [nn.Linear(64, 64), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
 def _conv() -> nn.Module:
@@ -87,7 +84,7 @@ CASES = {
     for case in (
         Case("mlp", "mlp, 8 x Linear(1024)", 256, lambda: _mlp(1024), _vectors(1024)),
         Case("wide", "wide mlp, 8 x Linear(2048)", 128, lambda: _mlp(2048), _vectors(2048)),
-        Case("deep", "deep narrow, 200 x Linear(64)", 64, _deep, _vectors(64)),
+        Case("deep", "deep narrow, 200 x Linear(64)", 64, lambda: _mlp(64, 200), _vectors(64)),
         Case("transformer", "transformer, 4 layers, d 256", 16, _Transformer, _tokens),
         Case("conv", "conv, 7 layers, 64 channels", 32, _conv, _images),
     )

@@ -49,7 +49,7 @@ class Trainer:
         self.memory = MemoryGauge(self.slots if task.kind == "ours" else (self.device,))
         torch.manual_seed(1)
         self.model = self._wrap(case.build().to(self.device))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def _join(self) -> None:
         torch.distributed.init_process_group(

@@ -144,21 +144,28 @@ def nccl(probe: Probe) -> Check:
 
 
 def virtual_devices(probe: Probe) -> Iterator[Check]:
-    """What `dataparallel.virtual` needs: a C++ compiler, ninja; and whether it is built."""
-    compiler = probe.environment("CXX") or "c++"
-    path = next(filter(None, map(probe.which, (compiler, "c++", "g++", "clang++"))), None)
-    purpose = "for building the virtual devices, once"
+    """What compiles the virtual devices, and whether that has been done."""
+    purpose = "compiles the virtual devices, once"
+    wanted = (probe.environment("CXX") or "c++").split()[0]
+    path = next(filter(None, map(probe.which, (wanted, "c++", "g++", "clang++"))), None)
     if path is None:
-        remedy = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++, xcode-select --install"
+        remedy = "apt install g++, or dnf install gcc-c++, or xcode-select --install"
         yield Check("Virtual devices", "C++ compiler", "missing", purpose, remedy)
     else:
         first = ((probe.output(path, "--version") or path).splitlines() or [path])[0]
         yield Check("Virtual devices", "C++ compiler", "ok", f"{first}, {purpose}")
-    ninja = probe.which("ninja") or probe.module("ninja")
-    if ninja:
-        yield Check("Virtual devices", "ninja", "ok", purpose)
+    headers = probe.python_header()
+    if headers is None:
+        remedy = "apt install python3-dev, or dnf install python3-devel"
+        yield Check("Virtual devices", "Python headers", "missing", purpose, remedy)
     else:
-        yield Check("Virtual devices", "ninja", "missing", purpose, "pip install ninja")
+        yield Check("Virtual devices", "Python headers", "ok", headers)
+    build = probe.module("dataparallel.virtual.build")
+    if build is not None:
+        cache = build.cache_directory()
+        compiled = len(list(cache.glob("virtual-*/*.so")))
+        found = f"{compiled} compiled in {cache}" if compiled else f"will be compiled in {cache}"
+        yield Check("Virtual devices", "cache", "ok", found)
 
 
 def gpu_packages(probe: Probe) -> Iterator[Check]:

@@ -76,7 +76,7 @@ def threads(probe: Probe) -> Check:
     if found is None:
         return Check("Basics", "cores", "ok", f"{cores} usable")
     used = int(found.get_num_threads())
-    detail = f"{cores} usable cores, {used} intra-op threads, divided between CPU replicas"
+    detail = f"{cores} usable, {used} intra-op threads, divided between CPU replicas"
     if used > cores:
         return Check(
             "Basics",

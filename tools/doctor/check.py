@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import pathlib
 import platform
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -60,6 +62,11 @@ def _output(*command: str) -> str | None:
     return finished.stdout.strip()
 
 
+def _python_header() -> str | None:
+    path = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    return str(path) if path.exists() else None
+
+
 def _usable_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -76,6 +83,7 @@ class Probe:
         output: What a command prints, or None where it fails or takes over ten seconds.
         environment: Value of an environment variable, or None.
         python: Version of the running Python.
+        python_header: Path of Python.h, or None.
         cores: Number of cores that this process may use.
     """
 
@@ -85,4 +93,5 @@ class Probe:
     output: Callable[..., str | None] = _output
     environment: Callable[[str], str | None] = os.environ.get
     python: str = field(default_factory=platform.python_version)
+    python_header: Callable[[], str | None] = _python_header
     cores: Callable[[], int] = _usable_cores

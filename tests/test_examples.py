@@ -1,0 +1,62 @@
+"""The examples, as a user starts them, for a short while."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+_EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+_PNG = b"\x89PNG"
+
+
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(_EXAMPLES / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("script", ["train_digits.py", "train_chars.py"])
+def test_help_names_the_options_and_ends_with_examples(script: str) -> None:
+    finished = run(script, "--help")
+    assert finished.returncode == 0
+    for option in ("--devices", "--epochs", "--batch-size", "--lr", "--seed", "--output"):
+        assert option in finished.stdout
+    assert f"examples:\n  python examples/{script}" in finished.stdout
+
+
+@pytest.mark.parametrize("devices", ["cpu,cpu", "virtual:0,virtual:1"])
+def test_digits_are_learnt_saved_and_drawn(devices: str, tmp_path: pathlib.Path) -> None:
+    options = ("--epochs", "4", "--min-accuracy", "0.9", "--devices", devices)
+    finished = run("train_digits.py", *options, "--output", str(tmp_path / "new"))
+    assert finished.returncode == 0, finished.stderr
+    assert "test accuracy 9" in finished.stdout
+    state = load_file(tmp_path / "new" / "digits.safetensors")
+    assert all(not name.startswith("module.") for name in state)
+    assert all(tensor.device == torch.device("cpu") for tensor in state.values())
+    assert (tmp_path / "new" / "digits.png").read_bytes().startswith(_PNG)
+    assert len(list((tmp_path / "new").iterdir())) == 2
+
+
+def test_too_low_an_accuracy_is_a_failure(tmp_path: pathlib.Path) -> None:
+    options = ("--epochs", "1", "--min-accuracy", "1.0", "--lr", "0.0001")
+    finished = run("train_digits.py", *options, "--output", str(tmp_path))
+    assert finished.returncode == 1
+    assert "the accuracy is below 100.00%" in finished.stdout
+
+
+def test_letters_are_learnt_and_written(tmp_path: pathlib.Path) -> None:
+    finished = run(
+        "train_chars.py", "--epochs", "1", "--batch-size", "4", "--output", str(tmp_path)
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "nats per letter (unigram" in finished.stdout
+    assert "what the model writes" in finished.stdout
+    assert (tmp_path / "chars.png").read_bytes().startswith(_PNG)

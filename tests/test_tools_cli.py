@@ -1,0 +1,125 @@
+"""The `dataparallel` command line: help, errors, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from dataparallel.tools import arguments, cli
+from dataparallel.tools.extras import needs_extra
+
+
+@pytest.mark.parametrize("words", [[], ["doctor"], ["bench"], ["bench", "train"]])
+def test_every_command_explains_itself(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: " + " ".join(["dataparallel", *words]))
+    if words:
+        assert "examples:\n  dataparallel " in text
+
+
+def test_a_group_without_a_subject_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "train" in capsys.readouterr().out
+
+
+def test_examples_in_the_help_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.build_parser()
+    for words in (["doctor"], ["bench", "train"]):
+        with pytest.raises(SystemExit, match="0"):
+            parser.parse_args([*words, "--help"])
+        examples = capsys.readouterr().out.split("examples:\n")[1].splitlines()
+        for example in examples:
+            command = example.split(" > ")[0].split()
+            assert command[: 1 + len(words)] == ["dataparallel", *words]
+            parser.parse_args(command[1:])
+
+
+def test_unknown_cases_are_named_with_those_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "train", "--cases", "mlp,rnn"])
+    error = capsys.readouterr().err
+    assert "got 'rnn', but there are: mlp, wide, deep, transformer, conv" in error
+
+
+def test_ddp_on_virtual_devices_is_refused_with_the_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["bench", "train", "--devices", "virtual:0,virtual:1", "--peers", "ddp"]
+    assert cli.main(words) == 2
+    assert "compare with --peers bare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("x"), 2),
+        (ImportError("x"), 2),
+        (RuntimeError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_a_line_and_an_exit_status(
+    error: BaseException,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(namespace: argparse.Namespace) -> int:
+        raise error
+
+    class Parser:
+        def parse_args(self, argv: list[str]) -> argparse.Namespace:
+            return argparse.Namespace(run=fail)
+
+    monkeypatch.setattr(cli, "build_parser", Parser)
+    assert cli.main([]) == status
+    assert capsys.readouterr().err.startswith("dataparallel: ")
+
+
+def test_a_missing_package_is_explained_by_its_extra() -> None:
+    with (
+        pytest.raises(ImportError, match=r'pip install "dataparallel\[tools\]"'),
+        needs_extra("tools"),
+    ):
+        import package_that_does_not_exist  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_a_fault_of_our_own_is_not_blamed_on_an_extra() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"dataparallel\.nowhere"), needs_extra("tools"):
+        import dataparallel.nowhere  # type: ignore[import-not-found]  # noqa: F401
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_counts_are_whole_and_positive(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a whole number of at least 1"):
+        arguments.count(text)
+
+
+def test_device_lists_keep_repeats_and_cannot_be_empty() -> None:
+    assert arguments.device_names("cpu, cpu") == ["cpu", "cpu"]
+    with pytest.raises(argparse.ArgumentTypeError, match="one device per replica"):
+        arguments.device_names(" ,")
+
+
+def test_the_command_line_itself_needs_no_extra() -> None:
+    code = "import sys; import dataparallel.tools.cli; sys.exit('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "dataparallel.tools", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.stdout.startswith("dataparallel 0.")

@@ -1,0 +1,77 @@
+"""torch.accelerator and torch.virtual."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+
+def test_accelerator() -> None:
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 4
+    assert torch.accelerator.current_accelerator() == torch.device("virtual")
+    torch.accelerator.set_device_index(2)
+    assert torch.accelerator.current_device_index() == 2
+    with torch.accelerator.device_index(1):
+        assert torch.accelerator.current_device_index() == 1
+        assert torch.virtual.current_device() == 1
+    assert torch.accelerator.current_device_index() == 2
+    stream = torch.Stream("virtual:2")
+    torch.accelerator.set_stream(stream)
+    assert torch.accelerator.current_stream() == stream
+    torch.accelerator.set_stream(torch.virtual.default_stream(2))
+    torch.accelerator.synchronize()
+
+
+def test_module() -> None:
+    assert torch.get_device_module("virtual") is torch.virtual
+    assert torch.virtual.is_available()
+    assert torch.virtual.is_initialized()
+    assert not torch.virtual._is_in_bad_fork()
+    assert torch.virtual.device_count() == 4
+    torch.virtual.init()
+    torch.virtual.set_device("virtual:3")
+    assert torch.virtual.current_device() == 3
+    with torch.virtual.device("virtual:1"):
+        assert torch.ones(1, device="virtual").device.index == 1
+    with torch.virtual.device_of(torch.ones(1, device="virtual:2")):
+        assert torch.virtual.current_device() == 2
+    with torch.virtual.device_of(torch.ones(1)):
+        assert torch.virtual.current_device() == 3
+    assert torch.virtual.get_device_properties(1).total_memory > 0
+    assert "virtual" in torch.virtual.get_device_name()
+    assert torch.virtual.get_device_capability() == (0, 0)
+    assert torch.virtual.can_device_access_peer(0, 1)
+    assert torch.virtual.is_bf16_supported()
+    torch.virtual.synchronize()
+    torch.virtual.synchronize("virtual:1")
+    event = torch.virtual.Event(enable_timing=True)
+    event.record(torch.virtual.Stream(1))
+    assert event.query()
+
+
+def test_wrong_devices() -> None:
+    with pytest.raises(ValueError, match="expected a virtual device, got cpu"):
+        torch.virtual.set_device("cpu")
+    with pytest.raises(RuntimeError, match="there is no device virtual:4"):
+        torch.virtual.set_device(4)
+    with pytest.raises(RuntimeError, match="there is no device virtual:4"):
+        torch.Stream("virtual:4")
+
+
+def test_each_thread_has_its_current_device_and_stream() -> None:
+    torch.virtual.set_device(1)
+    stream = torch.Stream("virtual:1")
+    seen = []
+
+    def look() -> None:
+        seen.append(torch.virtual.current_device())
+        seen.append(torch.virtual.current_stream(1).stream_id)
+
+    with stream:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert seen == [0, 0]

@@ -1,0 +1,139 @@
+"""Whole trainings: the same numbers on the CPU, eagerly, and with everything deferred."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dataparallel.virtual import strict_mode
+
+
+def make_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    )
+
+
+def train(device: str, side_stream: bool = False) -> list[Tensor]:
+    """Train for some steps with data of its own; parameters, buffers and losses."""
+    generator = torch.Generator().manual_seed(3)
+    network = make_network()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    network.to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    stream = torch.Stream(device) if side_stream else None
+    losses = []
+    for _ in range(4):
+        x = torch.randn(8, 2, 8, 8, generator=generator).to(device, non_blocking=True)
+        y = torch.randint(0, 3, (8,), generator=generator).to(device, non_blocking=True)
+        if stream is None:
+            losses.append(step(network, optimizer, x, y))
+        else:
+            current = torch.accelerator.current_stream(torch.device(device))
+            stream.wait_stream(current)
+            with stream:
+                losses.append(step(network, optimizer, x, y))
+            current.wait_stream(stream)
+    return [each.cpu() for each in (*network.state_dict().values(), *losses)]
+
+
+def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(network(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> None:
+    torch.manual_seed(0)
+    expected = train("virtual:0")
+    torch.manual_seed(0)
+    with strict_mode(), ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(train, f"virtual:{i}", side_stream) for i in range(2)]
+        results = [job.result() for job in jobs]
+    assert equal(results[0], expected)
+    assert equal(results[1], expected)
+
+
+def test_training_equals_cpu() -> None:
+    torch.manual_seed(0)
+    expected = train("cpu")
+    torch.manual_seed(0)
+    for result, wanted in zip(train("virtual:1"), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+
+
+def test_one_autograd_thread_per_device() -> None:
+    seen: dict[int, set[int]] = {}
+    parameters = [torch.randn(4, 4, device=f"virtual:{i}", requires_grad=True) for i in range(4)]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: seen.setdefault(p.device.index, set()).add(threading.get_ident())  # type: ignore[func-returns-value]
+        )
+    torch.autograd.backward([(p @ p).sum() for p in parameters])
+    threads = [next(iter(seen[index])) for index in range(4)]
+    assert len(set(threads)) == 4
+
+
+def test_kernels_of_several_threads_run_at_once() -> None:
+    """Two threads meet within an operation on two devices; one waiting for the other never would."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    class Meet(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            barrier.wait()
+            return gradients[0] * 2
+
+    leaves = [torch.ones(3, device=f"virtual:{i}", requires_grad=True) for i in range(2)]
+    torch.autograd.backward([Meet.apply(leaf).sum() for leaf in leaves])
+    assert barrier.n_waiting == 0
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [2.0] * 3
+
+
+def test_threads_that_wait_for_each_others_streams() -> None:
+    streams = [torch.Stream(f"virtual:{i}") for i in range(2)]
+    totals = [torch.zeros(1, device=f"virtual:{i}") for i in range(2)]
+
+    def work(index: int) -> None:
+        for _ in range(200):
+            with streams[index]:
+                totals[index].add_(1)
+            streams[1 - index].synchronize()
+            if torch.rand(1).item() < 0.2:
+                torch.accelerator.synchronize(index)
+
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(work, index % 2) for index in range(4)]:
+            job.result()
+    for stream in streams:
+        stream.synchronize()
+    assert [total.item() for total in totals] == [400, 400]
