@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 SOURCES := dataparallel kernels tools tests examples
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-chars test check format build clean

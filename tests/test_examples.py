@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
-_EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+_ROOT = pathlib.Path(__file__).parent.parent
+_EXAMPLES = _ROOT / "examples"
 _PNG = b"\x89PNG"
 
 
@@ -60,3 +63,50 @@ def test_letters_are_learnt_and_written(tmp_path: pathlib.Path) -> None:
     assert "nats per letter (unigram" in finished.stdout
     assert "what the model writes" in finished.stdout
     assert (tmp_path / "chars.png").read_bytes().startswith(_PNG)
+
+
+class NetWithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.linear(x), y)
+
+
+class MaskedNet(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        assert mask.shape == (8,)
+        return x * mask
+
+
+def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (_ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) >= 8
+    names = {
+        "torch": torch,
+        "net": nn.Linear(8, 3),
+        "criterion": nn.CrossEntropyLoss(),
+        "x": torch.randn(6, 8),
+        "y": torch.tensor([1, 2, 0, 1, 2, 0]),
+        "mask": torch.ones(8),
+        "net_with_loss": NetWithLoss(),
+        "masked_net": MaskedNet(),
+    }
+    names["loader"] = [(names["x"], names["y"])]
+    # The first block leaves out the devices, which are the virtual ones in the tests.
+    blocks[0] = blocks[0].replace("DataParallel(net)", 'DataParallel(net, ["cpu", "cpu"])')
+    assert '["cpu", "cpu"])' in blocks[0]
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said) == [f"3 samples in replica {i} on cpu" for i in (0, 1)]
+
+
+def test_the_commands_in_the_readme_exist() -> None:
+    text = (_ROOT / "README.md").read_text()
+    targets = set(re.findall(r"make ([a-z-]+)", text))
+    makefile = (_ROOT / "Makefile").read_text()
+    assert {"train", "test", "train-chars"} <= targets
+    assert all(f"\n{target}:" in makefile for target in targets)

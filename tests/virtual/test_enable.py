@@ -9,6 +9,15 @@ import dataparallel.virtual
 from tests.virtual.oracle import run_python
 
 
+# The package itself enables what the environment asks for; here this module is on its own.
+ALONE = """
+import sys, types
+package = types.ModuleType("dataparallel")
+package.__path__ = ["dataparallel"]
+sys.modules["dataparallel"] = package
+"""
+
+
 def test_enabled_here() -> None:
     assert dataparallel.virtual.is_enabled()
     assert dataparallel.virtual.device_count() == 4
@@ -64,7 +73,7 @@ x = torch.ones(2, device="virtual:1") + 1
 assert v.pending() == 2
 print(x.tolist())
 """
-    done = run_python(code, DATAPARALLEL_VIRTUAL_DEVICES="2", DATAPARALLEL_VIRTUAL_STRICT="1")
+    done = run_python(ALONE + code, DATAPARALLEL_VIRTUAL_DEVICES="2", DATAPARALLEL_VIRTUAL_STRICT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2.0, 2.0]\n"
     assert done.stderr == ""
@@ -84,7 +93,7 @@ os.environ["DATAPARALLEL_VIRTUAL_STRICT"] = "0"
 v.enable(2)
 print(torch.ones(1, device="virtual").item())
 """
-    done = run_python(code, DATAPARALLEL_VIRTUAL_STRICT="yes")
+    done = run_python(ALONE + code, DATAPARALLEL_VIRTUAL_STRICT="yes")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1.0\n"
 
@@ -98,7 +107,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = run_python(code)
+    done = run_python(ALONE + code)
     assert "the accelerator backend 'other' is registered already" in done.stdout
     assert done.returncode == 0
 
@@ -110,9 +119,7 @@ v.enable(1)
 ours = {m for m in sys.modules if m.startswith("dataparallel.")}
 print(sorted(m for m in ours if not m.startswith("dataparallel.virtual")))
 """
-    # The package itself may import its own modules; this one must need none of them.
-    stub = "import sys, types; m = types.ModuleType('dataparallel'); m.__path__ = ['dataparallel']"
-    done = run_python(f"{stub}; sys.modules['dataparallel'] = m\n{code}")
+    done = run_python(ALONE + code)
     assert done.stdout == "[]\n", done.stderr
 
 

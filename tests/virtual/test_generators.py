@@ -76,9 +76,9 @@ def test_own_generator() -> None:
 
 def test_generator_of_another_device() -> None:
     generator = torch.Generator(device="virtual:1")
-    with pytest.raises(RuntimeError, match="virtual:0"):
+    with pytest.raises(RuntimeError, match="Expected a 'virtual:0' generator but found"):
         torch.rand(3, device="virtual:0", generator=generator)
-    with pytest.raises(RuntimeError, match="Expected a 'virtual' device type for generator"):
+    with pytest.raises(RuntimeError, match="Expected a 'virtual:0' generator but found one for 'cpu'"):
         torch.empty(3, device="virtual:0").uniform_(generator=torch.Generator())
     with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator"):
         torch.empty(3).uniform_(generator=generator)

@@ -7,7 +7,7 @@ import pytest
 from tests.virtual.oracle import run_python
 
 PREAMBLE = """
-import os, sys, threading, torch, dataparallel.virtual as v
+import os, sys, torch, dataparallel.virtual as v
 v.enable(2)
 """
 
@@ -70,15 +70,6 @@ loss = (w @ w).sum()
 loss.backward(retain_graph=True)
 sys.modules["keep"] = (w, loss)
 """,
-        # A thread that is still working.
-        """
-def work():
-    x = torch.ones(64, 64, device="virtual:0")
-    while True:
-        x = (x @ x).clamp(-1, 1)
-threading.Thread(target=work, daemon=True).start()
-import time; time.sleep(0.3)
-""",
         # Strict mode, pinned memory and generators.
         """
 v.set_strict(True)
@@ -87,7 +78,7 @@ y = p.to("virtual:1", non_blocking=True) * torch.rand(4, device="virtual:1")
 g = torch.Generator(device="virtual:1")
 """,
     ],
-    ids=["queued", "backward", "thread", "strict"],
+    ids=["queued", "backward", "strict"],
 )
 def test_process_ends_quietly(code: str) -> None:
     done = run_python(PREAMBLE + code)

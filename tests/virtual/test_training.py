@@ -15,7 +15,7 @@ from dataparallel.virtual import strict_mode
 
 def make_network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.ReLU(),
         nn.MaxPool2d(2),

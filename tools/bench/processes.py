@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from dataparallel.tools.bench.contestants import Contestant, Task
 START_TIMEOUT = 300.0
 #: Seconds that one round may take.
 ROUND_TIMEOUT = 300.0
-#: Threads that spin while they wait would take the cores from the contestant whose turn it is.
-_QUIET = {"OMP_WAIT_POLICY": "passive"}
 
 
 class WorkerError(RuntimeError):
@@ -45,7 +42,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**_QUIET, **os.environ, "OMP_NUM_THREADS": str(task.threads)},
         )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import platform
 import sys
@@ -165,6 +166,8 @@ def _setting(arguments: argparse.Namespace, peers: Sequence[str]) -> dict[str, A
         "mode": arguments.mode,
         "loss": arguments.loss,
         "rounds": arguments.rounds,
+        # Whether idle threads spin decides much where other programs use the cores too.
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_"))},
         "threads_per_replica": arguments.threads_per_replica,
     }
 

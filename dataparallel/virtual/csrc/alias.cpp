@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/core/TensorBody.h>
 
 namespace vdev {
@@ -18,8 +19,22 @@ const c10::DispatchKeySet kModes({
     c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
     c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
 
+// Sizes and strides of a nested tensor are kept on the host, for every device.
+at::Tensor nested_on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  const auto* impl = at::native::get_nested_tensor_impl(like);
+  const c10::DispatchKeySet keys(
+      key == c10::DispatchKey::CPU ? c10::DispatchKey::NestedTensorCPU
+                                   : c10::DispatchKey::NestedTensorPrivateUse1);
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(
+      std::move(storage), keys, like.dtype(), impl->get_nested_sizes(), impl->get_nested_strides(),
+      impl->get_storage_offsets());
+}
+
 at::Tensor with_geometry(
     c10::Storage storage, c10::DispatchKey key, const at::Tensor& like, bool view) {
+  if (C10_UNLIKELY(like.is_nested())) {
+    return nested_on(std::move(storage), key, like);
+  }
   const c10::DispatchKeySet keys(key);
   at::Tensor made = view
       ? at::detail::make_tensor<c10::TensorImpl>(
@@ -110,6 +125,9 @@ void match_resized(const at::Tensor& tensor, const at::Tensor& alias, const void
     tensor.storage().set_data_ptr_noswap(
         adopt_memory(std::move(memory), nbytes, tensor.device().index()));
     tensor.storage().set_nbytes(nbytes);
+  }
+  if (C10_UNLIKELY(alias.is_nested())) {
+    return;
   }
   if (alias.sizes() != tensor.sizes() || alias.strides() != tensor.strides()) {
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(

@@ -9,7 +9,7 @@ namespace vdev {
 
 // Only metadata is known at submission, so only operators whose metadata suffices can be queued.
 bool Call::can_defer() const {
-  return !sparse_ && !foreign_memory_ && !info_.runs_at_once;
+  return layouts_ == Layouts::kDense && !foreign_memory_ && !info_.runs_at_once;
 }
 
 void Call::run_deferred(Stream& stream) {

@@ -18,16 +18,16 @@ at::Tensor host_snapshot(const at::Tensor& tensor) {
 
 }  // namespace
 
-Call::Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, bool sparse)
+Call::Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, Layouts layouts)
     : op_(op),
       info_(info_of(op)),
       stack_(stack),
       base_(stack.size() - static_cast<size_t>(info_.num_arguments)),
-      sparse_(sparse) {}
+      layouts_(layouts) {}
 
 void Call::run() {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      info_.has_cpu_kernel || sparse_, info_.name, " is not implemented for the 'virtual' device");
+      info_.has_cpu_kernel || layouts_ == Layouts::kAny, info_.name, " is not implemented for the 'virtual' device");
   check_not_forked();
   inspect();
   if (info_.is_view) {
@@ -65,6 +65,10 @@ void Call::inspect() {
     }
     return;
   }
+  // The generator alone can have brought the call here.
+  TORCH_CHECK(
+      !found_host_ || info_.generator_argument < 0,
+      "Expected a 'cpu' device type for generator but found 'virtual'");
   device_ = current_device();
   for (int index : info_.device_arguments) {
     if (argument(index).isDevice()) {
@@ -86,8 +90,11 @@ void Call::inspect_tensor(const at::Tensor& tensor, const TensorArgument& argume
     } else if (device.index() != device_) {
       fail_on_mixed_devices(device, argument);
     }
-  } else if (!argument.may_be_on_host && tensor.dim() > 0 && host_argument_ == nullptr) {
-    host_argument_ = &argument;
+  } else {
+    found_host_ = true;
+    if (!argument.may_be_on_host && tensor.dim() > 0 && host_argument_ == nullptr) {
+      host_argument_ = &argument;
+    }
   }
 }
 
@@ -104,7 +111,7 @@ void Call::run_now() {
   bind_cpu_arguments(/*snapshot_host_tensors=*/false);
   {
     KernelScope scope;
-    if (sparse_) {
+    if (layouts_ == Layouts::kAny) {
       op_.callBoxed(&stack_);
     } else {
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
@@ -142,7 +149,7 @@ at::Tensor Call::bind_tensor(const at::Tensor& tensor, bool writes, bool snapsho
     return snapshot ? host_snapshot(tensor) : tensor;
   }
   if (C10_UNLIKELY(tensor.is_sparse())) {
-    return sparse_cpu_alias(tensor, operands_);
+    return sparse_cpu_alias(tensor, writes, operands_);
   }
   at::Tensor alias = cpu_alias(tensor);
   operands_.push_back({tensor, alias, alias.storage().data(), writes});
@@ -222,6 +229,10 @@ at::Tensor Call::wrap(const at::Tensor& result) {
 
 void cpu_kernel_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, *stack).run();
+}
+
+void any_layout_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, *stack, Call::Layouts::kAny).run();
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

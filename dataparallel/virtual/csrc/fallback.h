@@ -22,7 +22,10 @@ struct Operand {
 // that was called.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, bool sparse = false);
+  enum class Layouts { kDense, kAny };
+
+  Call(
+      const c10::OperatorHandle& op, torch::jit::Stack& stack, Layouts layouts = Layouts::kDense);
 
   void run();
 
@@ -52,8 +55,9 @@ class Call {
   const OperatorInfo& info_;
   torch::jit::Stack& stack_;
   size_t base_;
-  bool sparse_;
+  Layouts layouts_;
   bool found_ = false;
+  bool found_host_ = false;
   bool foreign_memory_ = false;
   c10::DeviceIndex device_ = 0;
   const TensorArgument* host_argument_ = nullptr;
@@ -62,10 +66,11 @@ class Call {
 };
 
 void cpu_kernel_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void any_layout_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Sparse tensors as pairs of dense ones.
-at::Tensor sparse_cpu_alias(const at::Tensor& tensor, c10::SmallVector<Operand, 6>& operands);
+at::Tensor sparse_cpu_alias(
+    const at::Tensor& tensor, bool writes, c10::SmallVector<Operand, 6>& operands);
 at::Tensor adopt_sparse(
     const at::Tensor& cpu, const std::function<at::Tensor(const at::Tensor&)>& wrap,
     c10::DeviceIndex device);

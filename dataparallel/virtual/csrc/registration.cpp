@@ -43,12 +43,16 @@ void register_cpu_kernels() {
               DispatchKey::PrivateUse1,
               torch::CppFunction::makeFromBoxedFunction<&cpu_kernel_fallback>()));
     }
-    if (would_be_decomposed(*op, DispatchKey::SparseCPU, DispatchKey::SparsePrivateUse1)) {
-      library->impl(
-          full.c_str(),
-          torch::dispatch(
-              DispatchKey::SparsePrivateUse1,
-              torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>()));
+    const std::pair<DispatchKey, DispatchKey> layouts[] = {
+        {DispatchKey::SparseCPU, DispatchKey::SparsePrivateUse1},
+        {DispatchKey::NestedTensorCPU, DispatchKey::NestedTensorPrivateUse1}};
+    for (const auto& [cpu, own] : layouts) {
+      if (would_be_decomposed(*op, cpu, own)) {
+        library->impl(
+            full.c_str(),
+            torch::dispatch(
+                own, torch::CppFunction::makeFromBoxedFunction<&any_layout_fallback>()));
+      }
     }
   }
 }

@@ -25,11 +25,10 @@ at::SparseTensorImpl* impl_of(const at::Tensor& tensor) {
 }
 
 at::Tensor sparse_like(
-    c10::DispatchKey key, c10::DeviceIndex device, const at::Tensor& like,
-    const at::Tensor& indices, const at::Tensor& values) {
+    c10::DispatchKey key, const at::Tensor& like, const at::Tensor& indices,
+    const at::Tensor& values) {
   at::Tensor made = at::detail::make_tensor<at::SparseTensorImpl>(
       c10::DispatchKeySet(key), like.dtype());
-  (void)device;
   impl_of(made)->resize_(like.sparse_dim(), like.dense_dim(), like.sizes());
   impl_of(made)->set_indices_and_values_unsafe(indices, values);
   impl_of(made)->set_coalesced(like.is_coalesced());
@@ -80,10 +79,21 @@ at::Tensor empty_coo_from_factory(
   return empty_sparse_coo(static_cast<int64_t>(sizes.size()), 0, sizes, dtype, device);
 }
 
-// A sparse tensor is made on the current device, whatever its parts are on.
+// Torch makes the parts of these on the current device, so it must be the tensor's.
+
 at::Tensor clone(const at::Tensor& self, std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(self.device());
   return at::native::clone_sparse(self, format);
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const c10::DeviceGuard guard(is_virtual(self) ? self.device() : source.device());
+  return at::native::copy_sparse_wrapper_(self, source, non_blocking);
+}
+
+at::Tensor& copy_sparse_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const c10::DeviceGuard guard(is_virtual(self) ? self.device() : source.device());
+  return at::native::copy_sparse_(self, source, non_blocking);
 }
 
 at::Tensor empty_like(
@@ -95,7 +105,7 @@ at::Tensor empty_like(
 }
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_layout_fallback>());
 }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
@@ -113,15 +123,16 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("indices", &at::native::indices_sparse);
   m.impl("values", &at::native::values_sparse);
   m.impl("_coalesced_", &at::native::_coalesced_sparse_);
-  m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
-  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+  m.impl("copy_sparse_to_sparse_", &copy_sparse_);
+  m.impl("copy_", &copy_);
   m.impl("clone", &clone);
   m.impl("empty_like", &empty_like);
 }
 
 }  // namespace
 
-at::Tensor sparse_cpu_alias(const at::Tensor& tensor, c10::SmallVector<Operand, 6>& operands) {
+at::Tensor sparse_cpu_alias(
+    const at::Tensor& tensor, bool writes, c10::SmallVector<Operand, 6>& operands) {
   at::Tensor parts[2] = {tensor._indices(), tensor._values()};
   at::Tensor aliases[2];
   for (int i = 0; i < 2; ++i) {
@@ -129,8 +140,8 @@ at::Tensor sparse_cpu_alias(const at::Tensor& tensor, c10::SmallVector<Operand, 
     operands.push_back({parts[i], aliases[i], aliases[i].storage().data(), false});
   }
   at::Tensor alias =
-      sparse_like(c10::DispatchKey::SparseCPU, -1, tensor, aliases[0], aliases[1]);
-  operands.push_back({tensor, alias, nullptr, true});
+      sparse_like(c10::DispatchKey::SparseCPU, tensor, aliases[0], aliases[1]);
+  operands.push_back({tensor, alias, nullptr, writes});
   return alias;
 }
 
@@ -139,8 +150,7 @@ at::Tensor adopt_sparse(
     c10::DeviceIndex device) {
   const c10::DeviceGuard guard(device_at(device));
   return sparse_like(
-      c10::DispatchKey::SparsePrivateUse1, device, cpu, wrap(cpu._indices()),
-      wrap(cpu._values()));
+      c10::DispatchKey::SparsePrivateUse1, cpu, wrap(cpu._indices()), wrap(cpu._values()));
 }
 
 void match_sparse(
@@ -152,10 +162,6 @@ void match_sparse(
   impl_of(tensor)->raw_resize_(alias.sparse_dim(), alias.dense_dim(), alias.sizes());
   impl_of(tensor)->set_indices_and_values_unsafe(indices, values);
   impl_of(tensor)->set_coalesced(alias.is_coalesced());
-}
-
-void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call(op, *stack, /*sparse=*/true).run();
 }
 
 }  // namespace vdev
