@@ -44,7 +44,8 @@ format: $(DEV_STAMP) ## format the code
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
 build: $(DEV_STAMP) ## make the wheel and the source archive in dist/
-	$(VENV)/bin/python -m build --outdir dist
+	@$(VENV)/bin/python -m build --quiet --outdir dist
+	@ls -l dist
 
 clean: ## remove what the commands made, but not the environment
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -60,7 +61,7 @@ define install
 	  $(PYTHON) -m venv $(VENV); \
 	fi; \
 	if [ -n "$(TORCH)" ]; then echo "Installing $(TORCH)"; $(PIP) $(TORCH) || exit 1; fi; \
-	echo "Installing dataparallel[$(1)] and what it needs; torch alone is 0.2 GB, with CUDA 3 GB"; \
+	echo "Installing dataparallel[$(1)]; its torch is 0.2 GB, with CUDA 3 GB"; \
 	$(PIP) --editable ".[$(1)]" || exit 1; \
 	touch $(2); \
 	echo "The environment was ready after $$(($$(date +%s) - begin)) s"

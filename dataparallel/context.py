@@ -61,7 +61,11 @@ _set_multithreading = _private(torch, "_C._set_multithreading_enabled", _nothing
 _view_replay = _private(torch, "_C._is_view_replay_enabled", lambda: False)
 _set_view_replay = _private(torch, "_C._set_view_replay_enabled", _nothing)
 _any_autocast = _private(torch, "_C._is_any_autocast_enabled", lambda: True)
-_autocast_types = _private(torch, "_C._autocast_supported_devices", lambda: ["cpu", "cuda"])
+_autocast_types = _private(
+    torch,
+    "_C._autocast_supported_devices",
+    lambda: ["cpu", *{device.type for device in _devices.accelerators()}],
+)
 _function_state = _private(torch, "_C._get_torch_function_state", _nothing)
 _set_function_state = _private(torch, "_C._set_torch_function_state", _nothing)
 _function_modes = _private(torch.overrides, "_get_current_function_mode_stack", list)
@@ -120,7 +124,7 @@ class ThreadContext:
         self.portable = not _transforms_active() and _tracing_state() is None
         self._variables = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
-        kinds = ("cpu", *{device.type for device in self.devices if device.type != "cpu"})
+        kinds = ("cpu", *{d.type for d in self.devices if _devices.is_accelerator(d)})
         self._autocast = _autocast_state(tuple(_autocast_types()) if _any_autocast() else kinds)
         self._nesting = _increment_nesting() - 1
         _decrement_nesting()

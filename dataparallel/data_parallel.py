@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy, check_policy
 from dataparallel.criterion import Weight, arguments, prepare
-from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
+from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
 from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
 from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import check_placement
@@ -87,7 +87,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if scalars not in ("stack", "mean", "sum"):
             raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
         devices = parse_devices(device_ids)
-        if device_ids is None and devices == (torch.device("cpu"),):
+        if device_ids is None and not accelerators():
             _log.warning(
                 "no accelerator was found: one replica on the CPU; ask for more with "
                 'device_ids=["cpu", "cpu"], one entry per replica'

@@ -32,6 +32,7 @@ class Part(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which losses of ``dtype`` are summed."""
     # A sum over a batch leaves the range of float16 long before the mean does.
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -71,6 +72,7 @@ def _per_sequence(losses: Tensor, bound: Mapping[str, Any]) -> Part:
 
 
 def per_sample(losses: Tensor, bound: Mapping[str, Any]) -> Part:
+    """``reduction="batchmean"`` divides by the number of samples, not of elements."""
     output: Tensor = next(iter(bound.values()))
     return Part(_total(losses), output.size(0), losses.dtype)
 
@@ -127,6 +129,15 @@ _BY_FUNCTION = {function: rule for _, function, rule in _FAMILIES}
 
 
 def identify(criterion: Callable[..., Any]) -> tuple[str, Rule | None, str]:
+    """Find the rule of a criterion.
+
+    Args:
+        criterion: A module, a function, or a ``functools.partial`` of a function.
+
+    Returns:
+        Its name for messages, its rule (``None`` where it is not one of torch's), and its
+        reduction (empty where there is no rule).
+    """
     if isinstance(criterion, nn.Module):
         own = {"forward", "__call__"} & set(vars(criterion))
         for ancestor in type(criterion).__mro__:
@@ -163,6 +174,18 @@ def _reduction_of(keywords: Mapping[str, Any]) -> str:
 
 
 def check_shapes(name: str, rule: Rule, bound: Mapping[str, Any], dim: int) -> None:
+    """Refuse arguments whose losses do not divide into those of single samples.
+
+    Args:
+        name: The criterion's name, for messages.
+        rule: The criterion's rule.
+        bound: The criterion's arguments by name, the output first and the target second.
+        dim: Batch dimension of the output.
+
+    Raises:
+        TypeError: Lengths of sequences are not a tensor.
+        ValueError: Shapes have no batch dimension, or mix samples.
+    """
     output, target = list(bound.values())[:2]
     if output.dim() < rule.dims:
         raise ValueError(

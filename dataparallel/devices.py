@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -104,7 +104,7 @@ def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device
     """
     if device_ids is None:
         return default_devices()
-    if isinstance(device_ids, (int, str, torch.device)):
+    if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
         raise TypeError(
             f"device_ids is a list with one entry per replica, but got {device_ids!r}; "
             f"write [{device_ids!r}]"

@@ -50,14 +50,20 @@ def option_parser(
     add = parser.add_argument
     add("--devices", default=None, metavar="LIST",
         help="one device per replica; default: all accelerators, else cpu,cpu")  # fmt: skip
-    add("--epochs", type=int, default=epochs, metavar="N", help=f"default: {epochs}")
-    add("--batch-size", type=int, default=batch_size, metavar="N",
+    add("--epochs", type=_count, default=epochs, metavar="N", help=f"default: {epochs}")
+    add("--batch-size", type=_count, default=batch_size, metavar="N",
         help=f"samples per step, over all replicas; default: {batch_size}")  # fmt: skip
     add("--lr", type=float, default=lr, metavar="X", help=f"peak learning rate; default: {lr}")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     add("--output", type=pathlib.Path, default=pathlib.Path("out", script.removeprefix("train_")),
         metavar="DIR", help="where checkpoint and plot go; default: %(default)s")  # fmt: skip
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def choose_devices(names: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import sys
 import sysconfig
@@ -43,34 +44,20 @@ def main() -> int:
         lr=0.002,
     ).parse_args()
     torch.manual_seed(options.seed)
-    train, test = load_text()
-    baselines = {"unigram": unigram_loss(train, test), "bigram": bigram_loss(train, test)}
+    train_text, test_text = load_text()
+    baselines = {
+        "unigram": unigram_loss(train_text, test_text),
+        "bigram": bigram_loss(train_text, test_text),
+    }
     devices = choose_devices(options.devices)
     net = CharTransformer().to(devices[0])
     clock = ReplicaClock(net)
-    console.print(f"{len(train):,} letters to learn from")
+    console.print(f"{len(train_text):,} letters to learn from")
     describe_run(net, devices)
 
     model = DataParallel(net, device_ids=devices)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    steps = options.epochs * STEPS_PER_EPOCH
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, max(steps, 2))
-    test_losses = []
     begin = time.perf_counter()
-    with TrainingProgress(options.epochs, STEPS_PER_EPOCH, clock) as progress:
-        for _ in range(options.epochs):
-            model.train()
-            for _ in range(STEPS_PER_EPOCH):
-                x, y = random_windows(train, options.batch_size)
-                # The logits are many times as large as the letters: they stay on their devices.
-                loss = model.loss(criterion, x, y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                progress.step(loss, len(x))
-            test_losses.append(test_loss(model, test))
+    losses, test_losses = train(model, train_text, test_text, options, clock)
     known = ", ".join(f"{name} {loss:.2f}" for name, loss in baselines.items())
     console.print(
         f"test loss {test_losses[-1]:.2f} nats per letter ({known}) "
@@ -81,14 +68,18 @@ def main() -> int:
     save_checkpoint(checkpoint, model)
     bare = CharTransformer()
     load_checkpoint(checkpoint, bare)
-    reloaded = test_loss(bare, test)
+    reloaded = test_loss(bare, test_text)
     console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2f}")
 
-    x, y = random_windows(train, options.batch_size)
+    x, y = random_windows(train_text, options.batch_size)
     model.train()
-    spans = record_step(model, lambda: model.loss(criterion, x, y), optimizer)
+    spans = record_step(
+        model,
+        lambda: model.loss(nn.CrossEntropyLoss(), x, y),
+        torch.optim.AdamW(model.parameters(), lr=0.0),
+    )
     plot = options.output / "chars.png"
-    draw(plot, progress.losses, test_losses, baselines, spans)
+    draw(plot, losses, test_losses, baselines, spans)
     console.print(f"{plot}: loss, baselines, and what each replica did in one step")
     console.rule("what the model writes")
     console.print(write(bare, "def ", 400), markup=False)
@@ -100,6 +91,35 @@ def main() -> int:
         console.print("[red]a table of letter pairs is better than this model[/red]")
         return 1
     return 0
+
+
+def train(
+    model: DataParallel[CharTransformer],
+    text: Tensor,
+    test_text: Tensor,
+    options: argparse.Namespace,
+    clock: ReplicaClock,
+) -> tuple[list[float], list[float]]:
+    """Train; returns the loss of each step, and the loss on the test text after each epoch."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    steps = options.epochs * STEPS_PER_EPOCH
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, steps)
+    test_losses = []
+    with TrainingProgress(options.epochs, STEPS_PER_EPOCH, clock) as progress:
+        for _ in range(options.epochs):
+            model.train()
+            for _ in range(STEPS_PER_EPOCH):
+                x, y = random_windows(text, options.batch_size)
+                # The logits are many times as large as the letters: they stay on their devices.
+                loss = model.loss(criterion, x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                progress.step(loss, len(x))
+            test_losses.append(test_loss(model, test_text))
+    return progress.losses, test_losses
 
 
 # --- text --------------------------------------------------------------------------------------

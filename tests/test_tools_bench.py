@@ -7,6 +7,8 @@ import io
 import json
 import math
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -246,12 +248,14 @@ def test_memory_that_came_and_went_is_in_the_peak() -> None:
 
 def test_memory_on_devices_counts_from_when_the_gauge_was_made() -> None:
     device = torch.device("virtual:0")
-    kept = torch.ones(1000, device=device)
+    earlier = torch.ones(4 * 2**20, device=device)
+    del earlier
+    kept = torch.ones(2**20, device=device)
     gauge = MemoryGauge([device, device])
     more = torch.ones(2**20, device=device)
     del more
     assert 4 * 2**20 <= gauge.device_peak() < 5 * 2**20
-    assert kept.sum().item() == 1000
+    assert kept.sum().item() == 2**20
 
 
 # --- worker processes --------------------------------------------------------------------------
@@ -265,6 +269,39 @@ def test_a_worker_that_fails_tells_why() -> None:
             worker.answer(60)
     finally:
         worker.close()
+
+
+_TALKATIVE = """
+import os, sys, types
+
+class Trainer:
+    def __init__(self, task):
+        print("made")
+    def run(self, steps):
+        os.system("echo ran")
+        return [1.0] * steps
+
+module = types.ModuleType("dataparallel.tools.bench.trainer")
+module.Trainer = Trainer
+sys.modules[module.__name__] = module
+from dataparallel.tools.bench import worker
+worker.main()
+"""
+
+
+def test_what_libraries_print_does_not_mix_with_the_answers() -> None:
+    start = {"do": "start", "task": dataclasses.asdict(Task("bare", "deep", 2, ("cpu",)))}
+    requests = [json.dumps(start), json.dumps({"do": "run", "steps": 2})]
+    finished = subprocess.run(
+        [sys.executable, "-c", _TALKATIVE],
+        input="".join(f"{request}\n" for request in requests),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.stdout.splitlines() == ["{}", '{"seconds": [1.0, 1.0]}']
+    assert "made" in finished.stderr
+    assert "ran" in finished.stderr
 
 
 def test_a_worker_that_is_silent_is_named() -> None:

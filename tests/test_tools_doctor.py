@@ -221,6 +221,12 @@ def test_virtual_devices_need_a_compiler_and_headers(tmp_path: pathlib.Path) -> 
     assert cache.detail == f"1 compiled in {tmp_path}"
 
 
+def test_only_what_is_essential_decides_on_the_exit_status() -> None:
+    problem = Check("Devices", "driver", "problem", "too old")
+    assert command.exit_status([problem]) == 0
+    assert command.exit_status([problem, Check("B", "torch", "problem", "", essential=True)]) == 1
+
+
 def test_every_missing_extra_says_what_for_and_how() -> None:
     missing = [*basics.extras(fake_probe()), *accelerators.gpu_packages(fake_probe())]
     assert {check.status for check in missing} == {"missing"}

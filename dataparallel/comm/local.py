@@ -136,11 +136,7 @@ def scatter(
     """
     dim = check_dim(tensor, dim)
     if out is not None:
-        if devices is not None or chunk_sizes is not None:
-            raise ValueError(
-                "out already says where the chunks go and how long they are, but got it together "
-                f"with devices={devices} and chunk_sizes={chunk_sizes}; leave those out"
-            )
+        _check_out_alone(devices, chunk_sizes)
         lengths = tuple(target.size(dim) for target in out)
         slots = tuple(target.device for target in out)
     else:
@@ -305,6 +301,16 @@ def _check_lengths(
         raise ValueError(
             f"the chunks {tuple(lengths)} have {sum(lengths)} samples together, but the tensor "
             f"has {tensor.size(dim)} along dim {dim}"
+        )
+
+
+def _check_out_alone(
+    devices: Iterable[_devices.DeviceLike] | None, chunk_sizes: Iterable[int] | None
+) -> None:
+    if devices is not None or chunk_sizes is not None:
+        raise ValueError(
+            "out already says where the chunks go and how long they are, but got it together "
+            f"with devices={devices} and chunk_sizes={chunk_sizes}; leave those out"
         )
 
 

@@ -55,8 +55,8 @@ def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
     Example::
 
         reset_counters()
-        model(x)
-        assert counters()["copies_device_to_device"] == 0
+        x.to("virtual:1")       # from virtual:0
+        assert counters()["copies_device_to_device"] == 1
 
     Args:
         device: A virtual device; a copy between devices counts on its source. Default: the sum

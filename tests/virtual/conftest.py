@@ -1,4 +1,4 @@
-"""Four virtual devices for every test of this folder, with nothing left over from the test before."""
+"""Four virtual devices for every test of this folder, with nothing left over between tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dataparallel.virtual
+from dataparallel.virtual import device_module as virtual
 
 dataparallel.virtual.enable(4)
 
@@ -15,7 +16,7 @@ dataparallel.virtual.enable(4)
 @pytest.fixture(autouse=True)
 def _clean_devices() -> Iterator[None]:
     """Each test starts and ends in normal mode, with nothing queued."""
-    torch.virtual.set_device(0)
+    virtual.set_device(0)
     yield
     dataparallel.virtual.set_strict(False)
     for index in range(4):

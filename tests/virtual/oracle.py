@@ -67,7 +67,7 @@ def assert_same_module(module: nn.Module, *inputs: Any, exact: bool = True) -> N
     for network, arguments in ((module, inputs), (other, moved(list(inputs)))):
         torch.manual_seed(5)
         outputs = tensors_in(network(*arguments))
-        _total(outputs).backward()
+        torch.autograd.backward(_total(outputs))
         gradients = [p.grad for p in network.parameters() if p.grad is not None]
         gradients += [a.grad for a in tensors_in(arguments) if a.grad is not None]
         results.append([*outputs, *gradients, *network.buffers()])

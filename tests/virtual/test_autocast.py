@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dataparallel.virtual
+from dataparallel.virtual import device_module as virtual
 from tests.virtual.oracle import DEVICE
 
 
@@ -61,7 +62,7 @@ def test_autocast_of_the_cpu_does_not_concern_the_device() -> None:
 
 
 def test_unsupported_type_warns_as_elsewhere() -> None:
-    assert torch.virtual.get_amp_supported_dtype() == [torch.bfloat16, torch.float16]
+    assert virtual.get_amp_supported_dtype() == [torch.bfloat16, torch.float16]
     with pytest.warns(UserWarning, match="target dtype is not supported"):
         torch.autocast("virtual", dtype=torch.float64)
 

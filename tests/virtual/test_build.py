@@ -37,7 +37,7 @@ def test_fingerprint_depends_on_sources_and_torch(
         file.write("// changed\n")
     changed = build._fingerprint()
     assert changed != before
-    monkeypatch.setattr(build.torch, "__version__", "9.9")
+    monkeypatch.setattr(build.torch, "__version__", "9.9")  # type: ignore[attr-defined]
     assert build._fingerprint() not in (before, changed)
 
 
@@ -62,7 +62,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_no_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DATAPARALLEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"there is no Python\.h in .*python3-dev"):
         build.load()
 
@@ -114,9 +114,7 @@ def test_processes_that_start_together_compile_once(
     code = "import dataparallel.virtual as v; v.enable(2); print(v.device_count())"
 
     def start() -> None:
-        done = run_python(
-            code, DATAPARALLEL_CACHE_DIR=str(tmp_path / "cache"), CXX=str(compiler)
-        )
+        done = run_python(code, DATAPARALLEL_CACHE_DIR=str(tmp_path / "cache"), CXX=str(compiler))
         results.append(done.stdout)
 
     threads = [threading.Thread(target=start) for _ in range(3)]
@@ -139,9 +137,7 @@ os.environ.update(DATAPARALLEL_CACHE_DIR={str(cache)!r}, CXX={str(sleeper)!r})
 import dataparallel.virtual as v
 v.enable(2)
 """
-    builder = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True
-    )
+    builder = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert builder.stderr is not None
     assert "compiling" in builder.stderr.readline()
     builder.kill()

@@ -37,7 +37,7 @@ def test_conversion_broadcast_and_strides() -> None:
     torch.testing.assert_close(z, x.double())
     y[:, 0].t().copy_(torch.full((3, 1), 7))
     assert (y.cpu()[:, 0] == 7).all()
-    with pytest.raises(RuntimeError, match="cannot be broadcast|must match"):
+    with pytest.raises(RuntimeError, match="cannot be broadcast"):
         y.copy_(torch.ones(4))
 
 

@@ -8,7 +8,6 @@ import torch
 import dataparallel.virtual
 from tests.virtual.oracle import run_python
 
-
 # The package itself enables what the environment asks for; here this module is on its own.
 ALONE = """
 import sys, types
@@ -73,7 +72,9 @@ x = torch.ones(2, device="virtual:1") + 1
 assert v.pending() == 2
 print(x.tolist())
 """
-    done = run_python(ALONE + code, DATAPARALLEL_VIRTUAL_DEVICES="2", DATAPARALLEL_VIRTUAL_STRICT="1")
+    done = run_python(
+        ALONE + code, DATAPARALLEL_VIRTUAL_DEVICES="2", DATAPARALLEL_VIRTUAL_STRICT="1"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2.0, 2.0]\n"
     assert done.stderr == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import pending, strict_mode
 
 
@@ -81,11 +82,11 @@ def test_polling_an_event_ends(stream: torch.Stream) -> None:
 
 
 def test_event_on_the_eager_default_stream_is_complete() -> None:
-    event = torch.virtual.current_stream(0).record_event()
+    event = virtual.current_stream(0).record_event()
     assert event.query()
     with strict_mode():
         _ = ones()
-        event.record(torch.virtual.current_stream(0))
+        event.record(virtual.current_stream(0))
         assert not event.query()
 
 
@@ -106,7 +107,7 @@ def test_elapsed_time(stream: torch.Stream) -> None:
 def test_event_of_another_device_cannot_be_recorded(stream: torch.Stream) -> None:
     event = torch.Event("virtual:0")
     event.record(stream)
-    with pytest.raises(RuntimeError, match="Event device type|cannot be recorded|device"):
+    with pytest.raises(RuntimeError, match=r"Event device|cannot be recorded"):
         event.record(torch.Stream("virtual:1"))
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import strict_mode
 
 
@@ -35,7 +36,7 @@ def test_manual_seed_seeds_all_devices_as_the_cpu(strict: bool) -> None:
     torch.manual_seed(11)
     expected = draw("cpu")
     with strict_mode(strict):
-        for seed in (torch.manual_seed, torch.virtual.manual_seed_all):
+        for seed in (torch.manual_seed, virtual.manual_seed_all):
             seed(11)
             for device in ("virtual:0", "virtual:3"):
                 for result, wanted in zip(draw(device), expected, strict=True):
@@ -78,30 +79,32 @@ def test_generator_of_another_device() -> None:
     generator = torch.Generator(device="virtual:1")
     with pytest.raises(RuntimeError, match="Expected a 'virtual:0' generator but found"):
         torch.rand(3, device="virtual:0", generator=generator)
-    with pytest.raises(RuntimeError, match="Expected a 'virtual:0' generator but found one for 'cpu'"):
+    with pytest.raises(
+        RuntimeError, match="Expected a 'virtual:0' generator but found one for 'cpu'"
+    ):
         torch.empty(3, device="virtual:0").uniform_(generator=torch.Generator())
     with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator"):
         torch.empty(3).uniform_(generator=generator)
 
 
 def test_module_functions() -> None:
-    torch.virtual.set_device(2)
-    torch.virtual.manual_seed(5)
-    assert torch.virtual.initial_seed() == 5
-    state = torch.virtual.get_rng_state()
-    assert torch.equal(state, torch.virtual.get_rng_state("virtual:2"))
+    virtual.set_device(2)
+    virtual.manual_seed(5)
+    assert virtual.initial_seed() == 5
+    state = virtual.get_rng_state()
+    assert torch.equal(state, virtual.get_rng_state("virtual:2"))
     a = torch.rand(3, device="virtual:2")
-    torch.virtual.set_rng_state(state, "virtual:2")
+    virtual.set_rng_state(state, "virtual:2")
     assert torch.equal(torch.rand(3, device="virtual:2"), a)
-    states = torch.virtual.get_rng_state_all()
+    states = virtual.get_rng_state_all()
     b = torch.rand(3, device="virtual:2")
-    torch.virtual.set_rng_state_all(states)
+    virtual.set_rng_state_all(states)
     assert torch.equal(torch.rand(3, device="virtual:2"), b)
-    torch.virtual.seed()
-    torch.virtual.seed_all()
-    assert torch.virtual.default_generators[2].device == torch.device("virtual:2")
-    assert torch.virtual.default_generators[0].initial_seed() == (
-        torch.virtual.default_generators[3].initial_seed()
+    virtual.seed()
+    virtual.seed_all()
+    assert virtual.default_generators[2].device == torch.device("virtual:2")
+    assert virtual.default_generators[0].initial_seed() == (
+        virtual.default_generators[3].initial_seed()
     )
 
 
@@ -117,9 +120,9 @@ def test_state_counts_what_was_submitted(strict: bool) -> None:
     with strict_mode(strict):
         torch.manual_seed(4)
         torch.rand(5, device="virtual:0")
-        state = torch.virtual.get_rng_state(0)
+        state = virtual.get_rng_state(0)
         a = torch.rand(5, device="virtual:0")
-        torch.virtual.set_rng_state(state, 0)
+        virtual.set_rng_state(state, 0)
         assert torch.equal(torch.rand(5, device="virtual:0"), a)
 
 

@@ -152,7 +152,7 @@ def test_losses() -> None:
     assert_same(F.cross_entropy, image_logits, torch.randint(0, 3, (2, 4, 4)))
     ctc = torch.randn(5, 2, 4, requires_grad=True)
     assert_same(
-        lambda x, y: F.ctc_loss(x.log_softmax(2), y, (5, 5), (2, 2)),
+        lambda x, y: F.ctc_loss(x.log_softmax(2), y, torch.tensor([5, 5]), torch.tensor([2, 2])),
         ctc,
         torch.tensor([[1, 2], [2, 3]]),
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dataparallel.virtual
+from dataparallel.virtual import device_module as virtual
 from tests.virtual.oracle import DEVICE, assert_same
 
 
@@ -101,7 +102,7 @@ def test_arithmetic_in_every_integer_type(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_factories_use_the_named_or_the_current_device(dtype: torch.dtype) -> None:
-    torch.virtual.set_device(2)
+    virtual.set_device(2)
     for made in (
         torch.empty(3, dtype=dtype, device="virtual"),
         torch.zeros(3, dtype=dtype, device="virtual"),
@@ -147,7 +148,7 @@ def test_two_devices_do_not_mix(strict: bool) -> None:
             lambda: F.conv2d(a[None, None], b[None, None]),
         ):
             with pytest.raises(RuntimeError, match=wording):
-                mixed()
+                mixed()  # type: ignore[no-untyped-call]
 
 
 def test_device_and_cpu_do_not_mix() -> None:
@@ -214,5 +215,5 @@ def test_forward_mode_and_vmap() -> None:
     x = torch.randn(4, 3, device=DEVICE)
     by_row = torch.vmap(lambda row: row.softmax(0))(x)
     torch.testing.assert_close(by_row.cpu(), x.cpu().softmax(1))
-    _, tangent = torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))
+    _, tangent = torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))  # type: ignore[misc]
     torch.testing.assert_close(tangent.cpu(), x.cpu().cos())

@@ -91,12 +91,10 @@ def test_dense_to_sparse() -> None:
 
 def test_two_devices_do_not_mix() -> None:
     x = example()
-    with pytest.raises(RuntimeError, match="same device|must match device"):
+    with pytest.raises(RuntimeError, match=r"same device"):
         x.to("virtual:0") + x.to("virtual:1")
     with pytest.raises(RuntimeError, match=r"device of indices \(virtual:0\)|same device"):
-        torch.sparse_coo_tensor(
-            x._indices().to("virtual:0"), x._values().to("virtual:1"), (3, 4)
-        )
+        torch.sparse_coo_tensor(x._indices().to("virtual:0"), x._values().to("virtual:1"), (3, 4))
 
 
 def test_compressed_layouts_are_refused() -> None:
@@ -124,7 +122,7 @@ def test_training_with_sparse_gradients(kind: str, strict: bool) -> None:
                     table(index.to(device)).square().sum().backward()
                 assert table.weight.grad is not None
                 assert table.weight.grad.is_sparse
-                optimizer.step()
+                optimizer.step()  # type: ignore[no-untyped-call]
                 optimizer.zero_grad()
             weights.append(table.weight.detach().cpu())
     torch.testing.assert_close(weights[1], weights[0])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.virtual
+from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import pending, strict_mode
 
 
@@ -85,7 +86,7 @@ def test_forgotten_wait_gives_wrong_values(stream: torch.Stream) -> None:
 def test_default_stream_is_eager_and_waiting_on_it_runs_the_other(stream: torch.Stream) -> None:
     with stream:
         b = ones() + 1
-    torch.virtual.current_stream(0).wait_stream(stream)
+    virtual.current_stream(0).wait_stream(stream)
     assert pending(stream) == 0
     assert (b + 1).sum().item() == 12
 
@@ -133,7 +134,7 @@ def test_synchronising_the_device_runs_all_its_streams(stream: torch.Stream) -> 
     for each in (stream, other, elsewhere):
         with each:
             _ = ones(f"virtual:{each.device.index}") + 1
-    torch.virtual.synchronize(0)
+    virtual.synchronize(0)
     assert (pending(0), pending(1)) == (0, 2)
 
 
@@ -166,19 +167,19 @@ def test_query_is_false_while_pending_and_polling_ends(stream: torch.Stream) -> 
 
 
 def test_stream_contexts_restore() -> None:
-    before = torch.virtual.current_stream(1)
-    stream = torch.virtual.Stream(1)
-    torch.virtual.set_device(0)
+    before = virtual.current_stream(1)
+    stream = virtual.Stream(1)
+    virtual.set_device(0)
     with stream:
-        assert torch.virtual.current_stream(1) == stream
-        assert torch.virtual.current_device() == 1
-    assert torch.virtual.current_stream(1) == before
-    assert torch.virtual.current_device() == 0
-    with torch.virtual.stream(stream):
+        assert virtual.current_stream(1) == stream
+        assert virtual.current_device() == 1
+    assert virtual.current_stream(1) == before
+    assert virtual.current_device() == 0
+    with virtual.stream(stream):
         assert torch.accelerator.current_stream(1) == stream
-    with torch.virtual.stream(None):
-        assert torch.virtual.current_stream(1) == before
-    assert torch.virtual.default_stream(1) == before
+    with virtual.stream(None):
+        assert virtual.current_stream(1) == before
+    assert virtual.default_stream(1) == before
 
 
 def test_random_numbers_come_in_order_of_submission(stream: torch.Stream) -> None:
@@ -228,9 +229,9 @@ def test_autograd_runs_backward_on_the_stream_of_forward(stream: torch.Stream) -
     w = torch.full((4,), 3.0, device="virtual:0", requires_grad=True)
     with stream:
         loss = (w * w).sum()
-        loss.backward()
+        torch.autograd.backward(loss)
     # The engine makes the caller's stream wait for the streams of the leaves.
-    torch.virtual.current_stream(0).wait_stream(stream)
+    virtual.current_stream(0).wait_stream(stream)
     assert w.grad is not None
     assert w.grad.tolist() == [6.0] * 4
 
@@ -240,13 +241,13 @@ def test_autograd_runs_backward_on_the_stream_of_forward(stream: torch.Stream) -
 def test_backward_of_work_on_two_streams(stream: torch.Stream) -> None:
     for strict in (False, True):
         with strict_mode(strict):
-            current = torch.virtual.current_stream(0)
+            current = virtual.current_stream(0)
             w = torch.full((4,), 3.0, device="virtual:0", requires_grad=True)
             stream.wait_stream(current)
             with stream:
                 a = w * 2
             current.wait_stream(stream)
-            (a * w).sum().backward()
+            torch.autograd.backward((a * w).sum())
             assert w.grad is not None
             assert w.grad.tolist() == [12.0] * 4
 
@@ -258,7 +259,7 @@ def test_in_place_wrong_stream_is_seen_in_strict_mode(stream: torch.Stream) -> N
             wrong = a * 2
         stream.synchronize()
         assert wrong.cpu().isnan().all()
-        stream.wait_stream(torch.virtual.current_stream(0))
+        stream.wait_stream(virtual.current_stream(0))
         with stream:
             right = a * 2
         stream.synchronize()

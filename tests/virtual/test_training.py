@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import strict_mode
 
 
@@ -35,6 +36,7 @@ def train(device: str, side_stream: bool = False) -> list[Tensor]:
         for parameter in network.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     network.to(device)
+    seed_dropout(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
     stream = torch.Stream(device) if side_stream else None
     losses = []
@@ -52,10 +54,18 @@ def train(device: str, side_stream: bool = False) -> list[Tensor]:
     return [each.cpu() for each in (*network.state_dict().values(), *losses)]
 
 
+def seed_dropout(device: str) -> None:
+    """Seed one device only: others may be training in other threads."""
+    where = torch.device(device)
+    on_cpu = where.type == "cpu"
+    generator = torch.default_generator if on_cpu else virtual.default_generators[where.index]
+    generator.manual_seed(0)
+
+
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     optimizer.zero_grad()
     loss = F.cross_entropy(network(x), y)
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
@@ -67,9 +77,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> None:
-    torch.manual_seed(0)
     expected = train("virtual:0")
-    torch.manual_seed(0)
     with strict_mode(), ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(train, f"virtual:{i}", side_stream) for i in range(2)]
         results = [job.result() for job in jobs]
@@ -78,9 +86,7 @@ def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> N
 
 
 def test_training_equals_cpu() -> None:
-    torch.manual_seed(0)
     expected = train("cpu")
-    torch.manual_seed(0)
     for result, wanted in zip(train("virtual:1"), expected, strict=True):
         torch.testing.assert_close(result, wanted)
 
@@ -89,8 +95,8 @@ def test_one_autograd_thread_per_device() -> None:
     seen: dict[int, set[int]] = {}
     parameters = [torch.randn(4, 4, device=f"virtual:{i}", requires_grad=True) for i in range(4)]
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: seen.setdefault(p.device.index, set()).add(threading.get_ident())  # type: ignore[func-returns-value]
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda p: seen.setdefault(p.device.index, set()).add(threading.get_ident())
         )
     torch.autograd.backward([(p @ p).sum() for p in parameters])
     threads = [next(iter(seen[index])) for index in range(4)]
@@ -98,7 +104,7 @@ def test_one_autograd_thread_per_device() -> None:
 
 
 def test_kernels_of_several_threads_run_at_once() -> None:
-    """Two threads meet within an operation on two devices; one waiting for the other never would."""
+    """Two backwards meet on two devices; if one waited for the other, they never would."""
     barrier = threading.Barrier(2, timeout=30)
 
     class Meet(torch.autograd.Function):
@@ -112,7 +118,7 @@ def test_kernels_of_several_threads_run_at_once() -> None:
             return gradients[0] * 2
 
     leaves = [torch.ones(3, device=f"virtual:{i}", requires_grad=True) for i in range(2)]
-    torch.autograd.backward([Meet.apply(leaf).sum() for leaf in leaves])
+    torch.autograd.backward([Meet.apply(leaf).sum() for leaf in leaves])  # type: ignore[no-untyped-call]
     assert barrier.n_waiting == 0
     for leaf in leaves:
         assert leaf.grad is not None

@@ -67,8 +67,7 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   c10::Storage alias(
       c10::Storage::use_byte_size_t(), storage.nbytes(),
-      c10::DataPtr(const_cast<void*>(storage.data()), c10::Device(c10::kCPU)),
-      c10::GetCPUAllocator(), /*resizable=*/true);
+      host_view(storage.data_ptr()), c10::GetCPUAllocator(), /*resizable=*/true);
   return with_geometry(std::move(alias), c10::DispatchKey::CPU, tensor, false);
 }
 

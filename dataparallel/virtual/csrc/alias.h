@@ -18,7 +18,7 @@ inline bool is_ours(const at::Tensor& tensor) {
       block_of(tensor.storage().data_ptr());
 }
 
-// Does not own the memory: the caller keeps the tensor, or its block, alive.
+// Keeps the memory in existence, not the device's tensor.
 at::Tensor cpu_alias(const at::Tensor& tensor);
 at::Tensor meta_alias(const at::Tensor& tensor);
 

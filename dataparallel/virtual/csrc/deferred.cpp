@@ -13,6 +13,9 @@ bool Call::can_defer() const {
 }
 
 void Call::run_deferred(Stream& stream) {
+  if (C10_UNLIKELY(holds_too_much(device_))) {
+    stream.synchronize();
+  }
   if (can_defer()) {
     if (info_.is_sampler) {
       sample_now_write_later(stream);
@@ -55,8 +58,7 @@ void Call::sample_now_write_later(Stream& stream) {
     if (target.sizes() != samples[i].sizes()) {
       set_geometry(target, samples[i].sizes(), samples[i].strides());
     }
-    stream.submit(std::make_unique<CopyTask>(
-        info_.name, HostOrDevice(samples[i]), HostOrDevice(target)));
+    stream.submit(std::make_unique<CopyTask>(info_.name, samples[i], target));
   }
   take_results();
 }
@@ -78,7 +80,6 @@ void Call::queue(Stream& stream, const Description* described) {
   bind_cpu_arguments(/*snapshot=*/true);
   auto task = std::make_unique<OperatorTask>(op_, info_.name);
   for (const auto& operand : operands_) {
-    task->keep(operand.original);
     if (operand.writes) {
       task->written.push_back(operand.alias);
     }

@@ -20,8 +20,7 @@ void submit_copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
     copy_now(from, to);
     return;
   }
-  stream.submit(
-      std::make_unique<CopyTask>("aten::copy_", HostOrDevice(from), HostOrDevice(to)));
+  stream.submit(std::make_unique<CopyTask>("aten::copy_", from, to));
 }
 
 void copy_host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {

@@ -36,7 +36,7 @@ void convolution_backward(const c10::OperatorHandle& /*op*/, torch::jit::Stack* 
   const int64_t channels =
       transposed ? weight.size(1) * first[kGroups].toInt() : weight.size(0);
   const bool batched = first[kGradOutput].toTensor().dim() == weight.dim();
-  TORCH_INTERNAL_ASSERT(batched, "convolution_backward_overrideable expects a batch");
+  TORCH_CHECK(batched, "the gradient of a convolution needs a batch dimension");
   stack->insert(first + 3, c10::IValue(std::vector<int64_t>{channels}));
   Call(*op, *stack).run();
 }

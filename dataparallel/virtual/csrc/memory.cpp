@@ -11,7 +11,11 @@
 namespace vdev {
 namespace {
 
+// A loop that never waits would otherwise keep everything it has ever computed.
+constexpr int64_t kMaxRetiredBytes = int64_t{1} << 30;
+
 struct alignas(64) Usage {
+  std::atomic<int64_t> retired_bytes{0};
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> peak_bytes{0};
   std::atomic<int64_t> blocks{0};
@@ -90,6 +94,7 @@ void release_block(void* context) {
     streams = block->users;
   }
   streams.push_back(&block->owner);
+  block->retire();
   auto retirement = std::make_shared<Retirement>(std::move(block), streams.size());
   for (Stream* stream : streams) {
     stream->submit_marker(std::make_unique<RetireTask>(retirement));
@@ -162,6 +167,23 @@ void poison(void* data, size_t nbytes) noexcept {
   }
 }
 
+Block::~Block() {
+  if (retired_) {
+    usages[static_cast<size_t>(owner.device)].retired_bytes.fetch_sub(
+        static_cast<int64_t>(nbytes));
+  }
+}
+
+void Block::retire() {
+  retired_ = true;
+  usages[static_cast<size_t>(owner.device)].retired_bytes.fetch_add(static_cast<int64_t>(nbytes));
+}
+
+bool holds_too_much(c10::DeviceIndex device) noexcept {
+  return usages[static_cast<size_t>(device)].retired_bytes.load(std::memory_order_relaxed) >
+      kMaxRetiredBytes;
+}
+
 void Block::record(Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex);
   if (&stream != &owner && std::find(users.begin(), users.end(), &stream) == users.end()) {
@@ -219,6 +241,17 @@ BlockRef block_of(const c10::DataPtr& data) {
   }
   auto* block = static_cast<Block*>(data.get_context());
   return BlockRef::unsafe_reclaim_from_nonowning(block);
+}
+
+c10::DataPtr host_view(const c10::DataPtr& data) {
+  BlockRef block = block_of(data);
+  if (!block) {
+    return c10::DataPtr(data.get(), c10::Device(c10::kCPU));
+  }
+  return c10::DataPtr(
+      data.get(), block.release(),
+      [](void* context) { BlockRef::reclaim(static_cast<Block*>(context)); },
+      c10::Device(c10::kCPU));
 }
 
 c10::DeviceAllocator& allocator() {

@@ -17,19 +17,28 @@ namespace vdev {
 struct Block final : c10::intrusive_ptr_target {
   Block(c10::DataPtr memory, size_t nbytes, Stream& owner)
       : memory(std::move(memory)), nbytes(nbytes), owner(owner) {}
+  ~Block() override;
 
   void record(Stream& stream);
+  // Its tensor has gone; only queued work keeps it in existence.
+  void retire();
 
   c10::DataPtr memory;
   size_t nbytes;
   Stream& owner;
   std::mutex mutex;
   std::vector<Stream*> users;
+
+ private:
+  bool retired_ = false;
 };
 using BlockRef = c10::intrusive_ptr<Block>;
 
 // The pattern is a NaN as half, bfloat16, float and double, and a large odd number as an integer.
 void poison(void* data, size_t nbytes) noexcept;
+
+// Whether queued work keeps so much memory of gone tensors that it should run now.
+bool holds_too_much(c10::DeviceIndex device) noexcept;
 
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes);
 // Makes memory that a CPU kernel has filled belong to a device, without a copy.
@@ -37,6 +46,9 @@ c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex d
 
 // Null for memory that this allocator has not made.
 BlockRef block_of(const c10::DataPtr& data);
+// The same memory for the CPU, which keeps the block in existence. That is not a use of it that a
+// stream would know of: once freed, it may be poisoned.
+c10::DataPtr host_view(const c10::DataPtr& data);
 
 // Keeps the contents, as far as they fit.
 void resize_storage(const c10::Storage& storage, size_t nbytes);

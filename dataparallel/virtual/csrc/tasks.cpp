@@ -5,24 +5,14 @@
 
 namespace vdev {
 
-HostOrDevice::HostOrDevice(const at::Tensor& source) {
-  if (is_virtual(source)) {
-    block_ = block_of(source.storage().data_ptr());
-    tensor = cpu_alias(source);
-  } else {
-    // A plain tensor of our own on the host's storage: never the one that Python may hold.
-    tensor = source.alias();
-  }
+at::Tensor for_task(const at::Tensor& tensor) {
+  return is_virtual(tensor) ? cpu_alias(tensor) : tensor.alias();
 }
 
 void CopyTask::run() {
   at::NoGradGuard no_grad;
   DeferredScope scope;
-  to_.tensor.copy_(from_.tensor);
-}
-
-void OperatorTask::keep(const at::Tensor& tensor) {
-  blocks_.push_back(block_of(tensor.storage().data_ptr()));
+  to_.copy_(from_);
 }
 
 at::Tensor OperatorTask::expect_tensor(
@@ -32,7 +22,6 @@ at::Tensor OperatorTask::expect_tensor(
     return {};
   }
   at::Tensor made = empty_strided_on(device, described.sizes, described.strides, described.type);
-  keep(made);
   targets_.back().push_back(cpu_alias(made));
   return made;
 }
@@ -64,8 +53,9 @@ void OperatorTask::run() {
   std::vector<c10::IValue> stack = std::move(arguments);
   op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   for (size_t i = 0; i < written.size(); ++i) {
-    TORCH_INTERNAL_ASSERT(
-        written[i].storage().data() == places[i], name_, " resized an argument unexpectedly");
+    TORCH_CHECK(
+        written[i].storage().data() == places[i], name_,
+        " resized an argument, which its meta kernel did not foresee");
   }
   for (size_t i = 0; i < targets_.size(); ++i) {
     store(stack[i], targets_[i]);
@@ -81,7 +71,7 @@ void OperatorTask::store(const c10::IValue& result, const std::vector<at::Tensor
     return;
   }
   const auto results = result.toTensorVector();
-  TORCH_INTERNAL_ASSERT(
+  TORCH_CHECK(
       results.size() == targets.size(), name_, " gave ", results.size(), " tensors, but ",
       targets.size(), " were expected");
   for (size_t i = 0; i < results.size(); ++i) {
@@ -95,7 +85,7 @@ void OperatorTask::store_tensor(const at::Tensor& result, const at::Tensor& targ
   if (!target.defined() || !result.defined() || result.numel() == 0) {
     return;
   }
-  TORCH_INTERNAL_ASSERT(
+  TORCH_CHECK(
       result.sizes() == target.sizes() && result.dtype() == target.dtype(), name_, " gave ",
       result.dtype(), result.sizes(), " where its meta kernel promised ", target.dtype(),
       target.sizes());

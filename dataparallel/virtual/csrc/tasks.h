@@ -1,4 +1,4 @@
-// What streams queue: operators and copies, with the memory that they will touch.
+// What streams queue: operators and copies, over memory that they keep in existence.
 #pragma once
 
 #include "alias.h"
@@ -11,20 +11,14 @@
 
 namespace vdev {
 
-// One side of a copy: an alias of device memory with its block, or host memory.
-class HostOrDevice {
- public:
-  explicit HostOrDevice(const at::Tensor& tensor);
-  at::Tensor tensor;
-
- private:
-  BlockRef block_;
-};
+// A tensor that a task may own: the CPU's alias of device memory, or the host's memory itself. Never
+// one that Python may hold, because tasks are destroyed by threads without the interpreter.
+at::Tensor for_task(const at::Tensor& tensor);
 
 class CopyTask final : public Task {
  public:
-  CopyTask(std::string name, HostOrDevice from, HostOrDevice to)
-      : name_(std::move(name)), from_(std::move(from)), to_(std::move(to)) {}
+  CopyTask(std::string name, const at::Tensor& from, const at::Tensor& to)
+      : name_(std::move(name)), from_(for_task(from)), to_(for_task(to)) {}
   void run() override;
   std::string name() const override {
     return name_;
@@ -32,15 +26,14 @@ class CopyTask final : public Task {
 
  private:
   std::string name_;
-  HostOrDevice from_;
-  HostOrDevice to_;
+  at::Tensor from_;
+  at::Tensor to_;
 };
 
 class OperatorTask final : public Task {
  public:
   OperatorTask(const c10::OperatorHandle& op, const std::string& name) : op_(op), name_(name) {}
 
-  void keep(const at::Tensor& tensor);
   // Allocates what a result was described as; the kernel's result is copied there.
   c10::IValue expect(
       const std::vector<TensorDescription>& described, ReturnKind kind, c10::DeviceIndex device);
@@ -60,7 +53,6 @@ class OperatorTask final : public Task {
 
   c10::OperatorHandle op_;
   const std::string& name_;
-  std::vector<BlockRef> blocks_;
   std::vector<std::vector<at::Tensor>> targets_;
 };
 

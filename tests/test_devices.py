@@ -1,0 +1,411 @@
+"""Device lists, streams and shares of threads; the four virtual devices are the accelerators."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataparallel import devices
+from dataparallel.virtual import pending
+
+CPU = torch.device("cpu")
+VIRTUAL = [torch.device("virtual", i) for i in range(4)]
+THESE_EXIST = "the devices of this machine are: virtual:0, virtual:1, virtual:2, virtual:3, cpu"
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+
+
+# --- which devices there are -----------------------------------------------------------------
+
+
+def test_all_accelerators_in_index_order() -> None:
+    assert devices.accelerators() == tuple(VIRTUAL)
+    assert devices.default_devices() == tuple(VIRTUAL)
+    assert devices.parse_devices(None) == tuple(VIRTUAL)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_there_is_one_cpu_slot() -> None:
+    assert devices.accelerators() == ()
+    assert devices.default_devices() == (CPU,)
+    assert devices.parse_devices(None) == (CPU,)
+    assert devices.parse_devices(["cpu", "cpu"]) == (CPU, CPU)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_an_index_without_accelerators_says_how_to_ask_for_the_cpu() -> None:
+    with pytest.raises(ValueError, match=r'this machine has none; .* device_ids=\["cpu", "cpu"\]'):
+        devices.parse_devices([0, 1])
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_devices_that_exist_without_accelerators() -> None:
+    with pytest.raises(ValueError, match=r"the devices of this machine are: cpu$"):
+        devices.parse_device("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("spec", "device"),
+    [
+        (0, VIRTUAL[0]),
+        (3, VIRTUAL[3]),
+        ("virtual:2", VIRTUAL[2]),
+        (torch.device("virtual", 1), VIRTUAL[1]),
+        ("cpu", CPU),
+        ("cpu:0", CPU),
+        (torch.device("cpu", 0), CPU),
+    ],
+)
+def test_parse_device(spec: devices.DeviceLike, device: torch.device) -> None:
+    parsed = devices.parse_device(spec)
+    assert (parsed.type, parsed.index) == (device.type, device.index)
+
+
+@pytest.mark.parametrize("spec", ["virtual", torch.device("virtual")])
+def test_a_type_without_index_is_the_current_device(spec: devices.DeviceLike) -> None:
+    assert devices.parse_device(spec) == VIRTUAL[0]
+    with devices.use_device(VIRTUAL[3]):
+        assert devices.parse_device(spec) == VIRTUAL[3]
+
+
+def test_slots_keep_order_and_repeats() -> None:
+    assert devices.parse_devices([2, "cpu", "virtual:2", torch.device("virtual:0"), 2]) == (
+        VIRTUAL[2],
+        CPU,
+        VIRTUAL[2],
+        VIRTUAL[0],
+        VIRTUAL[2],
+    )
+    assert devices.parse_devices((1, 0)) == (VIRTUAL[1], VIRTUAL[0])
+
+
+@pytest.mark.parametrize("spec", [4, -1, "virtual:4", torch.device("virtual", 9), "cuda:77"])
+def test_a_device_that_does_not_exist(spec: devices.DeviceLike) -> None:
+    message = f"device {spec!r} does not exist; {THESE_EXIST}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        devices.parse_device(spec)
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "", "virtual:-1", "virtual:x"])
+def test_what_is_no_device_at_all(spec: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(repr(spec))} is not a device: .*; {THESE_EXIST}$"
+    ):
+        devices.parse_device(spec)
+
+
+def test_a_type_that_this_torch_lacks() -> None:
+    with pytest.raises(ValueError, match=f"this torch has no 'opengl' devices; {THESE_EXIST}$"):
+        devices.parse_device("opengl:0")
+
+
+@pytest.mark.parametrize("spec", ["meta", torch.device("meta")])
+def test_meta_computes_nothing(spec: devices.DeviceLike) -> None:
+    with pytest.raises(ValueError, match="the meta device computes nothing"):
+        devices.parse_device(spec)
+
+
+@pytest.mark.parametrize("spec", [True, 1.0, None, [0], torch.tensor(0)])
+def test_what_is_not_a_device_specification(spec: Any) -> None:
+    kind = type(spec).__name__
+    with pytest.raises(TypeError, match=f"an int, a str or a torch.device, but got .* {kind}$"):
+        devices.parse_device(spec)
+    with pytest.raises(TypeError, match=f"an int, a str or a torch.device, but got .* {kind}$"):
+        devices.parse_devices([0, spec])
+
+
+@pytest.mark.parametrize("spec", ["cpu", 0, torch.device("cpu"), 1.5])
+def test_one_device_is_not_a_list(spec: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"but got {spec!r}; write [{spec!r}]")):
+        devices.parse_devices(spec)
+
+
+def test_an_empty_list() -> None:
+    with pytest.raises(ValueError, match=f"device_ids is empty, .*{THESE_EXIST}$"):
+        devices.parse_devices([])
+
+
+def test_all_faults_of_a_list_at_once() -> None:
+    with pytest.raises(ValueError, match="does not exist") as caught:
+        devices.parse_devices([0, 9, "cpu", "virtual:5", "meta", "nonsense"])
+    message = str(caught.value)
+    for fault in ("device 9 ", "device 'virtual:5' ", "the meta device ", "'nonsense' is not"):
+        assert fault in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "device"),
+    [(None, VIRTUAL[3]), (-1, CPU), (1, VIRTUAL[1]), ("cpu", CPU), ("virtual:0", VIRTUAL[0])],
+)
+def test_output_device(spec: devices.DeviceLike | None, device: torch.device) -> None:
+    assert devices.parse_output_device(spec, VIRTUAL[3]) == device
+
+
+def test_output_device_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=f"device -2 does not exist; {THESE_EXIST}$"):
+        devices.parse_output_device(-2, CPU)
+
+
+# --- what differs between device types -------------------------------------------------------
+
+
+def test_kinds_of_devices() -> None:
+    assert not devices.is_accelerator(CPU)
+    assert not devices.has_backward_thread(CPU)
+    assert devices.is_accelerator(VIRTUAL[1])
+    assert devices.has_backward_thread(VIRTUAL[1])
+    assert devices.device_module(VIRTUAL[1]).device_count() == 4
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_backward_runs_in_a_thread_of_its_own_where_it_is_said_to(index: int) -> None:
+    threads: dict[str, int] = {}
+    for device in (CPU, VIRTUAL[index]):
+        x = torch.ones(2, device=device, requires_grad=True)
+        y = x * 2
+
+        def note(_: torch.Tensor, kind: str = device.type) -> None:
+            threads[kind] = threading.get_ident()
+
+        y.register_hook(note)  # type: ignore[no-untyped-call]
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        own_thread = threads[device.type] != threading.get_ident()
+        assert own_thread == devices.has_backward_thread(device)
+
+
+def test_use_device_is_restored() -> None:
+    assert torch.accelerator.current_device_index() == 0
+    with devices.use_device(VIRTUAL[2]):
+        with devices.use_device(VIRTUAL[1]), devices.use_device(CPU):
+            assert torch.accelerator.current_device_index() == 1
+        assert torch.accelerator.current_device_index() == 2
+    assert torch.accelerator.current_device_index() == 0
+    with pytest.raises(KeyError, match="inside"), devices.use_device(VIRTUAL[2]):
+        raise KeyError("inside")
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_memory_allocated() -> None:
+    assert devices.memory_allocated(CPU) == 0
+    before = devices.memory_allocated(VIRTUAL[1])
+    tensor = torch.zeros(1000, device=VIRTUAL[1])
+    grown = devices.memory_allocated(VIRTUAL[1]) - before
+    assert 4000 <= grown < 8000
+    del tensor
+    assert devices.memory_allocated(VIRTUAL[1]) == before
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def queued(device: torch.device) -> Iterator[tuple[torch.Stream, torch.Tensor]]:
+    """A stream with one operation on it that has not happened: a tensor of ones that becomes 3."""
+    stream = torch.Stream(device)
+    tensor = torch.ones(4, device=device)
+    with stream:
+        tensor.add_(2)
+    assert pending(stream) == 1
+    yield stream, tensor
+    stream.synchronize()
+
+
+def test_null_streams() -> None:
+    stream = devices.current_stream(CPU)
+    assert isinstance(stream, devices.NullStream)
+    assert devices.copy_stream(CPU) is stream
+    assert stream.device == CPU
+    assert repr(stream) == "NullStream(device='cpu')"
+    stream.synchronize()
+    with stream as entered:
+        assert entered is stream
+    with devices.use_stream(stream):
+        assert devices.current_stream(CPU) is stream
+    devices.wait_stream(stream, stream)
+    devices.record_stream(torch.ones(1), stream)
+    devices.synchronize(CPU)
+
+
+def test_current_stream_is_this_threads() -> None:
+    side = torch.Stream(VIRTUAL[1])
+    default = devices.current_stream(VIRTUAL[1])
+    seen: list[Any] = []
+    with side:
+        assert devices.current_stream(VIRTUAL[1]) == side
+        thread = threading.Thread(target=lambda: seen.append(devices.current_stream(VIRTUAL[1])))
+        thread.start()
+        thread.join(10)
+    assert seen == [default]
+    assert devices.current_stream(VIRTUAL[1]) == default
+
+
+def test_one_copy_stream_per_device() -> None:
+    streams = [devices.copy_stream(device) for device in VIRTUAL]
+    assert [stream.device for stream in streams] == VIRTUAL
+    for device, stream in zip(VIRTUAL, streams, strict=True):
+        assert devices.copy_stream(device) is stream
+        assert stream != devices.current_stream(device)
+
+
+def test_threads_agree_on_the_copy_stream() -> None:
+    with mock.patch.dict(devices._copy_streams, clear=True):
+        barrier = threading.Barrier(8, timeout=10)
+        found: list[Any] = []
+
+        def ask() -> None:
+            barrier.wait()
+            found.append(devices.copy_stream(VIRTUAL[0]))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(found) == 8
+        assert len({id(stream) for stream in found}) == 1
+
+
+def test_use_stream_is_restored_and_makes_its_device_current() -> None:
+    stream = torch.Stream(VIRTUAL[2])
+    before = [devices.current_stream(device) for device in VIRTUAL]
+    with devices.use_stream(stream):
+        assert devices.current_stream(VIRTUAL[2]) == stream
+        assert torch.accelerator.current_device_index() == 2
+        assert devices.current_stream(VIRTUAL[1]) == before[1]
+    with pytest.raises(KeyError, match="inside"), devices.use_stream(stream):
+        raise KeyError("inside")
+    assert [devices.current_stream(device) for device in VIRTUAL] == before
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.parametrize("waiting_device", [0, 1])
+def test_a_stream_waits_for_another_and_the_host_does_not(waiting_device: int) -> None:
+    with queued(VIRTUAL[0]) as (awaited, tensor):
+        waiting = torch.Stream(VIRTUAL[waiting_device])
+        devices.wait_stream(waiting, awaited)
+        assert pending(awaited) == 1
+        waiting.synchronize()
+        assert pending(awaited) == 0
+        assert tensor.tolist() == [3.0] * 4
+
+
+def test_the_awaited_stream_does_not_wait() -> None:
+    with queued(VIRTUAL[0]) as (awaited, _), queued(VIRTUAL[0]) as (waiting, _):
+        devices.wait_stream(waiting, awaited)
+        awaited.synchronize()
+        assert (pending(awaited), pending(waiting)) == (0, 1)
+
+
+def test_work_queued_after_the_wait_is_not_waited_for() -> None:
+    with queued(VIRTUAL[0]) as (awaited, tensor):
+        waiting = torch.Stream(VIRTUAL[0])
+        devices.wait_stream(waiting, awaited)
+        with awaited:
+            tensor.mul_(10)
+        waiting.synchronize()
+        assert pending(awaited) == 1
+
+
+def test_the_cpu_blocks_until_a_device_is_done() -> None:
+    with queued(VIRTUAL[1]) as (awaited, tensor):
+        devices.wait_stream(devices.current_stream(CPU), awaited)
+        assert pending(awaited) == 0
+        assert tensor.tolist() == [3.0] * 4
+
+
+def test_nothing_waits_for_the_cpu_or_for_itself() -> None:
+    with queued(VIRTUAL[1]) as (stream, _):
+        devices.wait_stream(stream, devices.current_stream(CPU))
+        devices.wait_stream(stream, stream)
+        assert pending(stream) == 1
+
+
+def test_synchronize_runs_all_streams_of_one_device() -> None:
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(queued(VIRTUAL[index]))[0] for index in (1, 1, 2)]
+        devices.synchronize(VIRTUAL[1])
+        assert [pending(stream) for stream in streams] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+def test_memory_is_kept_for_a_recorded_stream(sparse: bool, recorded: bool) -> None:
+    """Freed memory is poisoned, unless a stream that still reads it was recorded."""
+    tensor = torch.ones(4, device=VIRTUAL[0])
+    if sparse:
+        tensor = tensor.to_sparse()
+    stream = torch.Stream(VIRTUAL[0])
+    with stream:
+        values = tensor._values() if sparse else tensor
+        result = values + 2
+        del values
+    if recorded:
+        devices.record_stream(tensor, stream)
+    del tensor
+    stream.synchronize()
+    assert (result.tolist() == [3.0] * 4) == recorded
+
+
+def test_all_parts_of_a_sparse_tensor_are_recorded() -> None:
+    stream = torch.Stream(VIRTUAL[0])
+    tensor = torch.eye(3, device=VIRTUAL[0]).to_sparse()
+    recorded: list[int] = []
+    with mock.patch.object(
+        torch.Tensor, "record_stream", lambda part, _: recorded.append(part.data_ptr())
+    ):
+        devices.record_stream(tensor, stream)
+    assert recorded == [tensor._indices().data_ptr(), tensor._values().data_ptr()]
+
+
+def test_memory_of_the_cpu_is_not_recorded() -> None:
+    with mock.patch.object(torch.Tensor, "record_stream") as record:
+        devices.record_stream(torch.ones(1), torch.Stream(VIRTUAL[0]))
+        devices.record_stream(torch.ones(1, device=VIRTUAL[0]), devices.current_stream(CPU))
+    record.assert_not_called()
+
+
+# --- intra-op threads ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threads", "slots", "shares"),
+    [
+        (8, [CPU], (8,)),
+        (8, [CPU] * 2, (4, 4)),
+        (8, [CPU] * 3, (3, 3, 2)),
+        (8, [CPU] * 4, (2, 2, 2, 2)),
+        (8, [CPU] * 5, (2, 2, 2, 1, 1)),
+        (2, [CPU] * 3, (1, 1, 1)),
+        (8, [VIRTUAL[0], CPU, VIRTUAL[1], CPU, CPU], (None, 3, None, 3, 2)),
+        (8, VIRTUAL[:2], (None, None)),
+        (8, [], ()),
+    ],
+)
+def test_intra_op_shares(
+    threads: int, slots: list[torch.device], shares: tuple[int | None, ...]
+) -> None:
+    with mock.patch.object(torch, "get_num_threads", return_value=threads):
+        assert devices.intra_op_shares(slots) == shares
+
+
+@given(threads=st.integers(1, 64), slots=st.lists(st.sampled_from([CPU, *VIRTUAL]), max_size=9))
+def test_shares_use_all_threads_and_starve_no_slot(threads: int, slots: list[torch.device]) -> None:
+    with mock.patch.object(torch, "get_num_threads", return_value=threads):
+        shares = devices.intra_op_shares(slots)
+    assert [share is None for share in shares] == [device != CPU for device in slots]
+    on_cpu = [share for share in shares if share is not None]
+    assert sum(on_cpu) == (max(threads, len(on_cpu)) if on_cpu else 0)
+    assert on_cpu == sorted(on_cpu, reverse=True)
+    assert not on_cpu or on_cpu[0] - on_cpu[-1] <= 1

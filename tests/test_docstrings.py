@@ -1,0 +1,196 @@
+"""The examples in docstrings, README.md and docs/ run.
+
+``cuda`` becomes ``virtual`` in them, and they find the names that a reader would have defined: a
+module, a batch, a loader. What cannot run is in a list, with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel
+from dataparallel import comm, virtual
+from tests.test_public_surface import OWN_METHODS
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()
+]
+
+#: Blocks of pages that are not run, by their first line, and why.
+NOT_RUN: dict[str, str] = {}
+
+#: Public objects that show no example, and why.
+NO_EXAMPLE = {
+    "Replica": "a record; the example of current_replica shows it",
+    "DataParallel.__init__": "the example of the class",
+    "DataParallel.forward": "the example of the class",
+    "DataParallel.close": "takes nothing and returns nothing",
+}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Everything that users call, with its qualified name."""
+    for module in (dataparallel, comm, virtual):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not inspect.ismodule(value):
+                prefix = module.__name__.removeprefix("dataparallel").removeprefix(".")
+                yield f"{prefix}.{name}" if prefix else name, value
+    for name in ("__init__", "forward", *OWN_METHODS):
+        yield f"DataParallel.{name}", getattr(dataparallel.DataParallel, name)
+
+
+def example_of(value: Any) -> str | None:
+    """The block after ``Example::``, dedented."""
+    text = inspect.getdoc(value) or ""
+    found = re.search(r"^Example::\n\n((?:[ ]+.*\n|\n)+)", text + "\n", re.MULTILINE)
+    return textwrap.dedent(found.group(1)).strip() + "\n" if found else None
+
+
+EXAMPLES = {name: code for name, value in public() if (code := example_of(value))}
+
+
+def blocks_of(page: pathlib.Path) -> list[tuple[int, str]]:
+    """The ``python`` fences of a page, each with the number of its first line."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, found.start(2)) + 1, textwrap.dedent(found.group(2)))
+        for found in re.finditer(r"^([ ]*)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def run(code: str, names: dict[str, Any], where: str, first_line: int = 1) -> None:
+    """Run a piece of text in a namespace; errors show its place in the page."""
+    code = re.sub(r"\bcuda(?=:\d|\")", "virtual", code)
+    # A process cannot change their number.
+    code = re.sub(r"\benable\(\d\)", f"enable({virtual.device_count()})", code)
+    exec(compile("\n" * (first_line - 1) + code, where, "exec", dont_inherit=True), names)
+
+
+class Net(nn.Module):
+    """A module that takes a mask too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.layer.weight
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output if mask is None else output * mask
+
+
+class NetWithLoss(Net):
+    """A module that returns its loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.cross_entropy(self.layer(x), y)
+
+
+def names_for(code: str) -> dict[str, Any]:
+    """What a reader of the example has defined: on the CPU if it names that, else on device 0."""
+    statements = re.sub("#.*", "", code)
+    homes = ["cpu", "cpu"] if '"cpu"' in statements else ["virtual:0", "virtual:1"]
+    here, there = homes
+    net = Net().to(here)
+    x, y = torch.randn(32, 4, device=here), torch.randint(3, (32,), device=here)
+    weights = torch.ones(3, 4, device=here), torch.ones(3, 4, device=there)
+    biases = torch.ones(3, device=here), torch.ones(3, device=there)
+    names = {name: getattr(dataparallel, name) for name in dataparallel.__all__}
+    names |= {name: getattr(module, name) for module in (virtual,) for name in module.__all__}
+    return names | {
+        "os": os,
+        "torch": torch,
+        "nn": nn,
+        "dataparallel": dataparallel,
+        "dp": dataparallel,
+        "net": net,
+        "masked_net": net,
+        "net_with_loss": NetWithLoss().to(here),
+        "model": dataparallel.DataParallel(net, homes),
+        "replicas": dataparallel.replicate(net, homes),
+        "criterion": nn.CrossEntropyLoss(),
+        "my_loss": lambda output, target: ((output.argmax(1) - target) ** 2 * output.sum(1)).mean(),
+        "train_step": lambda: dataparallel.DataParallel(net, homes)(x).sum().backward(),
+        "loader": [(x, y)] * 2,
+        "x": x,
+        "y": y,
+        "batch": x,
+        "mask": torch.ones(3, device=here),
+        "x0": x[:16],
+        "x1": x[16:].to(there),
+        "a": x[:16],
+        "b": x[16:].to(there),
+        "loss_0": torch.tensor(1.0, device=here),
+        "loss_1": torch.tensor(2.0, device=there),
+        "output_of_replica_0": x[:16],
+        "output_of_replica_1": x[16:].to(there),
+        "weight": weights[0],
+        "bias": biases[0],
+        "w0": weights[0],
+        "w1": weights[1],
+        "b0": biases[0],
+        "b1": biases[1],
+        "grad_of_replica_0": weights[0],
+        "grad_of_replica_1": weights[1],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _four_devices_and_not_strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", "4")
+    yield
+    virtual.set_strict(False)
+
+
+# --- docstrings ------------------------------------------------------------------------------
+
+
+def test_what_is_public_shows_an_example() -> None:
+    missing = {name for name, _ in public() if name not in EXAMPLES}
+    assert missing == set(NO_EXAMPLE)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_of_a_docstring(name: str) -> None:
+    code = EXAMPLES[name]
+    names = names_for(code)
+    if name.startswith("comm."):
+        names |= {each: getattr(comm, each) for each in comm.__all__}
+    run(code, names, name)
+
+
+# --- pages -----------------------------------------------------------------------------------
+
+
+def test_blocks_that_do_not_run_are_there() -> None:
+    first_lines = {code.split("\n", 1)[0] for page in PAGES for _, code in blocks_of(page)}
+    assert set(NOT_RUN) <= first_lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page(
+    page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another, as a reader would try them; those of README.md by themselves."""
+    monkeypatch.chdir(tmp_path)
+    names = names_for('"cpu"')
+    for line, code in blocks_of(page):
+        if page.name == "README.md":
+            names = names_for(code)
+        if code.split("\n", 1)[0] not in NOT_RUN:
+            run(code, names, str(page), line)
