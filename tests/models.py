@@ -25,7 +25,8 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x)) + (x if i % 2 else 0)
-        return self.tied(x) * self.scale[0] + self.shifts["a"]
+        output: Tensor = self.tied(x) * self.scale[0] + self.shifts["a"]
+        return output
 
 
 class Containers(nn.Module):
@@ -46,14 +47,16 @@ def grads_of(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
 
 
-def assert_all_close(got: Iterable[Any], expected: Iterable[Any], **tolerances: float) -> None:
+def assert_all_close(got: Iterable[Any], expected: Iterable[Any], **tolerances: Any) -> None:
     """Compare two sequences of tensors, in which None equals None."""
     for i, (left, right) in enumerate(zip(got, expected, strict=True)):
         assert (left is None) == (right is None), f"entry {i}: {left} against {right}"
         if left is not None:
-            torch.testing.assert_close(
-                left, right, msg=lambda m, i=i: f"entry {i}: {m}", **tolerances
-            )
+            torch.testing.assert_close(left, right, msg=_located(f"entry {i}"), **tolerances)
+
+
+def _located(where: str) -> Callable[[str], str]:
+    return lambda message: f"{where}: {message}"
 
 
 def twins(

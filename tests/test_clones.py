@@ -53,7 +53,7 @@ def test_shared_modules_and_parameters_stay_shared(slots: list[str]) -> None:
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
         lambda: nn.LSTM(4, 3, num_layers=2, batch_first=True),
-        lambda: nn.Sequential(nn.Conv1d(4, 6, 1).to(memory_format=None), nn.Flatten()),
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 1), nn.Flatten()),
     ],
     ids=["weight_norm", "parametrized", "orthogonal", "lstm", "conv"],
 )
@@ -97,7 +97,8 @@ def test_references_in_attributes_lead_to_the_clone(slots: list[str]) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.plain_list[0](x) + self.bound(x)
-            return y + self.partial(self.first.weight).sum() + self.table.to(x.dtype)
+            output: Tensor = y + self.partial(self.first.weight).sum() + self.table.to(x.dtype)
+            return output
 
     compare(Refers, slots, 6, 3)
 
@@ -159,7 +160,7 @@ def test_changes_between_forwards_are_followed(slots: list[str]) -> None:
     for change in (
         lambda: model.eval(),
         lambda: original.append(nn.Linear(2, 2).to(slots[0])),
-        lambda: original[0].weight.data.mul_(3),
+        lambda: next(original.parameters()).data.mul_(3),
         lambda: setattr(original[2], "bias", None),
         lambda: original[0].requires_grad_(False),
         lambda: setattr(original[0], "weight", nn.Parameter(torch.ones(3, 3, device=slots[0]))),

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
 
 
-class PassingDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PassingDispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -301,7 +301,7 @@ def test_replicas_can_be_traced() -> None:
 
     x = torch.randn(2, 3)
     with pytest.warns(DeprecationWarning, match="jit"):
-        traced = torch.jit.trace(pair, (x,))  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(pair, (x,))
     y = torch.randn(2, 3)
     torch.testing.assert_close(traced(y), pair(y))
 

@@ -179,8 +179,8 @@ def test_backward_runs_in_a_thread_of_its_own_where_it_is_said_to(index: int) ->
         def note(_: torch.Tensor, kind: str = device.type) -> None:
             threads[kind] = threading.get_ident()
 
-        y.register_hook(note)  # type: ignore[no-untyped-call]
-        y.sum().backward()  # type: ignore[no-untyped-call]
+        y.register_hook(note)
+        y.sum().backward()
         own_thread = threads[device.type] != threading.get_ident()
         assert own_thread == devices.has_backward_thread(device)
 

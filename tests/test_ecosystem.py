@@ -75,7 +75,7 @@ def test_the_profiler_shows_the_replicas(slots: list[str]) -> None:
     model = DataParallel(net(slots[0]), slots[:3])
     x = torch.randn(6, 3)
     model(x)
-    options = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=options
     ) as profile:
@@ -114,9 +114,11 @@ def test_module_hooks_fire_once_per_replica_and_know_where(slots: list[str]) -> 
 
     backward: list[torch.device] = []
     model.module[0].register_forward_hook(note)
-    model.module[0].register_full_backward_hook(
-        lambda module, grad_in, grad_out: backward.append(grad_out[0].device)
-    )
+
+    def note_backward(module: nn.Module, grad_in: Any, grad_out: Any) -> None:
+        backward.append(grad_out[0].device)
+
+    model.module[0].register_full_backward_hook(note_backward)
     model(torch.randn(6, 3, requires_grad=True)).sum().backward()
     assert sorted(seen) == [0, 1, 2]
     assert sorted(map(str, backward)) == sorted(str(torch.device(s)) for s in slots[:3])

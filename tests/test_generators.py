@@ -141,9 +141,9 @@ def test_draws_see_no_mode_of_the_caller() -> None:
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

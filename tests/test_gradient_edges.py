@@ -89,7 +89,7 @@ def connected(originals: list[Tensor], places: list[str]) -> list[list[Tensor]]:
 
 
 def backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def test_aliases_share_memory_and_version_with_the_copies(places: list[str]) -> None:
@@ -142,8 +142,8 @@ def test_hooks_on_the_originals_run_once_on_the_sum(places: list[str]) -> None:
     w, b = leaves(places[0], (2,), (2,))
     seen: list[list[float]] = []
     after: list[Tensor] = []
-    w.register_hook(lambda grad: seen.append(grad.tolist()))  # type: ignore[no-untyped-call]
-    w.register_post_accumulate_grad_hook(after.append)  # type: ignore[no-untyped-call]
+    w.register_hook(lambda grad: seen.append(grad.tolist()))
+    w.register_post_accumulate_grad_hook(after.append)
     aliases = connected([w, b], places)
     backward(
         torch.stack([(a * (i + 1)).sum().to(places[0]) for i, (a, _) in enumerate(aliases)]).sum()

@@ -58,7 +58,7 @@ def test_bound_methods_and_weak_references_move_to_the_counterpart() -> None:
 
 def test_a_default_factory_is_kept() -> None:
     old, new = torch.zeros(1), torch.ones(1)
-    value = defaultdict(list, a=old)
+    value: defaultdict[str, Any] = defaultdict(list, a=old)
     result = remap(value, {id(old): new})
     assert result["a"] is new
     assert result["missing"] == []

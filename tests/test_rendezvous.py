@@ -92,7 +92,7 @@ def test_one_autograd_node_with_n_inputs_and_outputs() -> None:
 
     def call() -> Any:
         i = index()
-        return (i + 1) * meet("mean", leaves[i] * 2, lambda values: Mean.apply(*values))  # type: ignore[no-untyped-call]
+        return (i + 1) * meet("mean", leaves[i] * 2, lambda values: Mean.apply(*values))
 
     outputs = replicas(call, call, call)
     torch.autograd.backward([y.sum() for y in outputs])

@@ -218,7 +218,7 @@ def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient(
     for kind, scale in (("bare", 1.0), ("ours", 1.0), ("ours", 1.01)):
         one = trainer(Task(kind, "conv", 4, ("cpu", "cpu")))  # type: ignore[arg-type]
         last = list(one.model.parameters())[-1]
-        last.register_hook(lambda grad, by=scale: grad * by)  # type: ignore[no-untyped-call]
+        last.register_hook(lambda grad, by=scale: grad * by)
         losses, norms = one.check(2)
         figures.append(Measured(kind, kind, (1.0,), tuple(losses), tuple(norms), 0, 0))
     assert summary.agree(figures[1], figures[0], 1e-4)

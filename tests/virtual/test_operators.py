@@ -148,7 +148,7 @@ def test_two_devices_do_not_mix(strict: bool) -> None:
             lambda: F.conv2d(a[None, None], b[None, None]),
         ):
             with pytest.raises(RuntimeError, match=wording):
-                mixed()  # type: ignore[no-untyped-call]
+                mixed()
 
 
 def test_device_and_cpu_do_not_mix() -> None:

@@ -122,7 +122,7 @@ def test_training_with_sparse_gradients(kind: str, strict: bool) -> None:
                     table(index.to(device)).square().sum().backward()
                 assert table.weight.grad is not None
                 assert table.weight.grad.is_sparse
-                optimizer.step()  # type: ignore[no-untyped-call]
+                optimizer.step()
                 optimizer.zero_grad()
             weights.append(table.weight.detach().cpu())
     torch.testing.assert_close(weights[1], weights[0])
