@@ -17,11 +17,13 @@ differentiable operations, so gradients of any order come out right.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel import comm
 from dataparallel.clones import ModuleClones
@@ -42,20 +44,35 @@ def synchronise(clones: ModuleClones) -> None:
         clones: Refreshed clones; the change lasts until their next refresh.
     """
     for module in clones.parts.modules:
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            layers = [replica[id(module)] for replica in clones.counterparts]
-            key = f"batch norm {clones.name_of(module)!r}"
-            clones.override(
-                module, "forward", [functools.partial(_forward, layer, key) for layer in layers]
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"cannot synchronise batch norm over the replicas of {clones.name_of(module)!r} "
+                "within replicas; unwrap the inner module"
             )
+        if isinstance(module, _BatchNorm):
+            name = clones.name_of(module)
+            if type(module).forward is not _BatchNorm.forward or "forward" in vars(module):
+                raise TypeError(
+                    f"cannot synchronise the batch norm {name!r} ({type(module).__name__}), "
+                    "which has a forward of its own; use a layer of torch.nn, or another buffers="
+                )
+            layers = [replica[id(module)] for replica in clones.counterparts]
+            # Weak, since the layer is to hold this, and would hold itself through it.
+            forwards = [
+                functools.partial(_forward, weakref.ref(layer), f"batch norm {name!r}")
+                for layer in layers
+            ]
+            clones.override(module, "forward", forwards)
 
 
-def _forward(layer: nn.modules.batchnorm._BatchNorm, key: str, input: Tensor) -> Tensor:
+def _forward(reference: weakref.ref[_BatchNorm], key: str, input: Tensor) -> Tensor:
     """What ``_BatchNorm.forward`` does, with statistics over all replicas."""
+    layer = reference()
+    assert layer is not None
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     uses_batch = layer.training or layer.running_mean is None
     rendezvous = current_rendezvous()
-    if not uses_batch:
+    if not uses_batch or (input.numel() == 0 and rendezvous is not None):
         return type(layer).forward(layer, input)
     if rendezvous is None:
         if current_replica() is not None:
@@ -65,7 +82,6 @@ def _forward(layer: nn.modules.batchnorm._BatchNorm, key: str, input: Tensor) ->
             "for example recomputed by activation checkpointing, where the other replicas cannot "
             "take part; leave synchronised layers out of the checkpointed part"
         )
-    momentum = _count_batch(layer)
     local = _local_statistics(input)
     everywhere: list[_Statistics] = rendezvous.exchange(key, local, _exchange)
     count = sum(part.num_values for part in everywhere)
@@ -75,12 +91,13 @@ def _forward(layer: nn.modules.batchnorm._BatchNorm, key: str, input: Tensor) ->
             f"{count} (input size {tuple(input.shape)} in {key})"
         )
     mean, variance = _combine(everywhere, count)
+    momentum = _count_batch(layer)
     if layer.training and layer.track_running_stats:
         _update_running_statistics(layer, momentum, mean, variance, count)
     return _normalise(layer, input, mean, variance)
 
 
-def _count_batch(layer: nn.modules.batchnorm._BatchNorm) -> float:
+def _count_batch(layer: _BatchNorm) -> float:
     if not (layer.training and layer.track_running_stats):
         return 0.0
     if layer.num_batches_tracked is not None:
@@ -162,7 +179,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _update_running_statistics(
-    layer: nn.modules.batchnorm._BatchNorm,
+    layer: _BatchNorm,
     momentum: float,
     mean: Tensor,
     variance: Tensor,
@@ -175,9 +192,7 @@ def _update_running_statistics(
         layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
 
 
-def _normalise(
-    layer: nn.modules.batchnorm._BatchNorm, input: Tensor, mean: Tensor, variance: Tensor
-) -> Tensor:
+def _normalise(layer: _BatchNorm, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     shape = _channels_second(input)
     scale = torch.rsqrt(variance + layer.eps)
     if layer.weight is not None:

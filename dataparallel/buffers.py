@@ -29,16 +29,26 @@ def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
 
     Args:
         clones: Clones whose forward is done, each with buffers of its own. Buffers that cannot be
-            averaged become those of replica 0.
+            averaged (integers, other shapes) become those of replica 0.
         samples: Number of samples of each replica, its weight in the mean.
     """
     total = sum(samples)
     with torch.no_grad():
         for original in clones.written_buffers():
             written = [replica[id(original)] for replica in clones.counterparts]
-            if original.is_floating_point() or original.is_complex():
-                pairs = zip(written, samples, strict=True)
-                mean = comm.reduce_add([b * (count / total) for b, count in pairs], original.device)
-                original.copy_(mean)
+            if total and (original.is_floating_point() or original.is_complex()):
+                original.copy_(_mean(written, samples, original.device))
             else:
                 original.copy_(written[0])
+        for clone, name, values in clones.assigned_buffers():
+            averages = values[0].is_floating_point() or values[0].is_complex()
+            if total and averages and all(v.shape == values[0].shape for v in values):
+                clone._buffers[name] = _mean(values, samples, values[0].device)
+
+
+def _mean(
+    values: Sequence[torch.Tensor], samples: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    total = sum(samples)
+    shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
+    return comm.reduce_add(shares, device)

@@ -1,91 +1,35 @@
-"""The clones of one module, one per device slot, kept from forward to forward.
+"""The clones of one module, one per device slot, made anew for each forward.
 
 Note [Clones follow the original]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A clone is an object of the original's class that is filled anew before each forward with the
-original's attributes: hooks, submodules, flags and everything that the user has set since. Tensors
-and modules in them are replaced by the replica's own. After a forward that succeeded, what replica
-0 assigned to itself is assigned to the original, as if the original itself had run: this is what
-"replica 0 is the wrapped module" means where gradients need a clone. What other replicas assign to
-themselves is dropped, as in ``torch.nn.DataParallel``.
+A clone is an object of the original's class that is filled before a forward with the original's
+attributes: hooks, submodules, flags and everything that the user has set since. Tensors and modules
+in them are replaced by the replica's own. After a forward that succeeded, what replica 0 assigned
+to itself is assigned to the original, as if the original itself had run: this is what "replica 0
+is the wrapped module" means where gradients need a clone. What other replicas assign to themselves
+is dropped, as in ``torch.nn.DataParallel``.
+
+Only copies of tensors are kept from forward to forward. The objects are new each time, because the
+graph of an earlier forward may still need the old ones as they were: activation checkpointing runs
+a clone's forward again in backward.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from dataparallel.clone import Given, as_parameter, blank, created_parameters, fill, take_back
 from dataparallel.gradient_edges import connect
-from dataparallel.remap import OPAQUE, may_refer, remap, tensors_in
-from dataparallel.tensor_copies import Sharing, TensorCopies
-
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-_TABLES = frozenset({dict, OrderedDict, set, list, tuple})
-
-
-class Parts:
-    """The modules and tensors of a module tree, each once, in registration order."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.modules: list[nn.Module] = []
-        self.parameters: list[torch.Tensor] = []
-        self.buffers: list[torch.Tensor] = []
-        #: Per module, the names of attributes that may lead to a tensor or a module.
-        self.references: list[list[str]] = []
-        self._seen: set[int] = set()
-        self._visit(root)
-
-    def _visit(self, root: nn.Module) -> None:
-        pending = [root]
-        while pending:
-            module = pending.pop()
-            if id(module) in self._seen:
-                continue
-            self._seen.add(id(module))
-            if isinstance(module, torch.jit.ScriptModule):
-                _refuse_scripted(root)
-            attributes = module.__dict__
-            self.modules.append(module)
-            self._add(attributes["_parameters"], self.parameters)
-            self._add(attributes["_buffers"], self.buffers)
-            self.references.append(
-                [
-                    name
-                    for name, value in attributes.items()
-                    # Most values are numbers and empty tables of hooks, gone over at every forward.
-                    if not (type(value) in _TABLES and not value)
-                    and type(value) not in OPAQUE
-                    and name not in _REGISTRIES
-                    and may_refer(value)
-                ]
-            )
-            children = attributes["_modules"].values()
-            pending.extend(child for child in reversed(children) if child is not None)
-
-    def _add(self, registry: dict[str, torch.Tensor | None], found: list[torch.Tensor]) -> None:
-        for tensor in registry.values():
-            if tensor is not None and id(tensor) not in self._seen:
-                self._seen.add(id(tensor))
-                found.append(tensor)
-
-    def loose_tensors(self) -> list[torch.Tensor]:
-        """Tensors in plain attributes, neither parameters nor buffers."""
-        found = []
-        for module, names in zip(self.modules, self.references, strict=True):
-            for name in names:
-                for tensor in tensors_in(module.__dict__[name]):
-                    if id(tensor) not in self._seen:
-                        self._seen.add(id(tensor))
-                        found.append(tensor)
-        return found
+from dataparallel.parts import Parts
+from dataparallel.tensor_copies import Sharing, TensorCopies, last_step_of
 
 
 class ModuleClones:
-    """The clones of one module, refreshed before each forward.
+    """The clones of one module.
 
     Example::
 
@@ -93,6 +37,7 @@ class ModuleClones:
         replicas = clones.refresh(num_replicas=2, detach=False)
         ...
         clones.commit()
+        clones.release()
 
     Args:
         module: The original.
@@ -111,47 +56,48 @@ class ModuleClones:
         self._devices = tuple(devices)
         self._parameter_copies = TensorCopies(devices)
         self._buffer_copies = TensorCopies(devices, buffer_sharing)
-        self._loose_copies = TensorCopies(devices)
-        # The clones of each module, with the module, so that its id cannot be taken by another.
-        self._clones: dict[int, tuple[nn.Module, list[nn.Module]]] = {}
+        self._loose_copies = TensorCopies(devices, "first")
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the clones and of all that their forward left in them."""
         self._parts: Parts | None = None
         self._counterparts: list[dict[int, Any]] = []
+        # Per replica and tensor, the version of the replica's tensor before the forward.
         self._versions: list[dict[int, int]] = []
-        # What was put in the place of references, per module of replica 0.
-        self._installed: dict[int, dict[str, Any]] = {}
+        self._steps: dict[int, int | None] = {}
+        # What each clone of replica 0 was given, by the id of its original.
+        self._given: dict[int, Given] = {}
+        self._names: dict[int, str] = {}
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
-        """Bring the clones up to date with the original.
+        """Make clones of the module as it is now.
 
         Args:
             num_replicas: How many slots take part; the first ones.
             detach: Whether to leave out the gradient edges to the originals.
 
         Returns:
-            One clone per replica; the same objects at each call.
+            One clone per replica.
         """
+        self.release()
         parts = self._parts = Parts(self.module)
         self._counterparts = [{} for _ in range(num_replicas)]
         self._give_tensors(self._parameter_copies, parts.parameters, detach=detach)
         self._give_tensors(self._buffer_copies, parts.buffers, detach=detach)
-        if any(device != self._devices[0] for device in self._devices):
-            # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there.
-            loose = [t for t in parts.loose_tensors() if t.device == self._devices[0]]
-            self._give_tensors(self._loose_copies, loose, detach=detach)
-        known, self._clones = self._clones, {}
-        for module in parts.modules:
-            entry = known.get(id(module)) or (module, [])
-            self._clones[id(module)] = entry
-            clones = entry[1]
-            while len(clones) < num_replicas:
-                clones.append(_blank(module))
-            for counterparts, clone in zip(self._counterparts, clones, strict=False):
-                counterparts[id(module)] = clone
+        # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there, and
+        # one that a forward computed belongs to the graph of that forward.
+        home = self._devices[0]
+        loose = [t for t in parts.loose_tensors() if t.device == home and t.grad_fn is None]
+        self._give_tensors(self._loose_copies, loose, detach=detach)
+        for counterparts in self._counterparts:
+            counterparts.update((id(module), blank(module)) for module in parts.modules)
         for module, names in zip(parts.modules, parts.references, strict=True):
-            installed = [_fill(module, names, c) for c in self._counterparts]
-            self._installed[id(module)] = installed[0]
+            given = [fill(module, c[id(module)], names, c) for c in self._counterparts]
+            self._given[id(module)] = given[0]
         self._versions = [self._versions_of(c) for c in self._counterparts]
-        return self._clones[id(self.module)][1][:num_replicas]
+        self._steps = {id(p): last_step_of(p) for p in parts.parameters}
+        return [counterparts[id(self.module)] for counterparts in self._counterparts]
 
     def _give_tensors(
         self, copies: TensorCopies, originals: list[torch.Tensor], *, detach: bool
@@ -160,12 +106,14 @@ class ModuleClones:
         chosen = [i for i, original in enumerate(originals) if original.requires_grad]
         trained = [[replica[i] for i in chosen] for replica in values]
         if detach:
-            aliases = [[value.detach() for value in replica] for replica in trained]
+            # Without gradients in the caller a forward may still turn them on for itself.
+            wanted = not torch.is_grad_enabled()
+            aliases = [[v.detach().requires_grad_(wanted) for v in replica] for replica in trained]
         else:
             aliases = connect(trained, [originals[i] for i in chosen])
         for replica, replacements in zip(values, aliases, strict=True):
             for i, alias in zip(chosen, replacements, strict=True):
-                replica[i] = _as_parameter(alias, replica[i])
+                replica[i] = as_parameter(alias, replica[i])
         for counterparts, replica in zip(self._counterparts, values, strict=True):
             for original, value in zip(originals, replica, strict=True):
                 counterparts[id(original)] = value
@@ -188,17 +136,44 @@ class ModuleClones:
 
     def written_parameters(self) -> list[str]:
         """Names of the parameters that a replica has written since :meth:`refresh`."""
-        written = {id(parameter) for parameter in self._written(self.parts.parameters)}
+        written = {
+            id(parameter)
+            for parameter in self._written(self.parts.parameters)
+            # Otherwise another thread trains the module meanwhile, which is its own affair.
+            if last_step_of(parameter) == self._steps[id(parameter)]
+        }
         if not written:
             return []
         return [name for name, p in self.module.named_parameters() if id(p) in written]
+
+    def created_parameters(self) -> list[str]:
+        """Names of the parameters that the forward of replica 0 has made."""
+        forward = self._counterparts[0]
+        return [
+            f"{self.name_of(module)}.{name}".lstrip(".")
+            for module in self.parts.modules
+            for name in created_parameters(forward[id(module)], self._given[id(module)])
+        ]
 
     def written_buffers(self) -> list[torch.Tensor]:
         """The originals of the buffers that a replica has written since :meth:`refresh`."""
         return self._written(self.parts.buffers)
 
+    def assigned_buffers(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
+        """Buffers that every replica has assigned anew: clone of replica 0, name, the tensors."""
+        for module in self.parts.modules:
+            for name, original in module._buffers.items():
+                registries = [c[id(module)]._buffers for c in self._counterparts]
+                values = [registry.get(name) for registry in registries]
+                given = [None if original is None else c[id(original)] for c in self._counterparts]
+                if all(
+                    value is not None and value is not before
+                    for value, before in zip(values, given, strict=True)
+                ):
+                    yield self._counterparts[0][id(module)], name, values
+
     def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
-        """Give the clones of ``module`` an attribute of their own until the next refresh.
+        """Give the clones of ``module`` an attribute of their own.
 
         Args:
             module: A module of the original.
@@ -207,12 +182,13 @@ class ModuleClones:
         """
         for counterparts, value in zip(self._counterparts, values, strict=True):
             counterparts[id(module)].__dict__[name] = value
-        self._installed[id(module)][name] = values[0]
+        self._given[id(module)].attributes[name] = values[0]
 
     def name_of(self, module: nn.Module) -> str:
         """The qualified name of a module of the original."""
-        names: dict[int, str] = {id(part): name for name, part in self.module.named_modules()}
-        return names[id(module)]
+        if not self._names:
+            self._names = {id(part): name for name, part in self.module.named_modules()}
+        return self._names[id(module)]
 
     def commit(self) -> None:
         """Assign to the originals what replica 0 has assigned to itself.
@@ -223,7 +199,7 @@ class ModuleClones:
         everything = (*self.parts.parameters, *self.parts.buffers, *self.parts.modules)
         back = {id(forward[id(part)]): part for part in everything}
         for module in self.parts.modules:
-            _take_back(module, self._installed[id(module)], forward, back)
+            take_back(module, forward[id(module)], self._given[id(module)], back)
 
     @property
     def counterparts(self) -> list[dict[int, Any]]:
@@ -239,75 +215,3 @@ class ModuleClones:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _as_parameter(alias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, nn.Parameter):
-        # What torch looks at in `isinstance(tensor, nn.Parameter)` for tensors that are not leaves.
-        alias._is_param = True
-    for name, attribute in vars(value).items():
-        setattr(alias, name, attribute)
-    return alias
-
-
-def _refuse_scripted(root: nn.Module) -> NoReturn:
-    scripted = [
-        f"{name or 'the module itself'!r} ({type(module).__name__})"
-        for name, module in root.named_modules()
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
-    raise TypeError(
-        f"cannot replicate the scripted modules {', '.join(scripted)}: they hold their parameters "
-        "where a clone cannot give them others; wrap the module before it is scripted"
-    )
-
-
-def _blank(module: nn.Module) -> nn.Module:
-    clone: nn.Module = module.__new__(type(module))
-    return clone
-
-
-def _fill(module: nn.Module, references: list[str], counterparts: dict[int, Any]) -> dict[str, Any]:
-    """Give a clone the attributes of its original; returns those that are not the original's."""
-    attributes = module.__dict__.copy()
-    for registry in _REGISTRIES:
-        attributes[registry] = {
-            name: None if part is None else counterparts[id(part)]
-            for name, part in attributes[registry].items()
-        }
-    installed: dict[str, Any] = {"_is_replica": True, "zero_grad": _refuse_zero_grad}
-    for name in references:
-        installed[name] = remap(attributes[name], counterparts)
-    attributes.update(installed)
-    # Not through the class: its own __setattr__ may expect attributes that are not there yet.
-    object.__setattr__(counterparts[id(module)], "__dict__", attributes)
-    return installed
-
-
-def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
-    raise RuntimeError(
-        "zero_grad() was called in the forward of a replica, whose parameters have no gradients "
-        "of their own; call it on the wrapped module or the optimizer, outside of forward"
-    )
-
-
-def _take_back(
-    module: nn.Module,
-    installed: dict[str, Any],
-    forward: dict[int, Any],
-    back: dict[int, Any],
-) -> None:
-    """Carry assignments of the forward from the clone of replica 0 to its original."""
-    attributes, assigned = module.__dict__, forward[id(module)].__dict__
-    for name, value in assigned.items():
-        if name in _REGISTRIES or value is installed.get(name, attributes.get(name, _MISSING)):
-            continue
-        attributes[name] = remap(value, back)
-    for registry in _REGISTRIES:
-        for name, part in assigned[registry].items():
-            current = attributes[registry].get(name)
-            if part is not (None if current is None else forward.get(id(current))):
-                attributes[registry][name] = back.get(id(part), part)
-
-
-_MISSING = object()

@@ -116,10 +116,17 @@ class ReplicaEngine:
                     "at the same time and would each change their own copy, so change parameters "
                     "outside of forward, or make them buffers"
                 )
+            created = clones.created_parameters() if len(replicas) > 1 else []
+            if created:
+                raise RuntimeError(
+                    f"the forward created parameters: {', '.join(created)}; each replica would "
+                    "have its own, so call the module once with an example before wrapping it"
+                )
             if self._policy == "mean":
                 merge_mean(clones, sizes)
             clones.commit()
         finally:
+            clones.release()
             self._idle.append(clones)
             del self._idle[:-_MAX_IDLE]
 

@@ -36,6 +36,8 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         A new int32 tensor of shape ``(1021,)`` on the tensors' device. Nothing waits for it.
     """
+    if not tensors:
+        return torch.zeros(_COLUMNS, dtype=torch.int32)
     large = [_bytes(tensor) for tensor in tensors if tensor.nbytes >= _LARGE]
     small = [_bytes(tensor) for tensor in tensors if tensor.nbytes < _LARGE]
     total = torch.zeros(_COLUMNS, dtype=torch.int32, device=tensors[0].device)
@@ -48,7 +50,10 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _column_sums(data: torch.Tensor) -> torch.Tensor:
     words = data[: data.numel() // 4 * 4].view(torch.int32)
     rows = words.numel() // _COLUMNS
-    sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0, dtype=torch.int32)
+    matrix = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+    # The upper bits once more: sums are modulo 2**32, so an even number of flipped signs, which are
+    # the top bits of floats, would add up to nothing.
+    sums = matrix.sum(0, dtype=torch.int32) + (matrix >> 16).sum(0, dtype=torch.int32).mul_(5)
     rest = words[rows * _COLUMNS :]
     sums[: rest.numel()] += rest
     tail = data[words.numel() * 4 :]

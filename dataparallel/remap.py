@@ -31,6 +31,8 @@ def may_refer(value: Any) -> bool:
         return False
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return bool(value)
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is not None
     return isinstance(
         value,
         (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref),
@@ -45,8 +47,9 @@ def remap(value: Any, counterparts: Counterparts) -> Any:
         remap([layer.weight, 3], {id(layer.weight): replica_weight})   # [replica_weight, 3]
 
     Args:
-        value: Any object; tensors and modules, bound methods, partial functions, weak references
-            and containers of those are followed, everything else is kept.
+        value: Any object; tensors and modules, bound methods, partial functions, functions that
+            close over something, weak references and containers of those are followed, everything
+            else is kept.
         counterparts: From ``id(original)`` to what stands for it.
 
     Returns:
@@ -93,23 +96,23 @@ def _remap(value: Any, counterparts: Counterparts, inside: set[int]) -> Any:
             return types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
             return _remap_partial(value, follow)
+        if isinstance(value, types.FunctionType):
+            return _remap_function(value, follow)
         target = value()
         counterpart = None if target is None else follow(target)
-        return value if counterpart is target else weakref.ref(counterpart)
+        # Of the same class: a WeakMethod refers to a method that nothing else holds.
+        return value if counterpart is target else type(value)(counterpart)
     finally:
         inside.discard(id(value))
 
 
 def _remap_dict(value: dict[Any, Any], follow: Callable[[Any], Any]) -> dict[Any, Any]:
-    changed = {}
-    for key, item in value.items():
-        new = follow(item)
-        if new is not item:
-            changed[key] = new
-    if not changed:
+    new = [(follow(key), follow(item)) for key, item in value.items()]
+    if all(a is k and b is v for (a, b), (k, v) in zip(new, value.items(), strict=True)):
         return value
     result = copy.copy(value)
-    result.update(changed)
+    result.clear()
+    result.update(new)
     return result
 
 
@@ -134,3 +137,24 @@ def _remap_partial(
     if func is value.func and args is value.args and keywords is value.keywords:
         return value
     return type(value)(func, *args, **keywords)
+
+
+def _remap_function(value: types.FunctionType, follow: Callable[[Any], Any]) -> types.FunctionType:
+    assert value.__closure__ is not None
+    cells = []
+    for cell in value.__closure__:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # Not assigned yet, as in a function that refers to itself.
+            cells.append(cell)
+            continue
+        new = follow(content)
+        cells.append(cell if new is content else types.CellType(new))
+    if all(a is b for a, b in zip(cells, value.__closure__, strict=True)):
+        return value
+    result = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
+    result.__kwdefaults__ = value.__kwdefaults__
+    result.__dict__.update(value.__dict__)
+    return result

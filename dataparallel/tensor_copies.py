@@ -45,6 +45,11 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def last_step_of(tensor: torch.Tensor) -> int | None:
+    """The number of the last optimizer step that had ``tensor`` among its parameters."""
+    return _last_step_of.get(id(tensor))
+
+
 class _Bucket:
     """Some originals that are copied together, and the copies that were made of them."""
 
@@ -120,11 +125,10 @@ class TensorCopies:
         if bucket is None or bucket.signature != signature or _written(bucket):
             return _Bucket(originals, signature, places)
         held = next((copies for copies in bucket.copies if copies is not None), None)
-        comparable = held is not None and all(_has_bits(t) for t in (*originals, *held))
-        if held is not None and comparable:
+        if held is not None:
             if bucket.fingerprint is None:
-                bucket.fingerprint = fingerprint(held).cpu()
-            if not torch.equal(fingerprint(originals).cpu(), bucket.fingerprint):
+                bucket.fingerprint = fingerprint(_comparable(held)).cpu()
+            if not torch.equal(fingerprint(_comparable(originals)).cpu(), bucket.fingerprint):
                 return _Bucket(originals, signature, places)
         return bucket
 
@@ -173,8 +177,30 @@ def _signature(tensor: torch.Tensor) -> _Signature:
         tensor.shape,
         tensor.stride() if tensor.layout == torch.strided else None,
         tensor.requires_grad,
-        _last_step_of.get(id(tensor)),
+        last_step_of(tensor),
+        # Attributes of a parameter, such as the scale of a quantised one, are copied with it.
+        tuple((name, _Identity(value)) for name, value in vars(tensor).items()),
     )
+
+
+class _Identity:
+    """Equal to the identity of the same object in the same version; holds the object."""
+
+    __slots__ = ("_value", "_version")
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        self._version = value._version if counted else None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Identity)
+            and self._value is other._value
+            and self._version == other._version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _written(bucket: _Bucket) -> bool:
@@ -187,8 +213,15 @@ def _written(bucket: _Bucket) -> bool:
     )
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
+def _comparable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The strided tensors among some, or in them: those that have a fingerprint."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.layout == torch.sparse_coo:
+            parts += [tensor._indices(), tensor._values()]
+        elif tensor.layout == torch.strided and not tensor.is_quantized:
+            parts.append(tensor)
+    return parts
 
 
 def _copy_to(

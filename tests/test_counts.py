@@ -93,13 +93,3 @@ def test_no_thread_starts_after_the_first_forward(slots: list[str]) -> None:
             with torch.no_grad():
                 model(x)
     start.assert_not_called()
-
-
-def test_the_modules_of_the_clones_are_made_once(slots: list[str]) -> None:
-    model = DataParallel(net(slots[0]), slots)
-    x = torch.randn(8, 3, device=slots[0])
-    seen: set[int] = set()
-    model.module[0].register_forward_hook(lambda module, args, output: seen.add(id(module)))
-    for _ in range(4):
-        model(x)
-    assert len(seen) == len(slots)

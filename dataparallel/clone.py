@@ -1,0 +1,151 @@
+"""One clone of one module: made, filled, and read back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from dataparallel.parts import REGISTRIES
+from dataparallel.remap import Counterparts, remap
+
+_MISSING = object()
+
+
+class Given(NamedTuple):
+    """What a clone was given before its forward; what differs afterwards, the forward assigned."""
+
+    attributes: dict[str, Any]
+    registries: dict[str, dict[str, Any]]
+    slots: dict[str, Any]
+
+
+def blank(module: nn.Module) -> nn.Module:
+    """An object of the module's class without attributes.
+
+    Not made by the class: a ``__new__`` of its own may want arguments, or return another object.
+    """
+    clone: nn.Module = object.__new__(type(module))
+    return clone
+
+
+def fill(
+    module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
+) -> Given:
+    """Give a clone the attributes of its original, with the replica's own parts in them.
+
+    Args:
+        module: The original.
+        clone: Any object of its class.
+        references: Names of the attributes that may lead to a part.
+        counterparts: From the id of an original part to the replica's.
+
+    Returns:
+        What was given.
+    """
+    attributes = module.__dict__.copy()
+    for name in references:
+        attributes[name] = remap(attributes[name], counterparts)
+    registries = {}
+    for registry in REGISTRIES:
+        entries = {
+            name: None if part is None else counterparts[id(part)]
+            for name, part in attributes[registry].items()
+        }
+        attributes[registry] = entries
+        registries[registry] = dict(entries)
+    attributes["_is_replica"] = True
+    attributes["zero_grad"] = _refuse_zero_grad
+    if attributes.get("_compiled_call_impl") is not None:
+        # Compiled for the original, whose parameters it would use.
+        attributes["_compiled_call_impl"] = None
+    slots = {}
+    for name in _slots(type(module)):
+        value = _slot(module, name)
+        if value is not _MISSING:
+            slots[name] = remap(value, counterparts)
+            object.__setattr__(clone, name, slots[name])
+    # Not through the class: its own __setattr__ may expect attributes that are not there yet.
+    object.__setattr__(clone, "__dict__", attributes)
+    return Given(dict(attributes), registries, slots)
+
+
+def created_parameters(clone: nn.Module, given: Given) -> list[str]:
+    """Names of the parameters that the forward made and registered in a clone."""
+    found = [
+        name
+        for name, part in clone.__dict__["_parameters"].items()
+        if isinstance(part, nn.Parameter)
+        and part.is_leaf
+        and part is not given.registries["_parameters"].get(name)
+    ]
+    for name, child in clone.__dict__["_modules"].items():
+        if child is not None and child is not given.registries["_modules"].get(name):
+            new = "_is_replica" not in child.__dict__
+            found += [f"{name}.{inner}" for inner, _ in child.named_parameters() if new]
+    return found
+
+
+def take_back(module: nn.Module, clone: nn.Module, given: Given, back: Counterparts) -> None:
+    """Do to the original what the forward did to the attributes of its clone.
+
+    Args:
+        module: The original.
+        clone: The clone of replica 0, after its forward.
+        given: What the clone had before it.
+        back: From the id of a part of the clone to the original's.
+    """
+    attributes, assigned = module.__dict__, clone.__dict__
+    for name, value in assigned.items():
+        if name not in REGISTRIES and value is not given.attributes.get(name, _MISSING):
+            attributes[name] = remap(value, back)
+    for name in given.attributes.keys() - assigned.keys():
+        attributes.pop(name, None)
+    for registry in REGISTRIES:
+        before, after = given.registries[registry], assigned[registry]
+        for name, part in after.items():
+            if part is not before.get(name, _MISSING):
+                attributes[registry][name] = back.get(id(part), part)
+        for name in before.keys() - after.keys():
+            attributes[registry].pop(name, None)
+    for name in _slots(type(module)):
+        value = _slot(clone, name)
+        if value is not _MISSING and value is not given.slots.get(name, _MISSING):
+            object.__setattr__(module, name, remap(value, back))
+
+
+def as_parameter(alias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Make ``alias`` look like ``value``: a parameter if that is one, with its attributes."""
+    if isinstance(value, nn.Parameter):
+        if type(value) is not nn.Parameter:
+            alias.__class__ = type(value)
+        # What torch looks at in `isinstance(tensor, nn.Parameter)` for tensors that are not leaves.
+        alias._is_param = True
+    for name, attribute in vars(value).items():
+        setattr(alias, name, attribute)
+    return alias
+
+
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        declared = base.__dict__.get("__slots__", ())
+        names += [declared] if isinstance(declared, str) else declared
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _slot(module: nn.Module, name: str) -> Any:
+    try:
+        return object.__getattribute__(module, name)
+    except AttributeError:
+        return _MISSING
+
+
+def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
+    raise RuntimeError(
+        "zero_grad() was called in the forward of a replica, whose parameters have no gradients "
+        "of their own; call it on the wrapped module or the optimizer, outside of forward"
+    )
