@@ -70,6 +70,11 @@ def _forward(reference: weakref.ref[_BatchNorm], key: str, input: Tensor) -> Ten
     layer = reference()
     assert layer is not None
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
+    if input.size(1) != layer.num_features:
+        raise RuntimeError(
+            f"{key} is for {layer.num_features} channels, but the input of shape "
+            f"{tuple(input.shape)} has {input.size(1)}"
+        )
     uses_batch = layer.training or layer.running_mean is None
     rendezvous = current_rendezvous()
     if not uses_batch or (input.numel() == 0 and rendezvous is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def fill(
         # Compiled for the original, whose parameters it would use.
         attributes["_compiled_call_impl"] = None
     slots = {}
-    for name in _slots(type(module)):
+    for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)
         if value is not _MISSING:
             slots[name] = remap(value, counterparts)
@@ -110,7 +110,7 @@ def take_back(module: nn.Module, clone: nn.Module, given: Given, back: Counterpa
                 attributes[registry][name] = back.get(id(part), part)
         for name in before.keys() - after.keys():
             attributes[registry].pop(name, None)
-    for name in _slots(type(module)):
+    for name in _slots(cast(Any, type(module))):
         value = _slot(clone, name)
         if value is not _MISSING and value is not given.slots.get(name, _MISSING):
             object.__setattr__(module, name, remap(value, back))

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dataparallel import comm
 from dataparallel.fingerprint import fingerprint
@@ -42,11 +45,13 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _last_step_of[id(parameter)] = _steps_taken
 
 
+# Before, too: what another thread copies in the middle of a step is then a change after it.
+register_optimizer_step_pre_hook(_count_step)
 register_optimizer_step_post_hook(_count_step)
 
 
 def last_step_of(tensor: torch.Tensor) -> int | None:
-    """The number of the last optimizer step that had ``tensor`` among its parameters."""
+    """A number that changes with each optimizer step that has ``tensor`` among its parameters."""
     return _last_step_of.get(id(tensor))
 
 

@@ -186,3 +186,51 @@ def test_a_buffer_that_is_assigned_anew_is_kept(slots: list[str]) -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"buffers must be one of .*'sync'.*got 'average'"):
         DataParallel(nn.Linear(1, 1), ["cpu"], buffers="average")  # type: ignore[arg-type]
+
+
+def test_layers_that_cannot_be_synchronised_are_refused(slots: list[str]) -> None:
+    class Frozen(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 3
+
+    x = torch.randn(8, 3, device=slots[0])
+    model = DataParallel(nn.Sequential(Frozen(3)).to(slots[0]), slots, buffers="sync")
+    with pytest.raises(TypeError, match=r"batch norm '0' \(Frozen\).*a forward of its own"):
+        model(x)
+    inner = DataParallel(nn.BatchNorm1d(3), ["cpu"], buffers="sync")
+    nested = DataParallel(nn.Sequential(inner), ["cpu", "cpu"], buffers="sync")
+    with pytest.raises(TypeError, match="over the replicas of '0' within replicas"):
+        nested(torch.randn(8, 3))
+
+
+def test_sync_names_both_numbers_of_channels(slots: list[str]) -> None:
+    model = DataParallel(nn.BatchNorm1d(3).to(slots[0]), slots, buffers="sync")
+    with pytest.raises(RuntimeError, match=r"for 3 channels.*\(2, 5\) has 5"):
+        model(torch.randn(8, 5, device=slots[0]))
+    assert model.num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize("buffers", ["replica0", "mean", "sync"])
+def test_an_empty_batch(slots: list[str], buffers: Any) -> None:
+    bare, model = pair(slots, buffers=buffers)
+    x = torch.randn(0, 2, 5, 5, dtype=torch.double, device=slots[0])
+    assert model(x).shape == bare(x).shape == (0, 4)
+    assert_same_state(bare, model)
+
+
+def test_mean_of_buffers_that_are_assigned_anew(slots: list[str]) -> None:
+    class Assigns(nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = x.mean(0)
+            return x
+
+    model = DataParallel(Assigns().to(slots[0]), slots[:3], buffers="mean")
+    x = torch.randn(7, 3, device=slots[0])
+    model(x)
+    torch.testing.assert_close(model.module.mean, x.mean(0))

@@ -157,3 +157,34 @@ def test_a_fingerprint_sees_every_element(dtype: torch.dtype, numel: int) -> Non
         changed[index] = 1
         assert not torch.equal(fingerprint([changed]), before)
     assert torch.equal(fingerprint([values.clone()]), before)
+
+
+def test_attributes_of_a_parameter_are_a_part_of_it() -> None:
+    class Quantised(nn.Parameter):
+        scale: torch.Tensor
+
+    original = Quantised(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
+    copies = TensorCopies(DEVICES)
+    for value in (2.0, 5.0):
+        original.scale = torch.tensor(value, device=DEVICES[0])
+        assert copies.update([original], 2)[1][0].scale.item() == value  # type: ignore[attr-defined]
+    original.scale.mul_(2)
+    assert copies.update([original], 2)[1][0].scale.item() == 10.0  # type: ignore[attr-defined]
+
+
+def test_a_sparse_neighbour_hides_nothing() -> None:
+    sparse = torch.eye(3, device=DEVICES[0]).to_sparse_coo()
+    dense = torch.ones(3, device=DEVICES[0])
+    copies = TensorCopies(DEVICES)
+    for value in (5.0, 6.0):
+        copies.update([sparse, dense], 2)
+        dense.data.fill_(value)
+        assert copies.update([sparse, dense], 2)[1][1].eq(value).all()
+        sparse._values().data.fill_(value)
+        assert copies.update([sparse, dense], 2)[1][0]._values().eq(value).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_flipped_signs_never_add_up_to_nothing(rows: int) -> None:
+    values = torch.randn(rows * 1021)
+    assert not torch.equal(fingerprint([values]), fingerprint([-values]))
