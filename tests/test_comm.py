@@ -209,6 +209,29 @@ def test_groups_are_planned_from_sizes_alone() -> None:
     assert packing.plan_groups([], 20) == ()
 
 
+def test_a_large_tensor_is_alone_and_closes_no_group() -> None:
+    sizes = (3, packing.LARGE_BYTES, 3, packing.LARGE_BYTES - 1, 3)
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    assert packing.plan_groups(tensors, 10**9) == ((0, 2, 3, 4), (1,))
+
+
+def test_large_tensors_are_not_packed() -> None:
+    tensors = [torch.ones(n, device="virtual:0") for n in (3, packing.LARGE_BYTES, 4)]
+    others = [tensor.to("virtual:1") for tensor in tensors]
+    large, small = tensors[1].nbytes, tensors[0].nbytes + tensors[2].nbytes
+    virtual.reset_counters()
+    comm.broadcast_coalesced(tensors, ["virtual:1"])
+    counted = virtual.counters()
+    assert counted["copies_device_to_device"] == 2
+    assert counted["allocated_bytes"] == large + 2 * small
+    virtual.reset_counters()
+    sums = comm.reduce_add_coalesced([tensors, others], "virtual:0")
+    counted = virtual.counters()
+    assert [set(total.tolist()) for total in sums] == [{2.0}] * 3
+    assert counted["copies_device_to_device"] == 2
+    assert counted["allocated_bytes"] == large + 3 * small
+
+
 # --- sums ----------------------------------------------------------------------------------------
 
 
@@ -240,6 +263,38 @@ def test_reduce_add_does_not_touch_its_inputs(slots: list[str]) -> None:
         assert comm.reduce_add(inputs, destination).tolist() == [4, 4, 4]
         comm.reduce_add_coalesced([[tensor, tensor] for tensor in inputs], destination)
         assert all(tensor.tolist() == [1, 1, 1] for tensor in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_sum_of_two_takes_the_memory_of_the_copy(dtype: torch.dtype) -> None:
+    here, there = (make((20, 30), dtype, f"virtual:{i}") for i in range(2))
+    before = here.cpu(), there.cpu()
+    for first, second in ((here, there), (there, here)):
+        virtual.reset_counters()
+        total = comm.reduce_add([first, second], "virtual:0")
+        counted = virtual.counters()
+        assert counted["allocated_bytes"] == here.nbytes
+        assert same(total, in_order([first.cpu(), second.cpu()]), "virtual:0")
+    assert torch.equal(here.cpu(), before[0]) and torch.equal(there.cpu(), before[1])
+
+
+def test_a_sum_of_two_is_laid_out_as_the_first() -> None:
+    for first in laid_out("virtual:0"):
+        for second in (first.contiguous(), first.transpose(0, -1).contiguous().transpose(0, -1)):
+            if first.dim() == 0:
+                second = first.clone()
+            expected = first + second
+            total = comm.reduce_add([first, second.to("virtual:1")], "virtual:0")
+            assert same(total, expected.cpu(), "virtual:0")
+            assert total.stride() == expected.stride()
+
+
+def test_a_sum_of_two_resolves_lazy_conjugation_and_negation() -> None:
+    lazy = make((2, 3), torch.complex64, "virtual:1").conj()
+    for second in (lazy, lazy.imag):
+        total = comm.reduce_add([second.resolve_conj().resolve_neg().to("virtual:0"), second])
+        assert not total.is_conj() and not total.is_neg()
+        assert same(total, second.cpu() * 2, "virtual:0")
 
 
 def test_reduce_add_of_expanded_tensors(slots: list[str]) -> None:
@@ -295,6 +350,16 @@ def test_sparse_sums() -> None:
     assert both.to_dense().tolist() == [1, 0, 0, 7, 0]
     assert mixed.tolist() == [1, 1, 2, 1, 1]
     assert replicas[0][1].to_dense().tolist() == [1, 0, 0, 2, 0]
+
+
+def test_sparse_sums_between_devices_keep_the_order_of_their_entries() -> None:
+    """Entries of one index are added in this order when the tensor is coalesced."""
+    inputs = [sparse([1.0, 2.0], [3, 3]), sparse([5.0], [3])]
+    total = comm.reduce_add([t.to(f"virtual:{i}") for i, t in enumerate(inputs)], "virtual:0")
+    expected = inputs[0] + inputs[1]
+    assert total.layout == torch.sparse_coo
+    assert torch.equal(total._indices().cpu(), expected._indices())
+    assert torch.equal(total._values().cpu(), expected._values())
 
 
 def test_sparse_broadcast_scatter_and_gather() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel import comm, gradient_edges
+from dataparallel import comm, gradient_edges, virtual
 from dataparallel.gradient_edges import connect, plan_buckets
 
 KIB = 256  # float32 elements
@@ -38,10 +38,10 @@ def empty(numel: int, dtype: torch.dtype) -> Tensor:
         ([], ()),
         ([(3, F32)], ((0,),)),
         ([(3, F32), (5, F32), (7, F32)], ((0, 1, 2),)),
-        # The first bucket is full with 1 MiB, the others with 25 MiB.
-        ([(MIB, F32), (MIB, F32), (MIB, F32)], ((0,), (1, 2))),
+        # The first bucket is full with 1 MiB, the others with 4 MiB.
+        ([(MIB // 2, F32)] * 4, ((0, 1), (2, 3))),
         ([(KIB, F32)] * 1025, (tuple(range(1024)), (1024,))),
-        ([(MIB, F32), (24 * MIB, F32), (MIB, F32), (3, F32)], ((0,), (1, 2), (3,))),
+        ([(MIB, F32), (3 * MIB, F32), (MIB, F32), (3, F32)], ((0,), (1, 2), (3,))),
         # The tensor that fills a bucket belongs to it, however large it is.
         ([(3, F32), (90 * MIB, F32), (3, F32)], ((0, 1), (2,))),
         # A bucket has one dtype; those of another dtype in between do not close it.
@@ -195,6 +195,29 @@ def test_third_order_equals_that_without_edges(places: list[str]) -> None:
             (value,) = torch.autograd.grad(value.sum(), w, create_graph=True)
         results.append(value)
     torch.testing.assert_close(results[0], results[1])
+
+
+def test_the_bytes_of_the_gradients_move_and_are_allocated_once() -> None:
+    places = ["virtual:0", "virtual:1"]
+    # Two buckets, each of one large tensor and two small ones.
+    shapes = [(300,), (7, 5), (512, 1024), (3, MIB), (11,), (12,)]
+    originals = leaves(places[0], *shapes, dtype=F32)
+    num_bytes = sum(original.nbytes for original in originals)
+    small_bytes = sum(original.nbytes for original in originals if original.nbytes < MIB)
+    aliases = connected(originals, places)
+    gradients = [[torch.ones_like(alias) for alias in replica] for replica in aliases]
+    outputs = [alias for replica in aliases for alias in replica]
+    given = [gradient for replica in gradients for gradient in replica]
+    virtual.reset_counters()
+    torch.autograd.backward(outputs, given)
+    counted = virtual.counters()
+    assert counted["bytes_device_to_device"] == num_bytes
+    # The two large ones, and the small ones of each bucket together.
+    assert counted["copies_device_to_device"] == 2 + 2
+    # The sum takes the memory of the copy and becomes the gradient itself. Small ones are packed on
+    # each device before.
+    assert counted["allocated_bytes"] == num_bytes + 2 * small_bytes
+    assert all(o.grad is not None and bool((o.grad == 2).all()) for o in originals)
 
 
 def test_a_gradient_that_nobody_wants_is_not_reduced(places: list[str]) -> None:

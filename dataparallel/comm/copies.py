@@ -103,7 +103,7 @@ class SharedMemory(Transport):
         return [tensor.detach() for _ in devices]
 
     def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
-        return _sum([tensor.detach() for tensor in inputs], owns_first=False)
+        return _sum([tensor.detach() for tensor in inputs], [False] * len(inputs))
 
 
 class Copies(Transport):
@@ -121,14 +121,31 @@ class Copies(Transport):
         # One copy at a time is queued and then added: each overlaps with the addition before it,
         # and no more than two of them are alive.
         arriving = (copy_to(tensor, destination) for tensor in inputs)
-        return _sum(arriving, owns_first=inputs[0].device != destination)
+        return _sum(arriving, [tensor.device != destination for tensor in inputs])
 
 
-def _sum(tensors: Iterable[torch.Tensor], owns_first: bool) -> torch.Tensor:
-    """Add in order; see Note [Order of a sum]. At least two tensors."""
+def _sum(tensors: Iterable[torch.Tensor], owned: Sequence[bool]) -> torch.Tensor:
+    """Add in order; see Note [Order of a sum].
+
+    Args:
+        tensors: At least two, on one device.
+        owned: Which of them are copies that nobody else has: a sum may take their memory.
+    """
     terms = iter(tensors)
     first, second = next(terms), next(terms)
-    total = first.add_(second) if owns_first else first + second
+    if owned[0]:
+        total = first.add_(second)
+    elif owned[1] and _same_in_memory(first, second):
+        # Addition commutes, so that this is first + second in the last bit too.
+        total = second.add_(first)
+    else:
+        total = first + second
     for term in terms:
         total.add_(term)
     return total
+
+
+def _same_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a sum in the memory of ``second`` looks like one in memory made for ``first``."""
+    dense = first.layout == second.layout == torch.strided
+    return dense and first.stride() == second.stride()

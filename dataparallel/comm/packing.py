@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+#: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
+#: and costs two more passes over its memory; from this size on the passes are what costs more.
+LARGE_BYTES = 256 * 2**10
+
 
 def packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides without gaps that keep the order of dimensions in memory (channels_last, say)."""
@@ -33,7 +37,7 @@ def plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[tupl
 
     Args:
         tensors: Dense tensors of one device.
-        buffer_size: Most bytes in one buffer; a larger tensor is alone in its own.
+        buffer_size: Most bytes in one buffer. Alone is a tensor that has more, or ``LARGE_BYTES``.
 
     Returns:
         Indices into ``tensors``, ascending within a group, each in exactly one group. The tensors
@@ -43,6 +47,9 @@ def plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[tupl
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes >= LARGE_BYTES:
+            groups.append([index])
+            continue
         group, filled = open_groups.get(tensor.dtype, ([], 0))
         if not group or filled + num_bytes > buffer_size:
             group, filled = [], 0
