@@ -24,7 +24,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"comm"}),
     frozenset(
         {
+            "clone",
             "clones",
+            "parts",
             "context",
             "functions",
             "generators",
