@@ -13,6 +13,16 @@ disabled, saved-tensor hooks, contextvars, current streams and the denormal mode
 Anomaly mode, deterministic algorithms, the default dtype and the SDPA switches are process-wide,
 so there is nothing to carry. functorch transforms and ``torch.jit.trace`` cannot be carried;
 ``ThreadContext.portable`` is False under them, and the replicas then run in the calling thread.
+
+Note [Checkpoints around replicas]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``torch.utils.checkpoint`` with ``use_reentrant=False`` is a pair of saved-tensor hooks that number
+the tensors as they are saved, and give each the recomputed tensor with the same number. Its
+``context_fn`` may add dispatch modes that count operations in the same way. Replicas run at the
+same time, in another order at each run, so these would mix up their tensors. They are the only
+hooks and modes that are not carried: the replicas then keep their activations, and nothing in them
+is taken from another run. A checkpoint inside of a replica sets its hooks there, and numbers what
+that replica alone saves.
 """
 
 from __future__ import annotations
@@ -92,6 +102,23 @@ _global_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 # Below the smallest normal number, so that it reads as zero where denormals are flushed. A variable
 # of the module, since the compiler would fold a product of two constants.
 _DENORMAL = 5e-324
+
+
+def refuse_transforms(num_slots: int) -> None:
+    """Say what to do under a functorch transform, which no move between replicas supports.
+
+    Args:
+        num_slots: How many device slots there are; nothing is moved where there is one.
+
+    Raises:
+        RuntimeError: A transform is active.
+    """
+    if num_slots > 1 and _transforms_active():
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp and others) do not go through several "
+            "replicas; transform the bare module: .module of the wrapper, or "
+            "torch.func.functional_call(wrapper.module, parameters, inputs)"
+        )
 
 
 class ThreadContext:
@@ -250,11 +277,11 @@ def _special_settings() -> tuple[_Setting, ...]:
         found.append(_use_view_replay)
     message = _hooks_disabled()
     hooks = _top_hooks(True)
-    if hooks is not None:
+    if hooks is not None and not _of_checkpoint(hooks[0]):
         found.append(_saved_tensor_hooks(*hooks))
     if message is not None:
         found.append(_disabled_hooks(message))
-    modes = _dispatch_modes()
+    modes = [mode for mode in _dispatch_modes() if not _of_checkpoint(mode)]
     if modes:
         found.append(_dispatch_mode_stack(modes))
     modes = _function_modes()
@@ -264,6 +291,11 @@ def _special_settings() -> tuple[_Setting, ...]:
     if state is not None and int(state) != 0:
         found.append(_torch_function_state(state))
     return tuple(found)
+
+
+def _of_checkpoint(owned: object) -> bool:
+    """See Note [Checkpoints around replicas]."""
+    return getattr(owned, "__module__", "") == "torch.utils.checkpoint"
 
 
 def _use_inference_mode(

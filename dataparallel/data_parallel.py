@@ -7,12 +7,14 @@ import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy, check_policy
+from dataparallel.context import refuse_transforms
 from dataparallel.criterion import Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
 from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
@@ -24,6 +26,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
+# The wrapper whose `loss` scatters, and how many of the inputs are its module's own; the others are
+# targets. It is no argument of `scatter`, which keeps torch's for those who override it.
+_scattering: ContextVar[tuple[object, int]] = ContextVar("scattering", default=(None, 0))
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
@@ -125,9 +130,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         Raises:
             ValueError: The inputs cannot be split (no tensor, batch sizes that disagree, ``dim``
                 out of range), or the module is not on the first device.
-            RuntimeError: The forward wrote parameters in place.
+            RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
+                active around several replicas.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
+            refuse_transforms(len(self.device_ids))
             check_placement(self.module, self.device_ids[0])
             with self._engine.between_replicas():
                 args, keywords = self.scatter(inputs, kwargs, self.device_ids)
@@ -156,14 +163,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             A sequence of positional arguments and one of keyword arguments, each with one entry
             per replica that takes part.
         """
-        plan = plan_scatter(
-            inputs,
-            kwargs,
-            len(device_ids),
-            self.dim,
-            in_dims=self._in_dims_of(inputs, kwargs or {}),
-            split_lists=self.split_lists,
-        )
+        owner, num_own = _scattering.get()
+        in_dims = self._in_dims_of(num_own if owner is self else len(inputs), kwargs or {})
+        options: dict[str, Any] = {"in_dims": in_dims, "split_lists": self.split_lists}
+        plan = plan_scatter(inputs, kwargs, len(device_ids), self.dim, **options)
         if plan.batch_size is None and (inputs or kwargs):
             kinds = [type(value).__name__ for value in (*inputs, *(kwargs or {}).values())]
             raise ValueError(
@@ -173,19 +176,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         args, keywords = plan.execute(parse_devices(device_ids))
         return PerReplica(args, sizes=plan.sizes), PerReplica(keywords, sizes=plan.sizes)
 
-    def _in_dims_of(
-        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Mapping[str | int, Any] | None:
-        """``in_dims`` with names of arguments that were given by position resolved."""
-        if self.in_dims is None:
-            return None
-        names = list(inspect.signature(self.module.forward).parameters)
-        return {
-            names.index(key)
-            if isinstance(key, str) and key not in kwargs and key in names[: len(inputs)]
-            else key: dim
-            for key, dim in self.in_dims.items()
-        }
+    def _in_dims_of(self, num_own: int, kwargs: Mapping[str, Any]) -> Mapping[str | int, Any]:
+        """``in_dims`` of the module's arguments, names of those given by position resolved."""
+        if not self.in_dims:
+            return {}
+        names = list(inspect.signature(self.module.forward).parameters)[:num_own]
+        places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
+        resolved = {places.get(key, key): dim for key, dim in self.in_dims.items()}
+        targets = [key for key in resolved if isinstance(key, int) and key >= num_own]
+        return {key: dim for key, dim in resolved.items() if key not in targets}
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
@@ -224,10 +223,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Tensor:
         """The loss of the whole batch, computed where the outputs are.
 
-        The criterion runs in each replica and only losses are gathered, weighted by the
-        criterion's own denominator. Result and gradients are those of
-        ``criterion(module(inputs), targets)``, also for uneven chunks, ``ignore_index``, class
-        weights and ``reduction="sum"``.
+        The criterion runs in each replica; only losses are gathered, weighted by its denominator.
+        Result and gradients are those of ``criterion(module(inputs), targets)``, also for uneven
+        chunks, ``ignore_index``, class weights and ``reduction="sum"``.
 
         Example::
 
@@ -238,7 +236,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             criterion: A loss of ``torch.nn`` or ``torch.nn.functional`` (or a ``partial`` of one),
                 or any callable that returns a 0-d tensor, with ``weight``.
             inputs: The module's argument; a tuple is unpacked, a dict gives keyword arguments.
-            targets: Further arguments of the criterion, in the same manner; split as the inputs.
+            targets: Further arguments of the criterion, in the same manner; split along ``dim``.
             weight: How much a chunk's loss counts, for criteria that are not known:
                 ``"samples"`` or a function of the criterion's arguments. Default: the criterion's
                 own denominator.
@@ -252,13 +250,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """
         with torch.autograd.profiler.record_function("DataParallel.loss"):
             prepared = prepare(criterion, weight, self.dim)
+            refuse_transforms(len(self.device_ids))
             check_placement(self.module, self.device_ids[0])
             args, kwargs = arguments(inputs)
             target_args, target_kwargs = arguments(targets)
             named = {LossCall.name(name): value for name, value in target_kwargs.items()}
+            context = copy_context()
+            context.run(_scattering.set, (self, len(args)))
             with self._engine.between_replicas():
-                chunks, keywords = self.scatter(
-                    (*args, *target_args), {**kwargs, **named}, self.device_ids
+                chunks, keywords = context.run(
+                    self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
                 )
             sizes = sizes_of(chunks, keywords, self.dim)
             replicas: Sequence[nn.Module] = [self.module]

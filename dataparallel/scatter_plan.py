@@ -19,7 +19,8 @@ from dataparallel.tree import Structure, flatten
 class Replicate:
     """Marks an argument that goes whole to each replica.
 
-    Tensors in it are copied to each device, and their gradients from all replicas are summed.
+    Tensors in it are copied to each replica, and their gradients from all replicas are summed. The
+    first replica on a tensor's own device gets the tensor itself; each further one costs memory.
 
     Example::
 
@@ -94,7 +95,7 @@ class ScatterPlan:
         """For each planned tree the list of its chunks."""
         slots = _devices.parse_devices(devices)[: self.num_chunks]
         assert len(slots) == self.num_chunks, (len(slots), self.num_chunks)
-        copies = _copy_whole(self._leaves("copy"), slots)
+        copies = _whole(self._leaves("copy"), slots)
         chunks = {
             (id(leaf.value), leaf.dim): self._split(leaf, slots) for leaf in self._leaves("split")
         }
@@ -136,18 +137,26 @@ class ScatterPlan:
         return chunks
 
 
-def _copy_whole(
-    leaves: Sequence[_Leaf], slots: Sequence[torch.device]
-) -> dict[int, list[torch.Tensor]]:
+def _whole(leaves: list[_Leaf], slots: Sequence[torch.device]) -> dict[int, list[torch.Tensor]]:
+    # What a replica writes in place no other one may see. The first slot on a tensor's own device
+    # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
     copies: dict[int, list[torch.Tensor]] = {}
     for origin in dict.fromkeys(leaf.value.device for leaf in leaves):
         tensors = [leaf.value for leaf in leaves if leaf.value.device == origin]
-        if list(slots) == [origin]:
-            copies.update((id(tensor), [tensor]) for tensor in tensors)
-            continue
-        flat = apply_function(Broadcast, slots, *tensors)
+        own = slots.index(origin) if origin in slots else len(slots)
+        others = [*slots[:own], *slots[own + 1 :]]
+        flat = apply_function(Broadcast, others, *tensors) if others else ()
         for i, tensor in enumerate(tensors):
-            copies[id(tensor)] = list(flat[i :: len(tensors)])
+            whole = list(flat[i :: len(tensors)])
+            for place, device in enumerate(others):
+                if device in (origin, *others[:place]):
+                    whole[place] = whole[place].clone()
+            if own < len(slots):
+                # A view joins the gradients of one replica before they meet those of the others.
+                # Two sums may come in any order; of more, the rounding would depend on timing.
+                joins = others and tensor.requires_grad and tensor.layout == torch.strided
+                whole.insert(own, tensor.view_as(tensor) if joins else tensor)
+            copies[id(tensor)] = whole
     return copies
 
 
@@ -206,7 +215,6 @@ def plan_scatter(
             f'{{"mask": None, 1: 0}}, but got {in_dims!r}'
         )
     by_position = {key: value for key, value in in_dims.items() if not isinstance(key, str)}
-    by_name = {key: value for key, value in in_dims.items() if isinstance(key, str)}
     faults = [key for key in by_position if not isinstance(key, int) or key < 0]
     if faults:
         raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
@@ -214,7 +222,7 @@ def plan_scatter(
     kwargs = {} if kwargs is None else dict(kwargs)
     count = len(args) if isinstance(args, (tuple, list)) else 0
     known = {i: by_position[i] for i in by_position if i < count}
-    named = {name: by_name[name] for name in by_name if name in kwargs}
+    named = {name: in_dims[name] for name in in_dims if name in kwargs}
     return plan_trees(
         [("inputs", args, known), ("kwargs", kwargs, named)],
         num_slots,

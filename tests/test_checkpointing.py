@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from dataparallel import DataParallel
 from dataparallel.parallel_apply import apply_replicas, current_replica
+from tests.models import assert_all_close, grads_of, twins
 
 CPU = torch.device("cpu")
 SLOTS = {
@@ -93,3 +96,72 @@ def test_checkpoints_recomputed_in_replica_threads_are_right_too() -> None:
     for kind in ("reentrant", "not reentrant"):
         for found, wanted in zip(train(kind), expected, strict=True):
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Sigmoid())
+
+
+@pytest.mark.parametrize("samples", [12, 7, 1])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_checkpoint_around_the_wrapper(
+    slots: list[str], alone: bool, reentrant: bool, samples: int
+) -> None:
+    """Replicas save at the same time, and a checkpoint tells saved tensors apart by their order."""
+    bare, inner = twins(layers, slots[0])
+    wrapper = DataParallel(inner, slots[:3])
+    # Layers of the caller around the wrapper are recomputed, and so the wrapper runs again too.
+    around, between = (nn.Identity(), nn.Identity()) if alone else twins(layers, slots[0])
+    x = torch.randn(samples, 6, dtype=torch.double, device=slots[0])
+    for _ in range(20):
+        first, second = x.clone().requires_grad_(), x.clone().requires_grad_()
+        modules = (bare, wrapper, around, between)
+        for module in modules:
+            module.zero_grad()
+        around(bare(around(first))).square().sum().backward()
+
+        def part(y: torch.Tensor) -> Any:
+            return between(wrapper(between(y)))
+
+        checkpoint(part, second, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(second.grad, first.grad)
+        assert_all_close(grads_of(wrapper), grads_of(bare))
+        assert_all_close(grads_of(between), grads_of(around))
+
+
+def test_checkpoint_around_the_wrapper_keeps_what_the_replicas_save(slots: list[str]) -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            replica = current_replica()
+            assert replica is not None
+            calls.append(replica.index)
+            return x.sin().sin()
+
+    wrapper = DataParallel(Counted(), slots)
+    x = torch.randn(8, 3, device=slots[0], requires_grad=True)
+    for reentrant, times in ((False, 1), (True, 2)):
+        calls.clear()
+        checkpoint(wrapper, x, use_reentrant=reentrant).sum().backward()
+        assert sorted(calls) == sorted([0, 1, 2, 3] * times)
+
+
+def test_selective_checkpoint_around_the_wrapper() -> None:
+    """It records the results of operations, by their order too."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    context_fn = functools.partial(create_selective_checkpoint_contexts, kept)
+    bare, inner = twins(layers, "cpu")
+    around, between = twins(layers, "cpu")
+    wrapper = DataParallel(inner, ["cpu"] * 3)
+    x = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
+    (expected,) = torch.autograd.grad(around(bare(around(x))).square().sum(), x)
+
+    def part(y: torch.Tensor) -> Any:
+        return between(wrapper(between(y)))
+
+    for _ in range(60):
+        output = checkpoint(part, x, use_reentrant=False, context_fn=context_fn)
+        (found,) = torch.autograd.grad(output.square().sum(), x)
+        torch.testing.assert_close(found, expected)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import context as context_module
 from dataparallel.context import ThreadContext
@@ -212,6 +213,27 @@ def test_an_autocast_block_in_one_replica_leaves_the_casts_of_the_caller() -> No
         first = cast_of_weight()
         apply_replicas([block] * 2, [CPU] * 2)
         assert cast_of_weight() is first
+
+
+def test_hooks_of_the_caller_are_carried_but_those_of_a_checkpoint_are_not() -> None:
+    def hooks(_: torch.Tensor) -> Any:
+        return context_module._top_hooks(True)
+
+    def found(x: torch.Tensor) -> torch.Tensor:
+        seen.append(parallel_apply([hooks, hooks], [x, x]))
+        return x.sin()
+
+    seen: list[list[Any]] = []
+    x = torch.randn(3, requires_grad=True)
+    packing = torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y)
+    checkpoint(found, x, use_reentrant=False).sum().backward()
+    with packing:
+        found(x)
+        carried = hooks(x)
+        checkpoint(found, x, use_reentrant=False)
+    assert carried is not None
+    # Twice by the first checkpoint: in forward, and as it recomputes.
+    assert seen == [[None, None], [None, None], [carried, carried], [None, None]]
 
 
 def test_contextvars_of_replicas_are_their_own() -> None:

@@ -122,6 +122,48 @@ def test_replicate_goes_whole_and_sums_its_gradients(slots: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "slots",
+    [["cpu"] * 3, ["virtual:0"] * 3, ["virtual:1", "cpu", "virtual:0", "cpu", "virtual:1"]],
+)
+@pytest.mark.parametrize("origin", ["cpu", "virtual:0"])
+def test_replicas_do_not_share_the_memory_of_a_whole_tensor(slots: list[str], origin: str) -> None:
+    leaf = torch.ones(3, 2, device=origin, requires_grad=True)
+    plain = torch.ones(3, 2, device=origin)
+    for tensor in (plain, leaf * 1, plain.to_sparse()):
+        chunks = scatter([torch.randn(len(slots), 2), Replicate(tensor)], slots)
+        for i, (_, whole) in enumerate(chunks):
+            whole.mul_(i + 2)
+        assert [whole.to_dense()[0, 0].item() for _, whole in chunks] == [
+            float(i + 2) for i in range(len(slots))
+        ]
+        # The first replica there changes what the caller has, as the bare module would.
+        here = [i for i, slot in enumerate(slots) if slot == origin]
+        expected = here[0] + 2 if here else 1
+        assert tensor.to_dense()[0, 0].item() == expected
+        if tensor.requires_grad:
+            total = sum(whole.sum().cpu() for _, whole in chunks)
+            assert isinstance(total, torch.Tensor)
+            (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
+            assert gradient.tolist() == [[sum(range(2, len(slots) + 2))] * 2] * 3
+            (gradient,) = torch.autograd.grad(tensor.sum(), leaf)
+            assert gradient.tolist() == [[expected] * 2] * 3
+
+
+def test_gradients_of_one_replica_are_summed_before_they_meet_others(slots: list[str]) -> None:
+    """So their sum is the same to the last bit, however the uses in the replicas are timed."""
+    table = torch.randn(500, device=slots[0], requires_grad=True)
+    chunks = scatter([torch.randn(8, 500), Replicate(table)], slots)
+    # Each of three uses in a replica has a gradient of its own.
+    parts = [((x * whole).sin() * whole.exp() / whole).sum().cpu() for x, whole in chunks]
+    wholes = [whole for _, whole in chunks]
+    first, *others = torch.autograd.grad(parts, wholes, [torch.ones(())] * 4, retain_graph=True)
+    expected = first.cpu() + sum(other.cpu() for other in others)
+    torch.autograd.backward(parts)
+    assert table.grad is not None
+    assert torch.equal(table.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize(
     "in_dims",
     [
         {"mask": None, 0: 0, 1: 1},
