@@ -33,7 +33,7 @@ def blank(module: nn.Module) -> nn.Module:
 
 def fill(
     module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
-) -> Given:
+) -> None:
     """Give a clone the attributes of its original, with the replica's own parts in them.
 
     Args:
@@ -41,34 +41,33 @@ def fill(
         clone: Any object of its class.
         references: Names of the attributes that may lead to a part.
         counterparts: From the id of an original part to the replica's.
-
-    Returns:
-        What was given.
     """
     attributes = module.__dict__.copy()
     for name in references:
         attributes[name] = remap(attributes[name], counterparts)
-    registries = {}
     for registry in REGISTRIES:
-        entries = {
-            name: None if part is None else counterparts[id(part)]
-            for name, part in attributes[registry].items()
+        parts = attributes[registry]
+        attributes[registry] = {
+            name: None if part is None else counterparts[id(part)] for name, part in parts.items()
         }
-        attributes[registry] = entries
-        registries[registry] = dict(entries)
     attributes["_is_replica"] = True
     attributes["zero_grad"] = _refuse_zero_grad
     if attributes.get("_compiled_call_impl") is not None:
         # Compiled for the original, whose parameters it would use.
         attributes["_compiled_call_impl"] = None
-    slots = {}
     for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)
         if value is not _MISSING:
-            slots[name] = remap(value, counterparts)
-            object.__setattr__(clone, name, slots[name])
+            object.__setattr__(clone, name, remap(value, counterparts))
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
+
+
+def given_to(clone: nn.Module) -> Given:
+    """What a clone has now, after :func:`fill` and before its forward."""
+    attributes = clone.__dict__
+    registries = {registry: dict(attributes[registry]) for registry in REGISTRIES}
+    slots = {name: _slot(clone, name) for name in _slots(cast(Any, type(clone)))}
     return Given(dict(attributes), registries, slots)
 
 

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataparallel.clone import Given, as_parameter, blank, created_parameters, fill, take_back
+from dataparallel.clone import (
+    Given,
+    as_parameter,
+    blank,
+    created_parameters,
+    fill,
+    given_to,
+    take_back,
+)
 from dataparallel.gradient_edges import connect
 from dataparallel.parts import Parts
 from dataparallel.tensor_copies import Sharing, TensorCopies, last_step_of
@@ -93,8 +101,9 @@ class ModuleClones:
         for counterparts in self._counterparts:
             counterparts.update((id(module), blank(module)) for module in parts.modules)
         for module, names in zip(parts.modules, parts.references, strict=True):
-            given = [fill(module, c[id(module)], names, c) for c in self._counterparts]
-            self._given[id(module)] = given[0]
+            for counterparts in self._counterparts:
+                fill(module, counterparts[id(module)], names, counterparts)
+            self._given[id(module)] = given_to(self._counterparts[0][id(module)])
         self._versions = [self._versions_of(c) for c in self._counterparts]
         self._steps = {id(p): last_step_of(p) for p in parts.parameters}
         return [counterparts[id(self.module)] for counterparts in self._counterparts]
