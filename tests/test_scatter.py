@@ -1,53 +1,24 @@
-"""Arguments are split and outputs put together as torch.chunk and torch.cat do for one tensor."""
+"""Arguments are split as torch.chunk does for one tensor."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 
 from dataparallel.scatter_gather import (
     Replicate,
     gather,
-    move,
     plan_scatter,
     scatter,
     scatter_kwargs,
 )
 from dataparallel.tree import flatten
-
-Point = namedtuple("Point", ["x", "y"])
-CPU = ["cpu"] * 4
-
-
-@dataclasses.dataclass
-class Sample:
-    image: Any
-    label: Any = 3
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Equal containers, types and values, wherever the tensors are."""
-    mine, structure = flatten(actual)
-    theirs, expected_structure = flatten(expected)
-    assert structure == expected_structure
-    for leaf, other in zip(mine, theirs, strict=True):
-        if isinstance(other, torch.Tensor):
-            assert leaf.shape == other.shape
-            assert leaf.dtype == other.dtype
-            assert torch.equal(leaf.cpu(), other.cpu())
-        else:
-            assert leaf == other
-
-
-# --- scatter -------------------------------------------------------------------------------------
+from tests.tree_cases import CPU, Point, Sample, assert_same
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 6, 9])
@@ -332,216 +303,3 @@ def test_cycles_do_not_hang() -> None:
     loop.append(loop)
     with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] contains itself"):
         scatter_kwargs((loop,), None, CPU)
-
-
-# --- gather --------------------------------------------------------------------------------------
-
-
-def spread(parts: list[Any], slots: list[str]) -> list[Any]:
-    return [move(part, slot) for part, slot in zip(parts, slots, strict=False)]
-
-
-def test_gather_concatenates_in_every_container(slots: list[str]) -> None:
-    a, b = torch.randn(3, 2), torch.randn(1, 2)
-    parts = [
-        {"t": (x, [Sample(x * 2, "same")]), "p": Point(x.long(), None), "n": n}
-        for n, x in enumerate((a, b))
-    ]
-    both = torch.cat([a, b])
-    for target in (slots[0], "virtual:3", "cpu"):
-        gathered = gather(spread(parts, slots), target)
-        expected = {
-            "t": (both, [Sample(both * 2, "same")]),
-            "p": Point(both.long(), None),
-            "n": [0, 1],
-        }
-        assert gathered["n"] == [0, 1]
-        assert_same({**gathered, "n": 0}, {**expected, "n": 0})
-        assert gathered["t"][0].device == torch.device(target)
-
-
-def test_keys_may_come_in_another_order() -> None:
-    first, second = torch.ones(1), torch.zeros(1)
-    gathered = gather([{"a": first, "b": second}, {"b": second, "a": first}], "cpu")
-    assert list(gathered) == ["a", "b"]
-    assert gathered["a"].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("dim", [1, -1])
-def test_gather_along_another_dim(slots: list[str], dim: int) -> None:
-    parts = [torch.randn(2, n) for n in (3, 0, 1)]
-    assert_same(gather(spread(parts, slots), slots[1], dim), torch.cat(parts, 1))
-
-
-def test_scalars(slots: list[str]) -> None:
-    parts = spread([torch.tensor(float(n)) for n in (1, 2, 6)], slots)
-    assert gather(parts, slots[0]).tolist() == [1, 2, 6]
-    assert gather(parts, "cpu", scalars="sum").item() == 9
-    assert gather(parts, "cpu", scalars="mean").item() == 3
-    mean = gather(parts, slots[2], scalars="mean", weights=(3, 2, 1))
-    assert mean.item() == pytest.approx(13 / 6)
-    assert mean.shape == ()
-    assert mean.device == torch.device(slots[2])
-    counts = [torch.tensor(n) for n in (1, 2)]
-    assert gather(counts, "cpu", scalars="sum").item() == 3
-    mixed = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(2)]
-    assert gather(mixed, "cpu", scalars="sum").dtype == torch.float64
-
-
-def test_mean_of_half_precision_is_added_in_float32() -> None:
-    parts = [torch.tensor(1.0, dtype=torch.bfloat16)] + [
-        torch.tensor(2.0**-8, dtype=torch.bfloat16)
-    ] * 3
-    mean = gather(parts, "cpu", scalars="mean")
-    assert mean.dtype == torch.bfloat16
-    assert mean.item() == torch.tensor((1 + 3 * 2.0**-8) / 4).bfloat16().item()
-
-
-def test_a_replica_without_samples_has_no_say_in_a_mean() -> None:
-    parts = [torch.tensor(2.0), torch.tensor(float("nan"))]
-    assert gather(parts, "cpu", scalars="mean", weights=(4, 0)).item() == 2
-    assert gather(parts, "cpu", scalars="mean", weights=(0, 0)).isnan()
-
-
-def test_one_replica(slots: list[str]) -> None:
-    marker = object()
-    tensor = torch.randn(2, 2).to(slots[1])
-    output = {"x": tensor, "m": marker}
-    gathered = gather([output], slots[1])
-    assert gathered["x"] is tensor
-    assert gathered["m"] is marker
-    assert gather([output], "cpu")["x"].device == torch.device("cpu")
-    scalar = torch.tensor(2.0)
-    assert gather([scalar], "cpu").tolist() == [2]
-    assert gather([scalar], "cpu", scalars="mean") is scalar
-    assert move({"loss": scalar}, "cpu")["loss"] is scalar
-
-
-def test_each_leaves_outputs_where_they_are(slots: list[str]) -> None:
-    outputs = [torch.randn(2, 3).to(slots[0]), {"other": torch.randn(1).to(slots[1])}]
-    apart = gather(outputs, "each")
-    assert all(a is b for a, b in zip(apart, outputs, strict=True))
-
-
-def test_other_leaves_come_once_or_as_a_list() -> None:
-    assert gather([{"n": 3, "s": "a"}, {"n": 3, "s": "b"}], "cpu") == {"n": 3, "s": ["a", "b"]}
-    assert gather([1, True], "cpu") == [1, True]
-    assert gather([None, None], "cpu") is None
-
-
-def test_leaves_whose_comparison_has_no_one_answer() -> None:
-    numpy = pytest.importorskip("numpy")
-    gathered = gather([numpy.ones(2), numpy.ones(2)], "cpu")
-    assert isinstance(gathered, list)
-    assert len(gathered) == 2
-
-
-def test_dtypes_promote_like_torch_cat(slots: list[str]) -> None:
-    parts = [torch.ones(2, dtype=torch.float16), torch.ones(1), torch.ones(1, dtype=torch.int64)]
-    assert_same(gather(spread(parts, slots), slots[0]), torch.cat(parts))
-    leaves = [part.requires_grad_(part.is_floating_point()) for part in parts]
-    gather(spread(leaves, slots), slots[0]).sum().backward()
-    assert [None if leaf.grad is None else leaf.grad.dtype for leaf in leaves] == [
-        torch.float16,
-        torch.float32,
-        None,
-    ]
-
-
-def test_sparse_outputs_concatenate() -> None:
-    parts = [torch.eye(2).to_sparse().requires_grad_(), torch.ones(1, 2).to_sparse()]
-    gathered = gather(parts, "cpu")
-    assert gathered.layout == torch.sparse_coo
-    assert gathered.to_dense().tolist() == [[1, 0], [0, 1], [1, 1]]
-    (gathered.to_dense() * torch.tensor([[1.0], [2], [3]])).sum().backward()
-    assert parts[0].grad is not None
-    assert parts[0].grad.to_dense().tolist() == [[1, 0], [0, 2]]
-
-
-@pytest.mark.parametrize(
-    ("outputs", "options", "message"),
-    [
-        ([], {}, "at least one replica, got none"),
-        ([{"a": 1}, {"b": 1}], {}, r"outputs has the keys \['a'\] only in replica 0 and \['b'\]"),
-        (
-            [(1, [2]), (1, [2]), (1, [2, 3])],
-            {},
-            r"outputs\[1\] has 1 elements in replica 0 but 2 in replica 2; .*output_device",
-        ),
-        ([[1], None], {}, "outputs is a list in replica 0 but a leaf in replica 1"),
-        (
-            [{"a": None, "b": torch.ones(2, 3)}, {"a": torch.ones(1), "b": torch.ones(2, 4)}],
-            {},
-            r"outputs\['a'\] is NoneType in replica 0, a tensor in replica 1; .*"
-            r"the shapes of outputs\['b'\] differ in more than dim 0: \(2, 3\), \(2, 4\); .*each",
-        ),
-        ([torch.ones(2), torch.tensor(1.0)], {}, r"number of dimensions .*: \(2,\), \(\); .*each"),
-        ([torch.ones(2)] * 2, {"dim": 1}, r"outputs of shape \(2,\) has no dim 1 .*each"),
-        ([torch.tensor(1)] * 2, {"scalars": "mean"}, "0-d tensor of torch.int64, which has no"),
-        ([1], {"scalars": "max"}, "'stack', 'mean' or 'sum', but got 'max'"),
-        ([1, 1], {"weights": [1]}, "1 weights but 2 replicas"),
-        ([1, 1], {"weights": [1, -1]}, r"cannot be negative, but got \(1, -1\)"),
-    ],
-)
-def test_gather_refuses(outputs: list[Any], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gather(outputs, "cpu", **options)
-
-
-# --- both ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scalars", ["stack", "mean", "sum"])
-def test_derivatives_of_scatter_and_gather(slots: list[str], scalars: Any) -> None:
-    def function(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        chunks = scatter({"x": x, "t": Replicate(table)}, slots[:3])
-        outputs = [
-            {"rows": chunk["x"] ** 2 * chunk["t"], "loss": (chunk["x"] * chunk["t"]).sum()}
-            for chunk in chunks
-        ]
-        gathered = gather(outputs, slots[1], scalars=scalars, weights=(2, 2, 1))
-        return gathered["rows"].to("cpu"), gathered["loss"].to("cpu")
-
-    inputs = (
-        torch.randn(5, 2, dtype=torch.float64, requires_grad=True),
-        torch.randn(2, dtype=torch.float64, requires_grad=True),
-    )
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs)
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[Any, int]:
-    """A container whose tensors agree on the batch size along one dim, and that dim."""
-    size = draw(st.integers(0, 17))
-    dim = draw(st.integers(-2, 1))
-    other = draw(st.integers(1, 3))
-    shape = (size, other) if dim in (0, -2) else (other, size)
-    tensors = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bfloat16]).map(
-        lambda dtype: torch.arange(size * other).reshape(shape).to(dtype)
-    )
-    leaves = st.one_of(tensors, st.none(), st.integers(), st.text(max_size=3))
-    containers = st.recursive(
-        leaves,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3),
-            st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(st.text(max_size=2), inner, max_size=3),
-            st.builds(Point, inner, inner),
-            st.builds(Sample, inner, inner),
-        ),
-        max_leaves=6,
-    )
-    return [draw(tensors), draw(containers)], dim
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=trees(), num_slots=st.integers(1, 4), on=st.sampled_from(["cpu", "virtual"]))
-def test_gather_undoes_scatter(case: tuple[Any, int], num_slots: int, on: str) -> None:
-    tree, dim = case
-    devices = [on if on == "cpu" else f"virtual:{i}" for i in range(num_slots)]
-    chunks = scatter(tree, devices, dim)
-    size = tree[0].size(dim)
-    assert len(chunks) == len([t for t in tree[0].chunk(num_slots, dim) if t.numel()] or [None])
-    assert sum(chunk[0].size(dim) for chunk in chunks) == size
-    assert_same(gather(chunks, "cpu", dim), tree)

@@ -1,0 +1,111 @@
+"""Tensors and expectations that the tests of comm share."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel.comm import copies
+from dataparallel.devices import parse_devices
+
+local = importlib.import_module("dataparallel.comm.local")
+
+
+MIXED = ["virtual:2", "cpu", "virtual:0", "virtual:2", "cpu"]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+
+
+def make(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    values = torch.arange(math.prod(shape)).reshape(tuple(shape)) % 7
+    if dtype.is_complex:
+        return torch.complex(values.float(), -values.float()).to(dtype).to(device)
+    return values.to(dtype).to(device)
+
+
+def same(tensor: torch.Tensor, expected: torch.Tensor, device: str | torch.device) -> bool:
+    return (
+        tensor.device == torch.device(device)
+        and tensor.dtype == expected.dtype
+        and tensor.shape == expected.shape
+        and torch.equal(tensor.cpu(), expected.cpu())
+        and not tensor.requires_grad
+    )
+
+
+def laid_out(device: str) -> list[torch.Tensor]:
+    """Tensors whose elements lie in memory in various orders."""
+    base = torch.arange(120.0).reshape(2, 3, 4, 5).to(device)
+    return [
+        base,
+        base.contiguous(memory_format=torch.channels_last),
+        base.permute(3, 0, 2, 1),
+        base[:, :, ::2, 1:3],
+        base[0, 0, 0].expand(6, 5),
+        base[:0],
+        base[0, 0, 0, 0],
+    ]
+
+
+@contextlib.contextmanager
+def counting_copies() -> Iterator[list[torch.device]]:
+    made: list[torch.device] = []
+    arrive = copies.arrive
+
+    def counted(device: torch.device, *args: Any) -> torch.Tensor:
+        made.append(device)
+        return arrive(device, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "arrive", counted)
+        yield made
+
+
+def in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def sparse(values: Sequence[float], indices: Sequence[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.tensor([list(indices)]), torch.tensor(list(values)), (5,), check_invariants=True
+    )
+
+
+def queued_work(device: str) -> torch.Tensor:
+    """Ones that the current stream of a device still has to compute, in strict mode."""
+    return torch.zeros(1000, device=device) + 1
+
+
+def values(tensor: torch.Tensor) -> set[float]:
+    return set(tensor.tolist())
+
+
+def chosen(tensors: list[torch.Tensor], devices: list[str]) -> str:
+    slots = parse_devices(devices)
+    return type(local.choose(local._TRANSPORTS, tensors, slots)).__name__
+
+
+class _OnCuda:
+    """Enough of a tensor to ask a transport about devices that this machine may lack."""
+
+    layout = torch.strided
+
+    def __init__(self, index: int, dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device("cuda", index)
+        self._like = torch.empty(0, dtype=dtype)
+
+    def is_complex(self) -> bool:
+        return self._like.is_complex()
+
+    def is_floating_point(self) -> bool:
+        return self._like.is_floating_point()

@@ -1,0 +1,188 @@
+"""Copies are ordered with the work around them, and transports follow from devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel import comm, devices, virtual
+from dataparallel.comm import copies
+from dataparallel.comm.nccl import Nccl
+from dataparallel.devices import NullStream, parse_devices
+from tests.comm_cases import (
+    _OnCuda,
+    chosen,
+    queued_work,
+    values,
+)
+
+
+def test_a_copy_follows_the_work_before_it_and_precedes_the_work_after_it() -> None:
+    with virtual.strict_mode():
+        for origin in ("virtual:0", "cpu"):
+            source = queued_work(origin)
+            source = source.pin_memory() if origin == "cpu" else source
+            (copy,) = comm.broadcast(source, ["virtual:1"])
+            assert values(copy * 3) == {3}
+
+
+def test_a_freed_copy_outlives_the_work_that_uses_it() -> None:
+    with virtual.strict_mode():
+        (copy,) = comm.broadcast(queued_work("virtual:0"), ["virtual:1"])
+        tripled = copy * 3
+        devices.copy_stream(copy.device).synchronize()
+        del copy
+        assert values(tripled) == {3}
+
+
+def test_a_part_on_the_destination_is_computed_before_it_is_gathered() -> None:
+    with virtual.strict_mode():
+        parts = [queued_work("virtual:1"), queued_work("virtual:2")]
+        gathered = comm.gather(parts, destination="virtual:1")
+        devices.copy_stream(gathered.device).synchronize()
+        assert values(gathered) == {1}
+
+
+def test_the_host_waits_only_for_memory_that_it_may_change() -> None:
+    with virtual.strict_mode():
+        comm.broadcast(queued_work("virtual:0"), ["virtual:1"])
+        assert virtual.pending("virtual:0") > 0
+        comm.gather([queued_work("virtual:0"), queued_work("virtual:1")])
+        assert virtual.pending("virtual:0") > 0
+        pinned = torch.ones(1000).pin_memory()
+        chunks = comm.scatter(pinned, ["virtual:2", "virtual:3"])
+        assert virtual.pending("virtual:2") > 0
+        assert virtual.pending("virtual:3") > 0
+        pageable = torch.ones(1000)
+        late = comm.scatter(pageable, ["virtual:2", "virtual:3"])
+        pageable.zero_()
+        assert [values(chunk) for chunk in (*chunks, *late)] == [{1}] * 4
+
+
+def test_sources_may_be_freed_at_once() -> None:
+    with virtual.strict_mode():
+        parts = [queued_work(f"virtual:{i}") for i in (1, 2, 3)]
+        gathered = comm.gather(parts, destination="virtual:1")
+        total = comm.reduce_add(parts, "virtual:2")
+        del parts
+        for index in (1, 2, 3):
+            torch.empty(1000, device=f"virtual:{index}").fill_(7)
+        assert values(gathered) == {1}
+        assert values(total) == {3}
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued, in order, where every stream has a name. See Note [Streams of a copy]."""
+    log: list[str] = []
+    names: dict[int, str] = {}
+
+    def stream(kind: str) -> Any:
+        def of(device: torch.device) -> NullStream:
+            made = NullStream(device)
+            names[id(made)] = f"{kind} {device}"
+            kept.append(made)
+            return made
+
+        return of
+
+    kept: list[NullStream] = []
+
+    @contextlib.contextmanager
+    def use(made: NullStream) -> Iterator[None]:
+        log.append(f"on {names[id(made)]}:")
+        yield
+        log.append("done")
+
+    for name, replacement in {
+        "current_stream": stream("current"),
+        "copy_stream": stream("copy"),
+        "use_stream": use,
+        "wait_stream": lambda w, a: log.append(f"{names[id(w)]} waits for {names[id(a)]}"),
+        "record_stream": lambda t, s: log.append(f"{t.device} tensor used on {names[id(s)]}"),
+    }.items():
+        monkeypatch.setattr(devices, name, replacement)
+    return log
+
+
+def test_order_of_a_copy_between_devices(queued: list[str]) -> None:
+    comm.broadcast(torch.ones(2, device="virtual:0"), ["virtual:0", "virtual:1"])
+    assert queued == [
+        "on copy virtual:1:",
+        "done",
+        "current virtual:1 waits for copy virtual:1",
+        "virtual:1 tensor used on current virtual:1",
+    ]
+
+
+def test_order_of_a_gather_of_several_devices(queued: list[str]) -> None:
+    parts = [torch.ones(1, device=f"virtual:{i}") for i in (1, 2, 1)]
+    comm.gather(parts, destination="virtual:1")
+    assert queued == [
+        "copy virtual:1 waits for current virtual:1",
+        "on copy virtual:1:",
+        "done",
+        "current virtual:1 waits for copy virtual:1",
+        "virtual:1 tensor used on current virtual:1",
+    ]
+
+
+def test_nothing_waits_on_the_cpu_or_within_a_device(queued: list[str]) -> None:
+    tensor = torch.ones(4, device="virtual:0")
+    comm.broadcast(tensor, ["cpu", "virtual:0"])
+    comm.gather([tensor, torch.ones(1)], destination="cpu")
+    comm.gather([tensor, tensor])
+    comm.reduce_add([tensor, tensor])
+    comm.scatter(tensor, ["cpu", "virtual:0"])
+    assert queued == []
+
+
+def test_transport_follows_from_the_devices() -> None:
+    on_cpu, on_one = torch.ones(2), torch.ones(2, device="virtual:1")
+    assert chosen([on_cpu, on_cpu], ["cpu"]) == "SharedMemory"
+    assert chosen([on_one], ["virtual:1", "virtual:1"]) == "SharedMemory"
+    assert chosen([on_one], ["virtual:1", "virtual:2"]) == "Copies"
+    assert chosen([on_cpu, on_one], ["cpu"]) == "Copies"
+
+
+def test_nccl_serves_sums_only_where_their_order_cannot_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serves(tensors: list[Any], *devices: int) -> bool:
+        return Nccl().serves(tensors, [torch.device("cuda", i) for i in devices])
+
+    monkeypatch.setattr(torch._C, "_nccl_all_reduce", None, raising=False)
+    pair, three = [_OnCuda(0), _OnCuda(1)], [_OnCuda(0), _OnCuda(1), _OnCuda(2)]
+    assert serves([_OnCuda(0)], 0, 1, 2)
+    assert not serves([_OnCuda(0)], 0)
+    assert not serves([_OnCuda(0, torch.complex64)], 0, 1)
+    assert serves(pair, 1)
+    assert not serves(pair, 2), "the sum must end where one of its terms is"
+    assert not serves(three, 0), "NCCL adds three terms in an order of its own"
+    assert serves([_OnCuda(i, torch.int64) for i in range(3)], 0)
+    assert not serves([_OnCuda(0), _OnCuda(0)], 0)
+    monkeypatch.delattr(torch._C, "_nccl_all_reduce")
+    assert not serves(pair, 1), "this torch was built without NCCL"
+
+
+@pytest.mark.multi_gpu(2)
+def test_nccl_equals_copies() -> None:
+    tensors = [torch.randn(4, 3, 2, 5).to(f"cuda:{i}") for i in range(2)]
+    tensors = [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
+    slots = parse_devices(["cuda:0", "cuda:1"])
+    by_nccl, by_copies = Nccl(), copies.Copies()
+    assert by_nccl.serves(tensors[:1], slots)
+    for mine, theirs in zip(
+        by_nccl.broadcast(tensors[0], slots), by_copies.broadcast(tensors[0], slots), strict=True
+    ):
+        assert mine.stride() == theirs.stride()
+        assert torch.equal(mine, theirs)
+    for destination in slots:
+        mine = by_nccl.reduce_add(tensors, destination)
+        theirs = by_copies.reduce_add(tensors, destination)
+        assert mine.device == destination
+        assert torch.equal(mine, theirs)
