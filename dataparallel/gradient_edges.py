@@ -15,10 +15,10 @@ the originals, one node per bucket of parameters:
      replica 0  replica 1  replica n-1
 
 A bucket's node can run as soon as the last gradient of the bucket has arrived, in the engine's
-thread for the originals' device, while backward goes on in the threads of the other devices: that
-is the overlap. Of several nodes that can run, the engine takes the one with the highest sequence
-number; the edges are made before the replicas compute, so replica 0 often finishes its backward
-first. The sum of a bucket depends on nothing but its inputs, so thread timing does not change the
+thread for one of the devices, while backward goes on in the threads of the others: that is the
+overlap. The buckets take turns between the threads. Of several nodes that can run, the engine takes
+the one with the highest sequence number; the edges are made before the replicas compute, so a
+device often finishes its own backward first. The sum of a bucket depends on nothing but its inputs, so thread timing does not change the
 result, not even in the last bit. Replica 0 has edges of its own too: if it computed with the
 originals, its contributions would be added to the other replicas' sum inside the engine, in order
 of arrival.
@@ -86,15 +86,19 @@ def connect(
         counter). See Note [Gradient edges].
     """
     aliases: list[list[torch.Tensor]] = [[copy for copy in replica] for replica in copies]
-    for bucket in plan_buckets(originals):
-        flat = [replica[index] for replica in copies for index in bucket]
+    num_replicas = len(copies)
+    for number, bucket in enumerate(plan_buckets(originals)):
+        # The engine runs a node in the thread of the device of its first gradient. The buckets take
+        # turns, so that the sums are not all left to the thread of replica 0.
+        first = number % num_replicas
+        order = [*range(first, num_replicas), *range(first)]
+        flat = [copies[i][index] for i in order for index in bucket]
         outputs: Any = ReplicaEdges.apply(  # type: ignore[no-untyped-call]
-            flat, *[originals[index] for index in bucket]
+            first, flat, *[originals[index] for index in bucket]
         )
-        for replica_index, replica in enumerate(aliases):
-            start = replica_index * len(bucket)
+        for place, i in enumerate(order):
             for position, index in enumerate(bucket):
-                replica[index] = outputs[start + position]
+                aliases[i][index] = outputs[place * len(bucket) + position]
     return aliases
 
 
@@ -102,15 +106,18 @@ class ReplicaEdges(torch.autograd.Function):
     """The node between a bucket of originals and their aliases. See Note [Gradient edges]."""
 
     @staticmethod
-    def forward(ctx: Any, copies: list[torch.Tensor], *originals: torch.Tensor) -> Any:
+    def forward(ctx: Any, first: int, copies: list[torch.Tensor], *originals: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.start = len(copies) - first * len(originals)
         ctx.num_tensors = len(originals)
         ctx.destination = originals[0].device
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        # From replica 0 on, whatever the order of the outputs: sums are in replica order.
+        start = ctx.start % len(grads)
         sums = ReduceAddCoalesced.apply(  # type: ignore[no-untyped-call]
-            ctx.destination, ctx.num_tensors, *grads
+            ctx.destination, ctx.num_tensors, *grads[start:], *grads[:start]
         )
-        return None, *sums
+        return None, None, *sums
