@@ -18,10 +18,10 @@ A bucket's node can run as soon as the last gradient of the bucket has arrived, 
 thread for one of the devices, while backward goes on in the threads of the others: that is the
 overlap. The buckets take turns between the threads. Of several nodes that can run, the engine takes
 the one with the highest sequence number; the edges are made before the replicas compute, so a
-device often finishes its own backward first. The sum of a bucket depends on nothing but its inputs, so thread timing does not change the
-result, not even in the last bit. Replica 0 has edges of its own too: if it computed with the
-originals, its contributions would be added to the other replicas' sum inside the engine, in order
-of arrival.
+device often finishes its own backward first. The sum of a bucket depends on nothing but its inputs,
+so thread timing does not change the result, not even in the last bit. Replica 0 has edges of its
+own too: if it computed with the originals, its contributions would be added to the other replicas'
+sum inside the engine, in order of arrival.
 """
 
 from __future__ import annotations
