@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel import comm
 from dataparallel.clones import ModuleClones
+from dataparallel.functions import apply_function
 from dataparallel.parallel_apply import current_replica
 from dataparallel.rendezvous import current_rendezvous
 
@@ -123,16 +124,12 @@ def _local_statistics(input: Tensor) -> _Statistics:
 
 
 def _exchange(statistics: Sequence[_Statistics]) -> list[list[_Statistics]]:
-    moments = _apply(_Everywhere, *[part.moments for part in statistics])
+    moments = apply_function(_Everywhere, *[part.moments for part in statistics])
     n = len(statistics)
     return [
         [_Statistics(part.num_values, moments[i * n + j]) for j, part in enumerate(statistics)]
         for i in range(n)
     ]
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
 
 
 class _Everywhere(torch.autograd.Function):
@@ -148,7 +145,7 @@ class _Everywhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_SumEverywhere, ctx.devices, *grads)
+        return apply_function(_SumEverywhere, ctx.devices, *grads)
 
 
 class _SumEverywhere(torch.autograd.Function):
@@ -163,7 +160,7 @@ class _SumEverywhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *_apply(_Everywhere, *grads)
+        return None, *apply_function(_Everywhere, *grads)
 
 
 def _combine(everywhere: Sequence[_Statistics], count: int) -> tuple[Tensor, Tensor]:

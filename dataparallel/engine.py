@@ -48,10 +48,11 @@ class PerReplica(list[T]):
 
 
 class ReplicaEngine:
-    """The clones and threads of one wrapper, made at first use and kept.
+    """What makes the clones of one wrapper, and its threads; both made at first use and kept.
 
-    A call borrows a set of clones and gives it back, so calls may be nested or come from several
-    threads: each has a set of its own.
+    The clones themselves are new at each call, see Note [Clones follow the original]; the copies of
+    tensors in them are kept by a ``ModuleClones``. A call borrows one and gives it back, so calls
+    may be nested or come from several threads: each has its own.
 
     Args:
         devices: One device per slot.

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.functions import ReduceAddCoalesced
+from dataparallel.functions import ReduceAddCoalesced, apply_function
 
 #: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
 #: copies are alive together: what one bucket frees, the next one uses. A large bucket would save
@@ -93,9 +93,7 @@ def connect(
         first = number % num_replicas
         order = [*range(first, num_replicas), *range(first)]
         flat = [copies[i][index] for i in order for index in bucket]
-        outputs: Any = ReplicaEdges.apply(  # type: ignore[no-untyped-call]
-            first, flat, *[originals[index] for index in bucket]
-        )
+        outputs = apply_function(ReplicaEdges, first, flat, *[originals[index] for index in bucket])
         for place, i in enumerate(order):
             for position, index in enumerate(bucket):
                 aliases[i][index] = outputs[place * len(bucket) + position]
@@ -117,7 +115,6 @@ class ReplicaEdges(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         # From replica 0 on, whatever the order of the outputs: sums are in replica order.
         start = ctx.start % len(grads)
-        sums = ReduceAddCoalesced.apply(  # type: ignore[no-untyped-call]
-            ctx.destination, ctx.num_tensors, *grads[start:], *grads[:start]
-        )
+        ordered = (*grads[start:], *grads[:start])
+        sums = apply_function(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
         return None, None, *sums
