@@ -53,7 +53,7 @@ def fill(
     attributes["_is_replica"] = True
     attributes["zero_grad"] = _refuse_zero_grad
     if attributes.get("_compiled_call_impl") is not None:
-        # Compiled for the original, whose parameters it would use.
+        # Replicas run in threads at the same time, and torch.compile does not bear that.
         attributes["_compiled_call_impl"] = None
     for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)

@@ -231,6 +231,23 @@ def test_compiled_modules_are_refused_with_the_remedy(slots: list[str]) -> None:
         DataParallel(compiled, slots)(torch.randn(8, 4, device=slots[0]))
 
 
+def test_a_module_compiled_in_place_runs_as_itself_in_each_replica(slots: list[str]) -> None:
+    bare, inner = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), slots[0])
+    compilations: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    inner.compile(backend=backend)
+    model = DataParallel(inner, slots[:2])
+    x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
+    torch.testing.assert_close(model(x)[:4], bare(x[:4]))
+    assert dict(inner.named_buffers())["1.num_batches_tracked"].item() == 1
+    # Replicas run at the same time, and torch.compile does not bear that.
+    assert not compilations
+
+
 def test_one_thread_evaluates_while_another_trains(slots: list[str]) -> None:
     module = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4)).to(slots[0])
     model = DataParallel(module, slots[:2])
