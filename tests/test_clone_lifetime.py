@@ -232,7 +232,16 @@ def test_compiled_modules_are_refused_with_the_remedy(slots: list[str]) -> None:
 
 
 def test_a_module_compiled_in_place_runs_as_itself_in_each_replica(slots: list[str]) -> None:
-    bare, inner = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), slots[0])
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.layer(x)))
+
+    bare, inner = twins(Net, slots[0])
     compilations: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
@@ -243,7 +252,7 @@ def test_a_module_compiled_in_place_runs_as_itself_in_each_replica(slots: list[s
     model = DataParallel(inner, slots[:2])
     x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
     torch.testing.assert_close(model(x)[:4], bare(x[:4]))
-    assert dict(inner.named_buffers())["1.num_batches_tracked"].item() == 1
+    assert dict(inner.named_buffers())["norm.num_batches_tracked"].item() == 1
     # Replicas run at the same time, and torch.compile does not bear that.
     assert not compilations
 
