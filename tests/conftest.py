@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import dataparallel.virtual
+from tests.cluster import Cluster
 
 dataparallel.virtual.enable(4)
+
+# A shell that starts a process in the background lets it ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +35,14 @@ def slots(request: pytest.FixtureRequest) -> list[str]:
     if request.param == "cpu":
         return ["cpu"] * 4
     return [f"virtual:{i}" for i in range(4)]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Processes that run functions of a test: ``cluster.run(function, world_size, *args)``."""
+    processes = Cluster()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,252 @@
+"""How collectives across processes are launched and waited for.
+
+Note [After a failure]
+~~~~~~~~~~~~~~~~~~~~~~
+When a collective fails, processes may have left it at different points, so later ones would be
+matched wrongly. The link is broken from then on, in every process that noticed, and says why.
+Collectives that were in flight end by themselves within the timeout: each has it as its own limit,
+and the first that runs into it makes gloo close the connections.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataparallel import devices as _devices
+from dataparallel.comm.process_errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    Place,
+    Reports,
+    failure,
+    purpose_of,
+)
+from dataparallel.comm.staging import Carried
+
+# Seconds between two looks at Ctrl-C, which a wait in the backend does not notice.
+_SLICE = 0.5
+# Shorter waits are not possible: for gloo, 0 ms mean forever.
+_SHORTEST = 0.001
+# Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
+# wait for it.
+_MARGIN = 0.5
+
+# What backends write when nothing but their time limit was reached.
+_TIME_IS_OVER = ("timed out", "timeout")
+
+
+class Pending:
+    """A collective that was launched. Made by :class:`~dataparallel.comm.processes.ProcessLink`."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        place: Place,
+        started: float,
+        work: dist.Work,
+        carried: Carried,
+    ) -> None:
+        self._launcher = launcher
+        self._place = place
+        self._started = started
+        self._work = work
+        self._carried = carried
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Pending({self._place}, done={self.done()})"
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, without waiting for another process."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Wait until the result is in the tensor. May be called again.
+
+        On an accelerator the result is ready on the current stream.
+
+        Raises:
+            CollectiveTimeout: The other processes did not come in time.
+            CollectiveError: The collective failed, or the link was broken before it ended.
+        """
+        self.wait_for_backend()
+        self._deliver()
+
+    def wait_for_backend(self) -> None:
+        """Wait until what was sent has its result, without bringing that to the tensor."""
+        if _devices.is_accelerator(self._carried.sent.device):
+            # Orders the current stream, or blocks up to the time limit of the group.
+            self._launcher.wait(self._place, self._started, lambda _: bool(self._work.wait()))
+        else:
+            self._launcher.wait(self._place, self._started, self._wait_briefly)
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future with the list of the one tensor, as ``Work.get_future`` of torch has it.
+
+        An error in it is the backend's own. Wait for it with
+        :meth:`~dataparallel.comm.processes.ProcessLink.wait_for`, which is limited in time and says
+        who is missing.
+        """
+        inner: torch.futures.Future[list[torch.Tensor]] = self._work.get_future()
+        if not self._carried.is_substitute:
+            return inner
+        outer: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def finish(inner: torch.futures.Future[list[torch.Tensor]]) -> None:
+            try:
+                inner.wait()
+                self._deliver()
+                # Whoever takes the tensor out of the future may do so on any stream.
+                _devices.current_stream(self._carried.tensor.device).synchronize()
+            except Exception as error:
+                set_exception: Any = outer.set_exception
+                set_exception(error)
+            else:
+                outer.set_result([self._carried.tensor])
+
+        inner.add_done_callback(finish)
+        return outer
+
+    def _wait_briefly(self, seconds: float) -> bool:
+        try:
+            self._work.wait(datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # Raises if it was more than the end of this short wait.
+            self._work.wait()
+        return True
+
+    def _deliver(self) -> None:
+        # The future is completed in a thread of the backend.
+        with self._lock:
+            self._carried.deliver()
+
+
+class Launcher:
+    """Launches the collectives of one link in order, waits for them, and explains failures.
+
+    Args:
+        name: Name of the link, as in the reports.
+        ranks: The number that each process of the link has in the default group.
+        rank: This process, as an index of ``ranks``.
+        timeout: Seconds that a wait may take.
+        reports: How the processes tell each other where they are.
+
+    Attributes:
+        launched: How many collectives were launched so far, by operation.
+        broken: Why nothing can be launched any more; ``None`` if it can.
+    """
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, timeout: float, reports: Reports
+    ) -> None:
+        self.launched: Counter[str] = Counter()
+        self.broken: str | None = None
+        self._name = name
+        self._ranks = ranks
+        self._rank = rank
+        self._timeout = timeout
+        self._reports = reports
+        self._sequence = 0
+        self._launching = threading.Lock()
+        self._failing = threading.Lock()
+
+    def launch(
+        self, operation: str, what: str, carried: Carried, start: Callable[[], dist.Work | None]
+    ) -> Pending:
+        """Launch a collective. All of them come here.
+
+        Args:
+            operation: Its name, for messages and counts.
+            what: What it is about, for messages.
+            carried: What is sent.
+            start: Gives it to the backend.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            CollectiveError: The link is broken, or the backend refused.
+        """
+        with self._launching:
+            self.check()
+            self._sequence += 1
+            self.launched[operation] += 1
+            place = Place(self._sequence, operation, what)
+            started = time.monotonic()
+            try:
+                work = start()
+            except RuntimeError as error:
+                raise self._failed(place, started, str(error)) from error
+        assert work is not None, "only processes outside of the group get nothing"
+        return Pending(self, place, started, work, carried)
+
+    def wait(self, place: Place, started: float, wait: Callable[[float], bool]) -> None:
+        """Wait for a collective. All waits come here.
+
+        Args:
+            place: What is waited for.
+            started: When it was launched.
+            wait: Waits for at most so many seconds, and tells whether there is nothing left to wait
+                for. A RuntimeError in it is a failure of the backend.
+
+        Raises:
+            CollectiveTimeout: The other processes did not come in time.
+            CollectiveError: The collective failed, or the link was broken before it ended.
+        """
+        deadline = time.monotonic() + self._timeout + _MARGIN
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                if wait(max(_SHORTEST, min(_SLICE, remaining))):
+                    return
+            except RuntimeError as error:
+                raise self._failed(place, started, str(error)) from error
+            self.check()
+            if remaining <= 0:
+                raise self._failed(place, started, None)
+
+    def wait_for_future(self, future: torch.futures.Future[Any], what: str) -> None:
+        """Like :meth:`wait`, for something that is no collective of the link."""
+        ready = threading.Event()
+        future.add_done_callback(lambda _: ready.set())
+        self.wait(Place(self._sequence, "future", what), time.monotonic(), ready.wait)
+
+    def check(self) -> None:
+        """Raise a CollectiveError if the link is broken."""
+        if self.broken:
+            raise self._broken_error()
+
+    def _failed(
+        self, place: Place, started: float, reason: str | None
+    ) -> CollectiveError | CollectiveTimeout:
+        """The error for a collective that failed; from now on the link is broken."""
+        seconds = time.monotonic() - started
+        if reason is not None and any(word in reason.lower() for word in _TIME_IS_OVER):
+            reason = None
+        timed_out = reason is None or seconds >= self._timeout
+        with self._failing:
+            if self.broken:
+                return self._broken_error()
+            reports = self._reports.exchange(place, timed_out)
+            error = failure(
+                place, self._name, self._ranks, self._rank, reports, seconds, timed_out, reason
+            )
+            self.broken = str(error)
+        return error
+
+    def _broken_error(self) -> CollectiveError:
+        return CollectiveError(
+            f"the link for {purpose_of(self._name)!r} is broken, because its processes may be at "
+            "different collectives since one failed; close it and make a new one in every process, "
+            f"or start the processes again. What failed: {self.broken}"
+        )

@@ -1,0 +1,201 @@
+"""Errors of collectives across processes, and how the processes tell each other where they are."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a process ended, a connection broke, or the link was broken before."""
+
+
+class CollectiveTimeout(TimeoutError):
+    """A collective did not complete in time; the message says which rank is missing."""
+
+
+# Seconds that a rank whose collective failed waits for the reports of the others.
+GRACE = 1.0
+# Seconds after which a store that does not answer counts as lost.
+_STORE_TIMEOUT = 2.0
+_POLL = 0.02
+
+_REMEDY = (
+    "every process must run the same collectives in the same order; look for an earlier error of "
+    "the ranks named here, and raise the timeout if they are only slow"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in the sequence of collectives of one link."""
+
+    sequence: int
+    operation: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.what} (collective {self.sequence})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others after a collective failed there."""
+
+    link: str
+    place: Place
+    timed_out: bool
+
+
+class Reports:
+    """The reports of the ranks of one link, in the store of its process group.
+
+    Nothing is written before a collective fails: each rank then tells where it is, and reads where
+    the others are. One that waits in another link over the same processes is found too.
+
+    Args:
+        store: Shared by all links over the same processes.
+        link: Name of the link, the same in all its processes and unlike that of any other.
+        rank: This rank, from 0 to ``world_size - 1``.
+        world_size: How many ranks the link has.
+    """
+
+    def __init__(self, store: Store, link: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._link = link
+        self._rank = rank
+        self._world_size = world_size
+
+    def exchange(self, place: Place, timed_out: bool) -> dict[int, Report] | str:
+        """Tell where this rank is and learn where the others are, within a few seconds.
+
+        Args:
+            place: The collective that failed here.
+            timed_out: Whether it failed because the time was over.
+
+        Returns:
+            The reports of the other ranks, without those that sent none; or why the store could
+            not be asked.
+        """
+        answers: list[dict[int, Report] | str] = []
+
+        def ask() -> None:
+            try:
+                self._tell(Report(self._link, place, timed_out))
+                answers.append(self._hear())
+            except Exception as error:
+                answers.append(str(error).splitlines()[0])
+
+        # A call of the store has no time limit of its own.
+        thread = threading.Thread(target=ask, name="dataparallel-reports", daemon=True)
+        thread.start()
+        thread.join(GRACE + _STORE_TIMEOUT)
+        return answers[0] if answers else f"no answer within {GRACE + _STORE_TIMEOUT:g} s"
+
+    def clear(self) -> None:
+        """Take back what this rank told about earlier links; all ranks have met again since."""
+        self._store.delete_key(f"latest/{self._rank}")
+
+    def _tell(self, report: Report) -> None:
+        text = json.dumps(asdict(report))
+        self._store.set(f"{self._link}/report/{self._rank}", text)
+        self._store.set(f"latest/{self._rank}", text)
+
+    def _hear(self) -> dict[int, Report]:
+        others = {rank for rank in range(self._world_size) if rank != self._rank}
+        reports: dict[int, Report] = {}
+        deadline = time.monotonic() + GRACE
+        while True:
+            reports.update(self._read(f"{self._link}/report", others - reports.keys()))
+            if len(reports) == len(others):
+                return reports
+            if time.monotonic() > deadline:
+                return reports | self._read("latest", others - reports.keys())
+            time.sleep(_POLL)
+
+    def _read(self, folder: str, ranks: set[int]) -> dict[int, Report]:
+        found = {}
+        for rank in sorted(ranks):
+            if self._store.check([f"{folder}/{rank}"]):
+                fields = json.loads(self._store.get(f"{folder}/{rank}"))
+                found[rank] = Report(fields["link"], Place(**fields["place"]), fields["timed_out"])
+        return found
+
+
+def failure(
+    place: Place,
+    link: str,
+    ranks: Sequence[int],
+    rank: int,
+    reports: Mapping[int, Report] | str,
+    seconds: float,
+    timed_out: bool,
+    reason: str | None,
+) -> CollectiveError | CollectiveTimeout:
+    """The error for a collective that failed.
+
+    Args:
+        place: The collective.
+        link: Name of the link, as in the reports.
+        ranks: The number that each rank of the link has in the default group.
+        rank: This rank, as an index of ``ranks``.
+        reports: What :meth:`Reports.exchange` returned.
+        seconds: How long this rank had waited.
+        timed_out: Whether the time was over here.
+        reason: What the backend said, if that is more than that the time was over.
+
+    Returns:
+        A :class:`CollectiveTimeout` if the time was over here, or for another rank of the link
+        (whose leaving is then the reason why this one failed), else a :class:`CollectiveError`.
+    """
+    head = f"rank {ranks[rank]}: {place} over {len(ranks)} processes for {purpose_of(link)!r}"
+    event = "did not complete within" if timed_out else "failed after"
+    who = _who(place, link, ranks, rank, reports)
+    text = f"{head} {event} {seconds:.3g} s: {who}; {_REMEDY}"
+    if reason is not None:
+        text = f"{text}. The backend said: {reason}"
+    here = [] if isinstance(reports, str) else reports.values()
+    if timed_out or any(report.timed_out for report in here if report.link == link):
+        return CollectiveTimeout(text)
+    return CollectiveError(text)
+
+
+def _who(
+    place: Place, link: str, ranks: Sequence[int], rank: int, reports: Mapping[int, Report] | str
+) -> str:
+    """What the other ranks do instead."""
+    if isinstance(reports, str):
+        return (
+            "nobody knows which rank is missing, because the store of the process group did not "
+            f"answer ({reports}); the process that holds it, mostly that of rank 0, may have ended"
+        )
+    missing = [ranks[i] for i in range(len(ranks)) if i != rank and i not in reports]
+    parts = [f"{name_ranks(missing)} did not come, or ended"] if missing else []
+    for i, report in sorted(reports.items()):
+        if report.link != link:
+            parts.append(f"rank {ranks[i]} waits in another link, {report.link}: {report.place}")
+        elif report.place != place:
+            parts.append(f"rank {ranks[i]} is at {report.place}")
+        elif report.timed_out:
+            parts.append(f"rank {ranks[i]} came and gave up waiting")
+        else:
+            parts.append(f"rank {ranks[i]} came and failed too")
+    return "; ".join(parts)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``"rank 1"`` or ``"ranks 1, 3"``."""
+    names = ", ".join(str(rank) for rank in ranks)
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def purpose_of(link: str) -> str:
+    """What a link is for, out of its name."""
+    return link.rsplit("/", 1)[0]

@@ -1,0 +1,271 @@
+"""Links between processes: collectives with a time limit, on a process group of their own.
+
+Note [A link of one's own]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Collectives of one process group are matched by their order alone. Two parts of a program that share
+a group, and come in another order in another process, get each other's numbers without an error.
+So every part that communicates has a link, and every link a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.comm.launcher import Launcher, Pending
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
+from dataparallel.comm.process_group import (
+    make_group,
+    parent_group,
+    release_group,
+    shared_store,
+    unused_name,
+)
+from dataparallel.comm.staging import Carried, HostBuffers
+
+__all__ = ["DEFAULT_TIMEOUT", "CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 60.0
+
+_OPERATIONS = ("sum", "product", "min", "max")
+
+
+class ProcessLink:
+    """A process group of one's own, whose collectives are limited in time and say what went wrong.
+
+    Every process of the group makes the same links in the same order, and calls the same methods
+    of each in the same order. See Note [A link of one's own] and Note [After a failure].
+
+    Example::
+
+        link = ProcessLink(purpose="reducer")
+        pending = link.all_reduce(bucket, what="bucket 0 (layer1.weight .. layer1.bias)")
+        ...                                  # computes meanwhile
+        pending.wait()
+        link.close()
+
+    Args:
+        group: The processes that take part. Default: all.
+        timeout: Seconds that a process waits for the others, at a collective and at the
+            construction. Default: 60.
+        purpose: What the link is for, in one word: it is a part of names and of messages.
+
+    Attributes:
+        rank: This process, from 0 to ``world_size - 1``.
+        world_size: How many processes the link has.
+        timeout: Seconds that a process waits for the others.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, ``purpose`` is not one word, or this process is not
+            a member of ``group``.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        CollectiveTimeout: Another process did not make its link in time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        purpose: str,
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
+        if not purpose or "/" in purpose or purpose.split() != [purpose]:
+            raise ValueError(f"purpose is one word without a slash, but got {purpose!r}")
+        parent = parent_group(group)
+        store = shared_store(parent)
+        self.rank = parent.rank()
+        self.world_size = parent.size()
+        self.timeout = timeout
+        self._name = unused_name(store, purpose, self.rank)
+        self._holder = [make_group(parent, store, self._name, timeout)]
+        self._devices = frozenset(device.type for device in self.group._device_types)
+        self._buffers = HostBuffers()
+        reports = Reports(store, self._name, self.rank, self.world_size)
+        reports.clear()
+        ranks = dist.get_process_group_ranks(parent)
+        self._launcher = Launcher(self._name, ranks, self.rank, timeout, reports)
+        self._finalizer = weakref.finalize(self, release_group, self._holder)
+        # At exit the process ends, and with it all connections.
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "broken" if self.broken else "open"
+        return f"ProcessLink({self._name}, rank {self.rank} of {self.world_size}, {state})"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that the link owns."""
+        if not self._holder:
+            raise RuntimeError(f"{self!r}: a closed link has no process group")
+        return self._holder[0]
+
+    @property
+    def broken(self) -> str | None:
+        """Why the link can't be used any more; ``None`` if it can."""
+        return self._launcher.broken
+
+    @property
+    def launched(self) -> Counter[str]:
+        """How many collectives were launched so far, by operation."""
+        return self._launcher.launched
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._holder
+
+    def close(self) -> None:
+        """Give the process group back. Returns within seconds in any case; may be called again."""
+        self._finalizer()
+
+    # --- collectives -------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
+        """Replace a tensor, in every process, by the sum over all processes.
+
+        Sums of float16 and bfloat16 are rounded at every process; see Note [What a backend takes].
+
+        Args:
+            tensor: Of one shape and dtype in all processes, strided or sparse (COO; the result is
+                coalesced). Read and written on the current stream of its device, in place: not to
+                be used before the wait is over.
+            op: ``"sum"`` (default), ``"product"``, ``"min"`` or ``"max"``.
+            what: What the tensor is, for messages, for example ``"bucket 3 (a.weight .. b.bias)"``.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            ValueError: ``op`` is unknown.
+            CollectiveError: The link is broken, or the backend refused.
+        """
+        if op not in _OPERATIONS:
+            raise ValueError(f"op is one of {', '.join(_OPERATIONS)}, but got {op!r}")
+        reduction = getattr(dist.ReduceOp, op.upper())
+        carried = self._carry(tensor, computed=True)
+        return self._launcher.launch(
+            "all_reduce",
+            what,
+            carried,
+            lambda: dist.all_reduce(carried.sent, reduction, self.group, async_op=True),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
+        """Replace a tensor, in every process, by that of the process ``source``.
+
+        Args:
+            tensor: As in :meth:`all_reduce`, but strided; its bits arrive as they are.
+            source: From 0 to ``world_size - 1``.
+            what: What the tensor is, for messages.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            ValueError: There is no such process, or the tensor is sparse.
+            CollectiveError: The link is broken, or the backend refused.
+        """
+        if not 0 <= source < self.world_size:
+            raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
+        _check_strided(tensor, "broadcast", what)
+        carried = self._carry(tensor, computed=False, load=self.rank == source)
+        return self._launcher.launch(
+            "broadcast",
+            what,
+            carried,
+            lambda: dist.broadcast(carried.sent, group=self.group, group_src=source, async_op=True),
+        )
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """The tensors of all processes, by rank, as new tensors on the device of this one.
+
+        Args:
+            tensor: As in :meth:`broadcast`.
+            what: What the tensor is, for messages.
+
+        Returns:
+            ``world_size`` tensors, contiguous.
+
+        Raises:
+            ValueError: The tensor is sparse.
+            CollectiveTimeout: Another process did not come in time.
+            CollectiveError: The collective failed, or the link is broken.
+        """
+        _check_strided(tensor, "all_gather", what)
+        carried = self._carry(tensor, computed=False)
+        parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
+        pending = self._launcher.launch(
+            "all_gather",
+            what,
+            carried,
+            lambda: dist.all_gather(parts, carried.sent, self.group, async_op=True),
+        )
+        pending.wait_for_backend()
+        carried.drop()
+        return [carried.restore(part) for part in parts]
+
+    def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
+        """The values of all processes, by rank: two small collectives, and no pickle.
+
+        Args:
+            value: What JSON can hold: None, bool, int, float, str, list and dict.
+            what: What the value is, for messages.
+
+        Returns:
+            ``world_size`` values, as they come out of JSON: a tuple is a list, keys are strings.
+
+        Raises:
+            TypeError: JSON can't hold the value.
+            CollectiveTimeout: Another process did not come in time.
+            CollectiveError: The collective failed, or the link is broken.
+        """
+        data = json.dumps(value).encode()
+        lengths = [
+            int(length)
+            for length in self.all_gather(torch.tensor(len(data)), what=f"size of {what}")
+        ]
+        padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8)
+        parts = self.all_gather(padded, what=what)
+        return [json.loads(bytes(part.tolist())) for part in parts]
+
+    def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
+        """The value of a future that somebody else completes, such as a communication hook.
+
+        Args:
+            future: May be completed in any thread.
+            what: What it is, for messages.
+
+        Returns:
+            The value.
+
+        Raises:
+            CollectiveTimeout: The future was not completed in time. The link is broken then, since
+                the other processes may be elsewhere.
+            CollectiveError: The link is broken.
+            Exception: What the future was completed with.
+        """
+        self._launcher.wait_for_future(future, what)
+        return future.wait()
+
+    def _carry(self, tensor: torch.Tensor, *, computed: bool, load: bool = True) -> Carried:
+        if self.closed:
+            raise CollectiveError(f"{self!r}: the link was closed; make a new one in every process")
+        self._launcher.check()
+        return Carried(tensor, self._devices, self._buffers, computed=computed, load=load)
+
+
+def _check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{operation} takes strided tensors, but {what} has the layout {tensor.layout}; "
+            "send its indices and values"
+        )

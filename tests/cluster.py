@@ -1,0 +1,388 @@
+"""Functions of a test run in several processes, which start once and serve all tests.
+
+To start a process and to import torch takes seconds; a test over processes that exist already
+takes milliseconds. Every process of pytest has workers of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+import dataparallel
+import dataparallel.virtual
+
+Result = TypeVar("Result")
+
+#: Seconds that a worker may take to start: it imports torch, and many may start at once.
+STARTUP = 120.0
+
+#: Seconds that the other ranks get after one has failed, before they are ended.
+GRACE = 10.0
+
+
+class RankFailed(Exception):
+    """What happened in the workers; the cause of the exception that a test gets."""
+
+
+class RankDied(Exception):
+    """A worker ended, or had to be ended since it took too long."""
+
+
+class _Foreign(Exception):
+    """Stands for an exception that can't be pickled."""
+
+
+@dataclass
+class _Job:
+    """What a worker is asked to do."""
+
+    function: Callable[..., object]
+    rank: int
+    world_size: int
+    args: tuple[object, ...]
+    number: int
+    port: int
+    timeout: float
+    init_group: bool
+
+
+@dataclass
+class _Reply:
+    """What a worker answers, and when that was clear."""
+
+    value: object = None
+    error: BaseException | None = None
+    trace: str = ""
+    when: float = field(default_factory=time.time)
+
+
+# --- in the tests' process -------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    """A process that waits for functions to run."""
+
+    process: multiprocessing.process.BaseProcess
+    connection: multiprocessing.connection.Connection
+    stacks: pathlib.Path = field(repr=False)
+    ready: bool = False
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.kill()
+        self.stacks.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.stacks.unlink(missing_ok=True)
+
+    def where(self) -> str:
+        """The Python stacks of all threads of the worker."""
+        if not hasattr(signal, "SIGUSR1") or self.process.pid is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return self.stacks.read_text()
+
+
+class Cluster:
+    """Runs functions in processes that form a group. See the fixture ``cluster``."""
+
+    def __init__(self) -> None:
+        self._workers: dict[bool, list[_Worker]] = {False: [], True: []}
+        self._numbers = itertools.count()
+        self._store: TCPStore | None = None
+        self._context = multiprocessing.get_context("spawn")
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., Result],
+        world_size: int,
+        *args: object,
+        timeout: float = ...,
+        expect_errors: Literal[False] = ...,
+        init_group: bool = ...,
+        virtual: bool = ...,
+    ) -> list[Result]: ...
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., Result],
+        world_size: int,
+        *args: object,
+        timeout: float = ...,
+        expect_errors: Literal[True],
+        init_group: bool = ...,
+        virtual: bool = ...,
+    ) -> list[Result | BaseException]: ...
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: object,
+        timeout: float = 60.0,
+        expect_errors: bool = False,
+        init_group: bool = True,
+        virtual: bool = False,
+    ) -> list[Any]:
+        """Call ``function(rank, world_size, *args)`` in one process per rank.
+
+        Each finds the seed 0, one intra-op thread, warnings that are errors, and a fresh default
+        process group (gloo), which is destroyed afterwards.
+
+        Example::
+
+            def total(rank: int, world_size: int, factor: int) -> float:
+                tensor = torch.tensor(float(rank * factor))
+                dist.all_reduce(tensor)
+                return tensor.item()
+
+            def test_total(cluster: Cluster) -> None:
+                assert cluster.run(total, 2, 10) == [10.0, 10.0]
+
+        Args:
+            function: A function of a module, found there by its name. What it returns is pickled.
+            world_size: How many processes.
+            args: Further arguments, which are pickled.
+            timeout: Seconds after which ranks that still run are ended. Also the timeout of the
+                default group.
+            expect_errors: Return exceptions in place of results. Default: raise the first one.
+            init_group: Whether there is a default process group. Default: True.
+            virtual: Whether the processes have four virtual devices. Default: they have none.
+
+        Returns:
+            The result of every rank.
+
+        Raises:
+            BaseException: What a rank raised; its cause tells the rank and the traceback there.
+            RankDied: A rank ended, or ran for longer than ``timeout``.
+        """
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        number = next(self._numbers)
+        workers = self._ready(world_size, virtual)
+        for rank, worker in enumerate(workers):
+            port = self._store.port
+            job = _Job(function, rank, world_size, args, number, port, timeout, init_group)
+            worker.connection.send_bytes(pickle.dumps(job))
+        replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
+        if expect_errors:
+            return [reply.error or reply.value for _, reply in sorted(replies.items())]
+        failed = {rank: reply for rank, reply in sorted(replies.items()) if reply.error}
+        if failed:
+            text = "\n".join(f"in rank {rank}:\n{reply.trace}" for rank, reply in failed.items())
+            # The others may have failed only because the first one did.
+            first = min(failed.values(), key=lambda reply: reply.when)
+            assert first.error is not None
+            raise first.error from RankFailed(text)
+        return [reply.value for _, reply in sorted(replies.items())]
+
+    def close(self) -> None:
+        """End all workers."""
+        for workers in self._workers.values():
+            for worker in workers:
+                worker.stop()
+            workers.clear()
+        self._store = None
+
+    def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
+        """Workers that wait for a job; new ones start where there are too few."""
+        workers = self._workers[virtual]
+        for worker in [worker for worker in workers if not worker.process.is_alive()]:
+            worker.kill()
+            workers.remove(worker)
+        while len(workers) < world_size:
+            workers.append(self._start(virtual))
+        for worker in workers[:world_size]:
+            if not worker.ready:
+                if not worker.connection.poll(STARTUP):
+                    raise RankDied(f"a worker took longer than {STARTUP:g} s to start")
+                worker.connection.recv_bytes()
+                worker.ready = True
+        return workers[:world_size]
+
+    def _start(self, virtual: bool) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        handle, stacks = tempfile.mkstemp(prefix="stacks-", suffix=".txt")
+        os.close(handle)
+        process = self._context.Process(target=_work, args=(theirs, stacks, virtual), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, pathlib.Path(stacks))
+
+    def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> dict[int, _Reply]:
+        """The answer of every rank; whoever is late is ended."""
+        deadline = time.monotonic() + timeout
+        replies: dict[int, _Reply] = {}
+        waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+        while waiting:
+            remaining = max(0.0, deadline - time.monotonic())
+            arrived = multiprocessing.connection.wait(list(waiting), remaining)
+            for connection in arrived:
+                assert isinstance(connection, multiprocessing.connection.Connection)
+                rank = waiting.pop(connection)
+                replies[rank] = self._receive(workers[rank])
+                if replies[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+            if not arrived:
+                for rank in waiting.values():
+                    replies[rank] = self._give_up(workers[rank], timeout)
+                break
+        return replies
+
+    def _receive(self, worker: _Worker) -> _Reply:
+        try:
+            reply: _Reply = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            worker.process.join(5)
+            text = f"the worker ended with exit code {worker.process.exitcode}"
+            return _Reply(error=RankDied(text), trace=text)
+        return reply
+
+    def _give_up(self, worker: _Worker, timeout: float) -> _Reply:
+        text = f"still running; ended by the test (timeout {timeout:g} s)\n{worker.where()}"
+        worker.process.kill()
+        worker.process.join()
+        return _Reply(error=RankDied(text), trace=text)
+
+
+# --- in a worker -----------------------------------------------------------------------------
+
+
+def _work(connection: multiprocessing.connection.Connection, stacks: str, virtual: bool) -> None:
+    """Run jobs until the tests' process closes the connection or ends."""
+    if hasattr(os, "setsid"):
+        # Ctrl-C in the terminal is for the tests' process alone.
+        os.setsid()
+    if hasattr(signal, "SIGUSR1"):
+        file = open(stacks, "w")  # noqa: SIM115 (open as long as the process lives)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    # Gloo would else look up the machine's name, and listen to the network.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    if virtual:
+        dataparallel.virtual.enable(4)
+    stray: list[str] = []
+    _catch_strays(stray)
+    # What is imported is never garbage; without it, a collection after every job is cheap.
+    gc.collect()
+    gc.freeze()
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            received = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        reply = _run(received, stray)
+        connection.send_bytes(reply)
+
+
+def _catch_strays(stray: list[str]) -> None:
+    """Note what nobody can catch: exceptions in threads and in finalizers."""
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        stray.append("".join(trace))
+
+    def unraisable(args: Any) -> None:
+        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        stray.append(f"{args.err_msg or 'ignored in'} {args.object!r}\n{''.join(trace)}")
+
+    threading.excepthook = in_thread
+    sys.unraisablehook = unraisable
+
+
+def _run(received: bytes, stray: list[str]) -> bytes:
+    """The pickled reply to a pickled job."""
+    stray.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reply = _call(received)
+        gc.collect()
+    if stray and reply.error is None:
+        text = "\n".join(stray)
+        reply = _Reply(error=RuntimeError(f"outside of the function:\n{text}"), trace=text)
+    return _pickled(reply)
+
+
+def _call(received: bytes) -> _Reply:
+    failed = None
+    try:
+        job: _Job = pickle.loads(received)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        with _group(job) if job.init_group else contextlib.nullcontext():
+            try:
+                return _Reply(value=job.function(job.rank, job.world_size, *job.args))
+            except BaseException:
+                # Before the group is destroyed, and the other ranks fail because of that.
+                failed = time.time()
+                raise
+    except BaseException as error:
+        trace = traceback.format_exc()
+        # The frames keep alive what the function left behind, groups and threads for example.
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        return _Reply(error=error, trace=trace, when=failed or time.time())
+
+
+@contextlib.contextmanager
+def _group(job: _Job) -> Iterator[None]:
+    store = TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"run{job.number}", store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=job.timeout),
+    )
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _pickled(reply: _Reply) -> bytes:
+    try:
+        data = pickle.dumps(reply)
+        if reply.error is not None:
+            pickle.loads(data)
+    except Exception as failure:
+        if reply.error is None:
+            text = f"the result can't be pickled: {failure}"
+            return pickle.dumps(_Reply(error=_Foreign(text), trace=text))
+        text = f"{type(reply.error).__name__}: {reply.error}"
+        return pickle.dumps(_Reply(error=_Foreign(text), trace=reply.trace))
+    return data
