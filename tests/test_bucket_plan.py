@@ -1,0 +1,297 @@
+"""Which gradients are reduced together, and in which order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from dataparallel import compute_bucket_assignment_by_size
+from dataparallel.reducer.bucket_plan import NO_LIMIT, BucketPlan, plan_buckets
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def tensor(numel: int, dtype: torch.dtype = F32, device: str = "meta") -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+# --- the assignment: torch's own is the oracle -----------------------------------------------
+
+tensors = st.lists(
+    st.builds(
+        tensor,
+        st.integers(0, 40),
+        st.sampled_from([F32, F64, BF16, torch.complex64]),
+        st.sampled_from(["meta", "cpu", "virtual:1", "virtual:2"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+limits = st.lists(st.integers(0, 400) | st.just(sys.maxsize), min_size=1, max_size=4)
+
+
+@st.composite
+def arguments(
+    draw: st.DrawFn, with_indices: bool
+) -> tuple[list[Tensor], list[int], list[bool], list[int]]:
+    given = draw(tensors)
+    expect_sparse = draw(st.just([]) | st.lists(st.booleans(), min_size=len(given)))
+    indices = draw(st.permutations(range(len(given)))) if with_indices else []
+    return given, draw(limits), expect_sparse[: len(given)], indices
+
+
+def torchs(*args: Any) -> tuple[list[list[int]], list[int]]:
+    assigned: tuple[list[list[int]], list[int]] = _compute_bucket_assignment_by_size(*args)
+    return assigned
+
+
+@given(arguments(with_indices=False))
+def test_assignment_equals_torchs(
+    args: tuple[list[Tensor], list[int], list[bool], list[int]],
+) -> None:
+    assert compute_bucket_assignment_by_size(*args) == torchs(*args)
+
+
+@given(arguments(with_indices=True))
+def test_assignment_in_order_of_arrival_equals_torchs(
+    args: tuple[list[Tensor], list[int], list[bool], list[int]],
+) -> None:
+    """Only the order of what did not become full is ours: torch's is that of a hash map."""
+    given, _, _, indices = args
+    sizes = {index: t.numel() * t.element_size() for index, t in zip(indices, given, strict=True)}
+
+    def parts(result: tuple[list[list[int]], list[int]]) -> tuple[Any, Any]:
+        pairs = list(zip(*result, strict=True))
+        full = [sum(sizes[i] for i in bucket) >= limit for bucket, limit in pairs]
+        num_full = sum(full)
+        assert all(full[:num_full]), "what did not become full comes last"
+        return pairs[:num_full], pairs[num_full:]
+
+    full, others = parts(compute_bucket_assignment_by_size(*args))
+    their_full, their_others = parts(torchs(*args))
+    assert full == their_full
+    assert sorted(others) == sorted(their_others)
+    ends = [indices.index(bucket[-1]) for bucket, _ in others]
+    assert ends == sorted(ends)
+
+
+def test_indices_may_be_those_of_a_larger_list() -> None:
+    args: tuple[Any, ...] = [tensor(10)] * 3, [80], [], [7, 5, 9]
+    assert compute_bucket_assignment_by_size(*args) == ([[7, 5], [9]], [80, 80]) == torchs(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (([], [1]), "tensors is empty; pass at least one tensor"),
+        (([tensor(1)], []), "bucket_size_limits is empty; pass at least one limit"),
+        (([tensor(1)], [-1, 2, -3]), "0 or more, but among them are -1, -3; MiB are"),
+        (([tensor(1)], [0.5]), r"whole numbers of bytes.* are 0.5; MiB are to be multiplied"),
+        (([tensor(1)], [1], [True] * 2), "expect_sparse_gradient has 2 entries, but there are 1"),
+        (([tensor(1)], [1], None, [0, 1]), "tensor_indices has 2 entries, but there are 1"),
+        (([tensor(1)] * 4, [1], None, [3, 2, 3, 2]), "tensor_indices has 2, 3 more than once"),
+        (([tensor(1)], [1], None, [-1]), "tensor_indices has -1, but .* at least 0$"),
+        (([tensor(1)] * 2, [1], [True] * 2, [2, 0]), "has 2, but .* at least 0 and below 2"),
+        (
+            ([torch.eye(2), torch.eye(2).to_sparse(), torch.eye(2).to_sparse_coo()], [1]),
+            r"No support for sparse tensors.* tensors\[1\] \(torch.sparse_coo\), tensors\[2\]",
+        ),
+    ],
+)
+def test_what_the_assignment_refuses(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute_bucket_assignment_by_size(*args)
+
+
+# --- the plan --------------------------------------------------------------------------------
+
+
+def planned(sizes: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
+    """The buckets of parameters that have these bytes (float32 or another dtype)."""
+    return list(plan(sizes, **options).buckets)
+
+
+def plan(sizes: Sequence[Any], **options: Any) -> BucketPlan:
+    pairs = [size if isinstance(size, tuple) else (size, F32) for size in sizes]
+    given = [tensor(size // dtype.itemsize, dtype) for size, dtype in pairs]
+    return plan_buckets(given, **{"first_bytes": 8, "cap_bytes": 20, **options})
+
+
+def test_one_parameter() -> None:
+    assert plan([4]) == BucketPlan(buckets=((0,),), limits=(8,), bytes=(4,))
+
+
+def test_the_record() -> None:
+    made = plan([8, 8, 16, 16, 4], expect_sparse=[False, True, False, False, False])
+    assert made == BucketPlan(
+        buckets=((4,), (2, 3), (1,), (0,)), limits=(20, 20, NO_LIMIT, 8), bytes=(4, 32, 8, 8)
+    )
+    assert len(made) == 4
+    assert made.places == ((3, 0), (2, 0), (1, 0), (1, 1), (0, 0))
+    assert [made.bucket_of(index) for index in range(5)] == [3, 2, 1, 1, 0]
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        made.limits = ()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buckets"),
+    [
+        # Filled from the first parameter on with 8, 20, 20, .. bytes, launched from the last one.
+        ([4] * 3, [(2,), (0, 1)]),
+        ([4] * 13, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
+        ([400, 4, 4], [(1, 2), (0,)]),
+        ([4, 400, 4], [(2,), (0, 1)]),
+        # Each dtype has limits of its own; launched is first what is complete first.
+        ([(8, F64), 4, (8, F64), 4, 4], [(4,), (2,), (1, 3), (0,)]),
+        ([0, 0, 4], [(0, 1, 2)]),
+    ],
+)
+def test_plan_from_the_registration_order(
+    sizes: Sequence[Any], buckets: list[tuple[int, ...]]
+) -> None:
+    assert planned(sizes) == buckets
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "buckets"),
+    [
+        # Filled in the order of arrival with 8, 20, 20, .. bytes.
+        ([4] * 9, [8, 7, 6, 5, 4, 3, 2, 1, 0], [(8, 7), (6, 5, 4, 3, 2), (1, 0)]),
+        ([4] * 4, [2, 0, 3, 1], [(2, 0), (3, 1)]),
+        # The one of float64 is never full, but complete before the second one of float32.
+        ([4, 4, 20, (4, F64)], [0, 1, 3, 2], [(0, 1), (3,), (2,)]),
+    ],
+)
+def test_plan_from_the_order_of_arrival(
+    sizes: Sequence[Any], order: list[int], buckets: list[tuple[int, ...]]
+) -> None:
+    assert planned(sizes, order=order) == buckets
+
+
+@pytest.mark.parametrize(
+    ("caps", "order", "buckets", "limits"),
+    [
+        ([4, 12, 8], None, [(5,), (4, 3, 2), (1, 0)], (4, 12, 8)),
+        ([4, 12, 8], [0, 1, 2, 3, 4, 5], [(0,), (1, 2, 3), (4, 5)], (4, 12, 8)),
+        ([12, 4], None, [(5, 4, 3), (2,), (1,), (0,)], (12, 4, 4, 4)),
+        ((sys.maxsize,), None, [(5, 4, 3, 2, 1, 0)], (sys.maxsize,)),
+        ([0], [1, 0, 2, 3, 4, 5], [(1,), (0,), (2,), (3,), (4,), (5,)], (0,) * 6),
+    ],
+)
+def test_a_list_of_caps_is_in_the_order_of_launching(
+    caps: Sequence[int],
+    order: list[int] | None,
+    buckets: list[tuple[int, ...]],
+    limits: tuple[int, ...],
+) -> None:
+    made = plan([4] * 6, cap_bytes=caps, order=order)
+    assert list(made.buckets) == buckets
+    assert made.limits == limits
+
+
+def test_a_cap_below_the_first_limit_is_the_limit_of_all() -> None:
+    assert plan([4] * 3, first_bytes=8, cap_bytes=4).limits == (4, 4, 4)
+    assert planned([4] * 3, first_bytes=8, cap_bytes=4, order=[0, 1, 2]) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "buckets"),
+    [
+        # With torch's rule alone, what fills the last bucket belongs to it: here 404 bytes.
+        ([4, 400, 4], {}, [(2,), (1,), (0,)]),
+        ([4, 4, 4, 400], {}, [(2, 3), (0, 1)]),
+        ([4] * 13, {}, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
+        ([16, 4, 4], {}, [(1, 2), (0,)]),
+        ([4, 4], {}, [(0, 1)]),
+        # The first bucket is small too once it is known what comes first.
+        ([4] * 9, {"order": list(range(9))}, [(0, 1), (2, 3, 4, 5, 6), (7, 8)]),
+        ([4] * 7, {"order": list(range(7)), "cap_bytes": [12]}, [(0, 1, 2), (3, 4), (5, 6)]),
+        ([4] * 7, {"cap_bytes": [12, 4]}, [(6, 5, 4), (3,), (2,), (1, 0)]),
+        # What is left at the end is counted together, and reduced by dtype.
+        ([(2, BF16), 4, (2, BF16), 40], {}, [(3,), (1,), (0, 2)]),
+        # An embedding with sparse gradients, registered first, is alone and does not count.
+        ([40, 4, 40], {"expect_sparse": [True, False, False]}, [(2,), (1,), (0,)]),
+        ([4, 4], {"expect_sparse": [True, True]}, [(1,), (0,)]),
+    ],
+)
+def test_a_small_last_bucket(
+    sizes: Sequence[Any], options: dict[str, Any], buckets: list[tuple[int, ...]]
+) -> None:
+    assert planned(sizes, small_last=True, **options) == buckets
+
+
+def test_limit_of_the_small_last_bucket() -> None:
+    assert plan([4, 400, 4], small_last=True).limits == (20, 20, 8)
+
+
+@given(arguments(with_indices=True), st.booleans(), st.booleans(), st.integers(0, 200))
+def test_properties_of_a_plan(
+    args: tuple[list[Tensor], list[int], list[bool], list[int]],
+    known: bool,
+    small_last: bool,
+    first: int,
+) -> None:
+    given, caps, expect_sparse, order = args
+    made = plan_buckets(
+        given,
+        first_bytes=first,
+        cap_bytes=caps if len(caps) > 1 else caps[0],
+        expect_sparse=expect_sparse,
+        order=order if known else None,
+        small_last=small_last,
+    )
+    assert sorted(index for bucket in made.buckets for index in bucket) == sorted(order)
+    arrival = order if known else list(reversed(range(len(given))))
+    ends = [max(arrival.index(index) for index in bucket) for bucket in made.buckets]
+    assert ends == sorted(ends)
+    for bucket, limit, size in zip(made.buckets, made.limits, made.bytes, strict=True):
+        sizes = [given[i].numel() * given[i].element_size() for i in bucket]
+        assert size == sum(sizes)
+        assert len({(given[i].dtype, given[i].device) for i in bucket}) == 1
+        sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
+        assert sparse == [limit == NO_LIMIT] or not any(sparse)
+        # Full only with its last tensor.
+        at_the_end = small_last and limit == first
+        assert len(bucket) == 1 or at_the_end or sum(sizes[:-1]) < limit
+    dense_ends = [
+        number for number, bucket in enumerate(made.buckets) if made.limits[number] == first
+    ]
+    if small_last and first and dense_ends:
+        assert made.bytes[dense_ends[-1]] <= first or len(made.buckets[dense_ends[-1]]) == 1
+
+
+@given(arguments(with_indices=True), st.integers(0, 200))
+def test_plan_from_the_registration_order_is_that_of_torchs_wrapper(
+    args: tuple[list[Tensor], list[int], list[bool], list[int]], first: int
+) -> None:
+    given, (cap, *_), expect_sparse, _ = args
+    buckets, limits = torchs(given, [first, cap] if first < cap else [cap], expect_sparse)
+    made = plan_buckets(given, first_bytes=first, cap_bytes=cap, expect_sparse=expect_sparse)
+    assert made.buckets == tuple(map(tuple, reversed(buckets)))
+    assert made.limits == tuple(reversed(limits))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": []}, "parameters is empty; pass at least one tensor"),
+        ({"first_bytes": -1}, "first_bytes are whole numbers .* are -1;"),
+        ({"cap_bytes": []}, "cap_bytes is empty; pass at least one limit"),
+        ({"cap_bytes": [25.0]}, r"cap_bytes are whole numbers .* are 25.0; MiB"),
+        ({"order": [0, 1]}, "order has 2 entries, but there are 3 tensors"),
+        ({"order": [0, 1, 1]}, "order has 1 more than once"),
+        ({"order": [0, 1, 3]}, "order has 3, but .* at least 0 and below 3"),
+        ({"expect_sparse": [True]}, "expect_sparse has 1 entries, but there are 3 tensors"),
+    ],
+)
+def test_what_a_plan_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**{"sizes": [4, 4, 4], **options})
