@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -12,6 +13,10 @@ from dataparallel.parts import REGISTRIES
 from dataparallel.remap import Counterparts, remap
 
 _MISSING = object()
+# Attributes of functions and modules that torch.compile made: what was compiled, and the id of
+# what holds the attribute, by which torch tells it from a copy.
+_COMPILED = frozenset({"__wrapped__", "_torchdynamo_inline", "_torchdynamo_orig_callable"})
+_OWN_ID = "_torchdynamo_wrapper_id"
 
 
 class Given(NamedTuple):
@@ -44,7 +49,7 @@ def fill(
     """
     attributes = module.__dict__.copy()
     for name in references:
-        attributes[name] = remap(attributes[name], counterparts)
+        attributes[name] = _with_parts_of(attributes[name], counterparts)
     for registry in REGISTRIES:
         parts = attributes[registry]
         attributes[registry] = {
@@ -52,15 +57,30 @@ def fill(
         }
     attributes["_is_replica"] = True
     attributes["zero_grad"] = _refuse_zero_grad
-    if attributes.get("_compiled_call_impl") is not None:
-        # Replicas run in threads at the same time, and torch.compile does not bear that.
-        attributes["_compiled_call_impl"] = None
+    if _OWN_ID in attributes:
+        attributes[_OWN_ID] = id(clone)
     for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)
         if value is not _MISSING:
             object.__setattr__(clone, name, remap(value, counterparts))
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
+
+
+def _with_parts_of(value: Any, counterparts: Counterparts) -> Any:
+    """``remap``, and in a compiled function the attributes that lead to what was compiled.
+
+    Such a function closes over what was compiled, and so does its copy over the replica's. When it
+    is called within something bigger that is compiled, the attributes are followed instead.
+    """
+    copied = remap(value, counterparts)
+    if copied is not value and isinstance(copied, types.FunctionType):
+        attributes = copied.__dict__
+        for name in _COMPILED & attributes.keys():
+            attributes[name] = remap(attributes[name], counterparts)
+        if _OWN_ID in attributes:
+            attributes[_OWN_ID] = id(copied)
+    return copied
 
 
 def given_to(clone: nn.Module) -> Given:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from typing import NoReturn
 
@@ -41,14 +40,13 @@ class Parts:
         self._visit(root)
 
     def _visit(self, root: nn.Module) -> None:
-        uncloneable = _uncloneable()
         pending = [root]
         while pending:
             module = pending.pop()
             if id(module) in self._seen:
                 continue
-            if isinstance(module, uncloneable):
-                _refuse(root, uncloneable)
+            if isinstance(module, torch.jit.ScriptModule):
+                _refuse(root)
             self._seen.add(id(module))
             attributes = module.__dict__
             self.modules.append(module)
@@ -75,33 +73,24 @@ class Parts:
                 found.append(tensor)
 
     def loose_tensors(self) -> list[torch.Tensor]:
-        """Tensors in plain attributes, neither parameters nor buffers."""
-        found = []
-        for module, names in zip(self.modules, self.references, strict=True):
-            for name in names:
-                for tensor in tensors_in(module.__dict__[name]):
-                    if id(tensor) not in self._seen:
-                        self._seen.add(id(tensor))
-                        found.append(tensor)
-        return found
+        """Tensors that are in plain attributes now, neither parameters nor buffers."""
+        found = {
+            id(tensor): tensor
+            for module, names in zip(self.modules, self.references, strict=True)
+            for name in names
+            for tensor in tensors_in(module.__dict__[name])
+        }
+        return [tensor for key, tensor in found.items() if key not in self._seen]
 
 
-def _uncloneable() -> tuple[type, ...]:
-    # Whoever has a compiled module has imported this already; it takes seconds otherwise.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is None:
-        return (torch.jit.ScriptModule,)
-    return (torch.jit.ScriptModule, compiler.OptimizedModule)
-
-
-def _refuse(root: nn.Module, uncloneable: tuple[type, ...]) -> NoReturn:
+def _refuse(root: nn.Module) -> NoReturn:
     found = [
         f"{name or 'the module itself'!r} ({type(module).__name__})"
         for name, module in root.named_modules()
-        if isinstance(module, uncloneable)
+        if isinstance(module, torch.jit.ScriptModule)
     ]
     raise TypeError(
-        f"cannot replicate {', '.join(found)}: scripted and compiled modules hold on to their own "
-        "parameters, so a clone cannot have others; wrap the module before it is scripted or "
-        "compiled"
+        f"cannot replicate {', '.join(found)}: scripted modules hold on to their own parameters, "
+        "so a clone cannot have others; wrap the module before it is scripted, or use "
+        "torch.compile"
     )
