@@ -1,0 +1,364 @@
+"""Optimizers in backward do, bucket by bucket, what one ordinary optimizer does afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.tensor_copies import last_step_of
+from tests.optimizer_cases import (
+    ADAMW,
+    BOTH,
+    CASES,
+    FIRST,
+    THEN,
+    BackwardTwins,
+    Counting,
+    apply_torchs,
+    assert_same,
+    build,
+    of,
+    ours,
+    torchs,
+)
+
+# --- the same as the plain optimizer -------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("optimizer_class", "arguments"), CASES, ids=[f"{c.__name__}-{k}" for c, k in CASES]
+)
+def test_steps_equal_those_after_backward(
+    kind: Callable[..., BackwardTwins], optimizer_class: type[Optimizer], arguments: dict[str, Any]
+) -> None:
+    twins = kind(optimizer_class, **arguments)
+    twins.step()
+    twins.step(without=[1, 4])
+    # The buckets are planned anew, in another order.
+    for _ in range(2):
+        twins.step(THEN)
+    twins.step(FIRST, without=[5, 0])
+    twins.assert_equal()
+    assert all(p.grad is None for p in twins.module.parameters())
+
+
+@BOTH
+def test_other_parameters_keep_their_gradients(kind: Callable[..., BackwardTwins]) -> None:
+    twins = kind()
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    twins.set_gradients()
+    own = next(twins.module.parameters())
+    twins.optimizers.step([other, own])
+    assert own.grad is None and other.grad is not None
+    assert torch.equal(other, torch.ones(2))
+    assert twins.optimizers.holds(own) and not twins.optimizers.holds(other)
+
+
+def test_one_optimizer_steps_all_of_a_bucket() -> None:
+    seen: list[int] = []
+    alive: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            alive.add(self)
+            seen.append(sum(len(group["params"]) for group in self.param_groups))
+
+    twins = ours(Seen)
+    for buckets in (FIRST, THEN):
+        seen.clear()
+        twins.step(buckets)
+        assert seen == [*map(len, buckets), 6]
+    # Those of the first buckets are gone.
+    gc.collect()
+    assert len(alive) == len(THEN) + 1
+
+
+@BOTH
+def test_a_step_counts_as_a_change_of_the_bucket_alone(kind: Callable[..., BackwardTwins]) -> None:
+    twins = kind()
+    twins.set_gradients(without=[2])
+    first, second, *others = twins.module.parameters()
+    before = [last_step_of(p) for p in others]
+    twins.optimizers.step([first, second])
+    twins.optimizers.step(others[:1])
+    assert last_step_of(first) is not None
+    assert [last_step_of(p) for p in others] == before
+
+
+def test_groups_are_kept_and_added() -> None:
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        named = list(module.named_parameters())
+        return [{"params": named[:3]}, {"params": named[3:5], "lr": 0.3, "weight_decay": 0.0}]
+
+    twins = BackwardTwins(
+        lambda m: InBackwardOptimizers.make(ADAMW, groups(m), lr=0.01),
+        lambda m: ADAMW(groups(m), lr=0.01),
+    )
+    twins.step(without=[5])
+    twins.assert_equal()
+    for optimizer, module in ((twins.plain, twins.bare), (twins.optimizers, twins.module)):
+        named = list(module.named_parameters())
+        optimizer.add_param_group({"params": named[5:], "lr": 0.7})
+    twins.step()
+    twins.step(THEN)
+    twins.assert_equal()
+    for optimizer in (twins.plain, twins.optimizers):
+        optimizer.param_groups[1]["params"].pop()
+        optimizer.param_groups[1]["param_names"].pop()
+    twins.step(without=[4])
+    assert not twins.optimizers.holds(list(twins.module.parameters())[4])
+
+
+@BOTH
+def test_schedulers(kind: Callable[..., BackwardTwins]) -> None:
+    twins = kind(lr=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=5)
+        for optimizer in (twins.plain, twins.optimizers)
+    ]
+    for _ in range(4):
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert twins.plain.param_groups[0]["lr"] != 0.1
+    twins.assert_equal()
+
+
+@BOTH
+def test_hooks(kind: Callable[..., BackwardTwins]) -> None:
+    twins = kind()
+    seen = mock.Mock(return_value=None)
+    twins.optimizers.register_step_pre_hook(lambda *given: seen("before", given[0]))
+    twins.optimizers.register_step_post_hook(lambda *given: seen("after", given[0]))
+    twins.step()
+    assert seen.call_args_list == [
+        mock.call(when, twins.optimizers) for _ in FIRST for when in ("before", "after")
+    ]
+    handle = twins.optimizers.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
+    assert "extra" in twins.optimizers.state_dict()
+    handle.remove()
+    assert "extra" not in twins.optimizers.state_dict()
+
+
+def test_buckets_that_are_stepped_at_the_same_time() -> None:
+    class Slow(torch.optim.Adam):
+        barrier: ClassVar[threading.Barrier] = threading.Barrier(3)
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.barrier.wait(20)
+            super().step()
+
+    twins = ours(Slow)
+    twins.plain = torch.optim.Adam(twins.bare.parameters())
+    parameters = list(twins.module.parameters())
+    for _ in range(3):
+        twins.set_gradients()
+        threads = [
+            threading.Thread(target=twins.optimizers.step, args=([parameters[i] for i in bucket],))
+            for bucket in FIRST
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        twins.plain.step()
+    twins.assert_equal()
+
+
+# --- torch's protocol ----------------------------------------------------------------------------
+
+
+def test_without_torchs_optimizers_there_are_none() -> None:
+    assert InBackwardOptimizers.of(build().parameters()) is None
+
+
+def test_torchs_optimizers_no_longer_step_by_themselves() -> None:
+    module = build()
+    x = torch.randn(3, 5)
+    apply_torchs(ADAMW, module.parameters(), {"lr": 0.1})
+    before = [p.detach().clone() for p in module.parameters()]
+    module(x).sum().backward()
+    assert not any(map(torch.equal, before, module.parameters()))
+    optimizers = of(module)
+    before = [p.detach().clone() for p in module.parameters()]
+    module(x).sum().backward()
+    assert_same(before, [p.detach() for p in module.parameters()])
+    optimizers.step(list(module.parameters()))
+    assert not any(map(torch.equal, before, module.parameters()))
+    # Their owner sees what was done.
+    parameter: Any = module[0].weight  # type: ignore[index]
+    assert parameter._in_backward_optimizers[0].state[parameter]["step"] == 2
+
+
+def test_each_call_of_torchs_function_is_a_group() -> None:
+    def apply(module: nn.Module) -> InBackwardOptimizers:
+        parameters = list(module.parameters())
+        apply_torchs(ADAMW, parameters[:2], {"lr": 0.1})
+        apply_torchs(ADAMW, parameters[2:5], {"lr": 0.1})
+        return of(module)
+
+    def plain(module: nn.Module) -> Optimizer:
+        parameters = list(module.parameters())
+        return ADAMW([{"params": parameters[:2]}, {"params": parameters[2:5]}], lr=0.1)
+
+    twins = BackwardTwins(apply, plain)
+    twins.step(without=[5])
+    twins.assert_equal()
+    twins.optimizers.param_groups[3]["lr"] = 0.5
+    with pytest.raises(ValueError, match="have different lr by now"):
+        twins.optimizers.state_dict()
+    with pytest.raises(ValueError, match="call it for the new parameters before"):
+        twins.optimizers.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_several_optimizers_of_a_parameter_are_stepped_and_not_saved() -> None:
+    module = build()
+    expected = copy.deepcopy(module)
+    classes: list[Callable[..., Optimizer]] = [torch.optim.SGD, ADAMW]
+    for optimizer_class in classes:
+        apply_torchs(optimizer_class, module.parameters(), {"lr": 0.1})
+    optimizers = of(module)
+    plain = [optimizer_class(expected.parameters(), lr=0.1) for optimizer_class in classes]
+    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizers.step(list(module.parameters()))
+    for optimizer in plain:
+        optimizer.step()
+    assert_same(list(module.parameters()), list(expected.parameters()))
+    with pytest.raises(ValueError, match="up to 2 optimizers in backward, of the classes AdamW, S"):
+        optimizers.state_dict()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer_class", [ADAMW, torch.optim.Adagrad])
+def test_checkpoints_go_to_and_come_from_a_plain_optimizer(
+    kind: Callable[..., BackwardTwins], optimizer_class: Callable[..., Optimizer]
+) -> None:
+    twins = kind(optimizer_class, lr=0.1)
+    twins.step()
+    other = kind(optimizer_class, lr=0.7)
+    for module in (other.bare, other.module):
+        module.load_state_dict(twins.module.state_dict())
+    other.plain.load_state_dict(copy.deepcopy(twins.optimizers.state_dict()))
+    other.optimizers.load_state_dict(copy.deepcopy(twins.plain.state_dict()))
+    assert other.optimizers.param_groups[0]["lr"] == 0.1
+    for _ in range(2):
+        other.step(THEN)
+    other.assert_equal()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        other.optimizers.load_state_dict(
+            optimizer_class([nn.Parameter(torch.ones(1))]).state_dict()
+        )
+    other.step()
+    other.assert_equal()
+
+
+@BOTH
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_independent_and_go_on(
+    kind: Callable[..., BackwardTwins], duplicate: Callable[[Any], Any]
+) -> None:
+    twins = kind(lr=0.1)
+    twins.step()
+    other = kind()
+    for p in twins.module.parameters():
+        # A parameter with an optimizer that has the parameter cannot be pickled, torch's neither.
+        vars(p).clear()
+    other.module, other.optimizers = duplicate((twins.module, twins.optimizers))
+    other.bare, other.plain = copy.deepcopy((twins.bare, twins.plain))
+    other.step(THEN)
+    other.assert_equal()
+    twins.step()
+    twins.assert_equal()
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_gradients_cannot_be_accumulated(kind: Callable[..., BackwardTwins]) -> None:
+    twins = kind()
+    with pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step"):
+        twins.optimizers.begin(synchronised=False)
+    twins.set_gradients(without=[0])
+    match = r"5 of 6 parameters .* have a gradient before it begins, .* of shape \(48,\)"
+    with pytest.raises(RuntimeError, match=match):
+        twins.optimizers.begin()
+    twins.optimizers.zero_grad()
+    twins.step()
+    twins.assert_equal()
+
+
+@BOTH
+def test_the_step_of_an_ordinary_loop_is_refused(kind: Callable[..., BackwardTwins]) -> None:
+    optimizers = kind().optimizers
+    with pytest.raises(RuntimeError, match=r"leave optimizer\.step\(\) out of the loop"):
+        optimizers.step()
+
+
+def test_another_optimizer_over_the_same_parameters_is_refused() -> None:
+    twins = ours()
+    parameters = list(twins.module.parameters())
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1)), *parameters[1:3]])
+    match = r"SGD steps 2 parameters that are stepped in backward too, .* of shape \(48,\)"
+    with pytest.raises(ValueError, match=match):
+        other.step()
+    twins.step()
+    twins.optimizers = torchs().optimizers
+    other.step()
+
+
+def test_torch_allows_for_an_ordinary_optimizer_beside_its_own() -> None:
+    twins = torchs()
+    torch.optim.SGD(twins.module.parameters()).step()
+    twins.step()
+    twins.assert_equal()
+
+
+def test_what_cannot_be_stepped_in_parts_is_refused() -> None:
+    parameters = list(build().parameters())
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs closure"):
+        InBackwardOptimizers.make(torch.optim.LBFGS, parameters)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        InBackwardOptimizers.make(ADAMW, parameters, lr=-1)
+    with pytest.raises(TypeError, match="optimizer class such as"):
+        InBackwardOptimizers.make(build(), parameters)  # type: ignore[arg-type]
+    twins = ours(Counting)
+    with pytest.raises(RuntimeError, match=r"Counting\.step keeps steps, total for all parameters"):
+        twins.step()
+
+
+def test_a_failed_step_leaves_the_other_buckets() -> None:
+    class Picky(torch.optim.Adam):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            if any(p.grad.isnan().any() for g in self.param_groups for p in g["params"]):
+                raise ArithmeticError("not a number")
+            super().step()
+
+    twins = ours(Picky)
+    twins.plain = torch.optim.Adam(twins.bare.parameters())
+    twins.step()
+    parameters = list(twins.module.parameters())
+    parameters[0].grad = torch.full_like(parameters[0], torch.nan)
+    with pytest.raises(ArithmeticError, match="not a number"):
+        twins.optimizers.step(parameters[:1])
+    parameters[0].grad = None
+    twins.step()
+    twins.assert_equal()

@@ -1,0 +1,202 @@
+"""Shards on other devices follow what happens to the parameters, and survive failures."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dataparallel import DataParallel, ShardedOptimizer, virtual
+from dataparallel.devices import current_stream, use_stream, wait_stream
+from tests.models import placed
+from tests.optimizer_cases import (
+    ADAMW,
+    Twins,
+    assert_same,
+    build,
+)
+
+# --- changes from outside, and what the wrapper sees ----------------------------------------------
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+
+
+def clip(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data.clamp_(-0.01, 0.01)
+
+
+def write_one_element(module: nn.Module) -> None:
+    module[4].bias.data[1] += 1e-3  # type: ignore[index]
+
+
+def replace_storage(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data = p.data.flip(0).clone()
+
+
+def change_shape(module: nn.Module) -> None:
+    module[0].weight.data = torch.ones_like(module[0].weight)[:5]  # type: ignore[index]
+
+
+def change_dtype(module: nn.Module) -> None:
+    module.double()
+
+
+CHANGES = [load, clip, write_one_element, replace_storage, change_shape, change_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("before", [0, 2])
+def test_changes_between_steps_are_carried_in(
+    slots: list[str], change: Callable[[nn.Module], None], before: int
+) -> None:
+    twins = Twins(slots, torch.optim.SGD, lr=0.1)
+    twins.steps(before)
+    for module in (twins.bare, twins.module):
+        change(module)
+    twins.steps(2)
+    twins.assert_equal()
+
+
+def test_parameters_that_move_to_another_device() -> None:
+    twins = Twins(["virtual:0", "virtual:1", "virtual:2"])
+    for place in ("virtual:1", "virtual:3"):
+        twins.steps(1)
+        for p, q in twins.pairs():
+            p.grad = q.grad = None
+            p.data, q.data = p.data.to(place), q.data.to(place)
+        # Its state comes along in this way only.
+        twins.plain.load_state_dict(twins.plain.state_dict())
+        twins.steps(2)
+        twins.assert_equal()
+
+
+class Spread(nn.Module):
+    """Is on several devices by itself, so that a wrapper of it names none."""
+
+    device_ids = None
+
+    def __init__(self, places: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9 + i, 5, device=d) for i, d in enumerate(places))
+
+
+def test_a_module_that_is_spread_over_devices() -> None:
+    twins = Twins(["virtual:0"])
+    places = ["virtual:1", "virtual:2", "virtual:1"]
+    twins.module = Spread(places)
+    twins.bare = copy.deepcopy(twins.module)
+    twins.plain = ADAMW(twins.bare.parameters())
+    twins.sharded = ShardedOptimizer(ADAMW, twins.module)
+    twins.steps(3)
+    twins.assert_equal()
+    # Some of the parameters have their state on the other device than they are on.
+    at = {(str(p.device), str(twins.sharded.device_of(p))) for p in twins.module.parameters()}
+    assert {there for _, there in at} == set(places)
+    assert len(at) > 2
+
+
+class DataOptimizer(Optimizer):
+    """Writes through ``.data``, which bumps no version counter."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def test_a_step_counts_as_a_change_of_the_parameters(slots: list[str]) -> None:
+    twins = Twins(slots, DataOptimizer)
+    x = torch.randn(8, 5, device=slots[0])
+    for _ in range(3):
+        torch.testing.assert_close(twins.model(x), twins.bare(x))
+        twins.steps(1)
+    assert_same(list(twins.bare.parameters()), list(twins.module.parameters()))
+
+
+def test_streams_that_defer() -> None:
+    slots = [f"virtual:{i}" for i in range(4)]
+    twins = Twins(slots)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(virtual.strict_mode())
+        # Everything of the caller is on side streams, on which the shards have to follow.
+        for slot in slots:
+            stream = torch.Stream(slot)
+            wait_stream(stream, current_stream(torch.device(slot)))
+            stack.enter_context(use_stream(stream))
+        for _ in range(3):
+            twins.steps(1)
+        twins.assert_equal()
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+class Picky(torch.optim.SGD):
+    """Refuses a gradient that is not finite; the parameters before it are updated."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.grad.isfinite().all():
+                    raise ArithmeticError("not finite")
+                p.data.add_(p.grad)
+
+
+@pytest.mark.parametrize("in_threads", [True, False])
+def test_a_failed_shard_and_the_step_after_it(slots: list[str], in_threads: bool) -> None:
+    twins = Twins(slots, Picky)
+    for p, q in twins.pairs():
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    last = list(twins.module.parameters())[-1]
+    assert last.grad is not None
+    last.grad.fill_(torch.inf)
+    before = [p.detach().clone() for p in twins.module.parameters()]
+    device = twins.sharded.device_of(last)
+    expected_error = rf"not finite\nin shard \d on device {device}"
+    # Under a transform of functions no thread of another kind can take part.
+    inline = mock.patch("dataparallel.context._transforms_active", lambda: not in_threads)
+    with inline, pytest.raises(ArithmeticError, match=expected_error):
+        twins.sharded.step()
+    failed = [p for p in twins.module.parameters() if twins.sharded.device_of(p) == device]
+    for p, old in zip(twins.module.parameters(), before, strict=True):
+        if slots[0] != "cpu":
+            expected = old if any(p is each for each in failed) else old + 1
+            assert torch.equal(p, expected)
+    # It goes on with what the parameters are now.
+    twins.bare.load_state_dict(twins.module.state_dict())
+    twins.steps(2)
+    twins.assert_equal()
+
+
+def test_what_cannot_be_sharded_is_refused(slots: list[str]) -> None:
+    model = DataParallel(placed(build, slots[0], torch.float), slots)
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs closure: it"):
+        ShardedOptimizer(torch.optim.LBFGS, model)
+    for arguments in ({"differentiable": True}, {"params": [{"params": [], "differentiable": 1}]}):
+        with pytest.raises(ValueError, match="differentiable=True needs one graph"):
+            ShardedOptimizer(ADAMW, model, **arguments)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        ShardedOptimizer(ADAMW, model, lr=-1)
+    with pytest.raises(TypeError, match="optimizer class such as"):
+        ShardedOptimizer(nn.Linear, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a wrapper with device_ids"):
+        ShardedOptimizer(ADAMW, model.module)
+    with pytest.raises(TypeError, match="params argument given to the optimizer"):
+        ShardedOptimizer(ADAMW, model, params=torch.ones(2))
+    with pytest.raises(ValueError, match="has 6 parameters, and the tensor of shape"):
+        ShardedOptimizer(ADAMW, model).device_of(torch.ones(3))

@@ -1,0 +1,116 @@
+"""Sharded optimizers and optimizers in backward in the loop of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dataparallel import ShardedOptimizer
+from dataparallel.distributed import DistributedDataParallel
+from tests.cluster import Cluster
+from tests.models import placed
+from tests.optimizer_cases import (
+    ADAMW,
+    apply_torchs,
+    assert_same,
+    build,
+)
+
+# --- sharded optimizers --------------------------------------------------------------------------
+
+
+def trained(slots: Sequence[str], sharded: bool, rank: int = 0) -> tuple[list[Tensor], Any]:
+    """Parameters and optimizer state after some steps under DistributedDataParallel."""
+    module = placed(build, slots[0], torch.float)
+    model = DistributedDataParallel(module, list(slots))
+    if sharded:
+        optimizer: Optimizer = ShardedOptimizer(ADAMW, model, lr=0.05)
+    else:
+        optimizer = ADAMW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler(slots[0].split(":")[0], 8.0)
+    torch.manual_seed(rank)
+    x, y = torch.randn(11, 5, device=slots[0]), torch.randn(11, 2, device=slots[0])
+    for step in range(5):
+        loss = nn.functional.mse_loss(model(x), y) if step % 2 else model.loss(nn.MSELoss(), x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    model.check_replicas()
+    model.close()
+    return [p.detach().cpu() for p in module.parameters()], optimizer.state_dict()
+
+
+def test_training_with_a_reducer(slots: list[str]) -> None:
+    assert_same(trained(slots, sharded=True), trained(slots, sharded=False))
+
+
+def trained_in_one_process(rank: int, world_size: int, slots: list[str]) -> list[Tensor]:
+    (sharded, _), (plain, _) = (trained(slots, kind, rank) for kind in (True, False))
+    assert_same(sharded, plain)
+    return sharded
+
+
+@pytest.mark.parametrize("place", ["cpu", "virtual:{}"])
+def test_training_in_two_processes(cluster: Cluster, place: str) -> None:
+    slots = [place.format(i) for i in range(2)]
+    first, second = cluster.run(trained_in_one_process, 2, slots, virtual=place != "cpu")
+    assert_same(first, second)
+
+
+# --- optimizers in backward ----------------------------------------------------------------------
+
+
+def trained_in_backward(slots: list[str], kind: str, rank: int = 0) -> list[torch.Tensor]:
+    """Parameters after some steps, taken by an optimizer of some kind."""
+    module = placed(build, slots[0], torch.float)
+    if kind == "torch":
+        apply_torchs(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(module, list(slots), bucket_cap_mb=0.0005)
+    plain = torch.optim.SGD(module.parameters() if kind == "plain" else [torch.ones(1)], lr=0.1)
+    if kind == "ours":
+        model.step_in_backward(torch.optim.SGD, lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        x = torch.randn(10, 5, device=slots[0])
+        model(x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+        assert all(p.grad is None for p in module.parameters())
+    assert len(model.reducer.buckets.plan.buckets) > 2
+    model.check_replicas()
+    model.close()
+    return [p.detach().cpu() for p in module.parameters()]
+
+
+def test_training_with_steps_in_backward(slots: list[str]) -> None:
+    expected = trained_in_backward(slots, "plain")
+    for kind in ("ours", "torch"):
+        assert_same(trained_in_backward(slots, kind), expected)
+
+
+def trained_in_backward_in_one_process(
+    rank: int, world_size: int, slots: list[str]
+) -> list[torch.Tensor]:
+    expected = trained_in_backward(slots, "plain", rank)
+    for kind in ("ours", "torch"):
+        assert_same(trained_in_backward(slots, kind, rank), expected)
+    return expected
+
+
+@pytest.mark.parametrize("place", ["cpu", "virtual:{}"])
+def test_training_with_steps_in_backward_in_two_processes(cluster: Cluster, place: str) -> None:
+    slots = [place.format(i) for i in range(2)]
+    first, second = cluster.run(
+        trained_in_backward_in_one_process, 2, slots, virtual=place != "cpu"
+    )
+    assert_same(first, second)
