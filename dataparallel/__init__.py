@@ -8,20 +8,32 @@ virtual.enable_from_environment()
 from dataparallel import comm as comm  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
 from dataparallel.data_parallel import data_parallel as data_parallel  # noqa: E402
+from dataparallel.distributed import (  # noqa: E402
+    DistributedDataParallel as DistributedDataParallel,
+)
+from dataparallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
 from dataparallel.parallel_apply import Replica as Replica  # noqa: E402
 from dataparallel.parallel_apply import current_replica as current_replica  # noqa: E402
 from dataparallel.parallel_apply import parallel_apply as parallel_apply  # noqa: E402
+from dataparallel.reducer.bucket_plan import (  # noqa: E402
+    compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
+)
 from dataparallel.replicate import replicate as replicate  # noqa: E402
 from dataparallel.scatter_gather import Replicate as Replicate  # noqa: E402
 from dataparallel.scatter_gather import gather as gather  # noqa: E402
 from dataparallel.scatter_gather import scatter as scatter  # noqa: E402
 from dataparallel.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
+from dataparallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer  # noqa: E402
 
 __all__ = [
     "DataParallel",
+    "DistributedDataParallel",
+    "MixedPrecision",
     "Replica",
     "Replicate",
+    "ShardedOptimizer",
     "comm",
+    "compute_bucket_assignment_by_size",
     "current_replica",
     "data_parallel",
     "gather",

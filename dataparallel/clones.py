@@ -91,7 +91,7 @@ class ModuleClones:
         self.release()
         parts = self._parts = Parts(self.module)
         self._counterparts = [{} for _ in range(num_replicas)]
-        self._give_tensors(self._parameter_copies, parts.parameters, detach=detach)
+        self._give_parameters(parts.parameters, detach=detach)
         self._give_tensors(self._buffer_copies, parts.buffers, detach=detach)
         # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there, and
         # one that a forward computed belongs to the graph of that forward.
@@ -107,6 +107,9 @@ class ModuleClones:
         self._versions = [self._versions_of(c) for c in self._counterparts]
         self._steps = {id(p): last_step_of(p) for p in parts.parameters}
         return [counterparts[id(self.module)] for counterparts in self._counterparts]
+
+    def _give_parameters(self, parameters: list[torch.Tensor], *, detach: bool) -> None:
+        self._give_tensors(self._parameter_copies, parameters, detach=detach)
 
     def _give_tensors(
         self, copies: TensorCopies, originals: list[torch.Tensor], *, detach: bool
@@ -204,10 +207,13 @@ class ModuleClones:
 
         See Note [Clones follow the original].
         """
+        self._take_back(self.parts.modules)
+
+    def _take_back(self, modules: Sequence[nn.Module]) -> None:
         forward = self._counterparts[0]
         everything = (*self.parts.parameters, *self.parts.buffers, *self.parts.modules)
         back = {id(forward[id(part)]): part for part in everything}
-        for module in self.parts.modules:
+        for module in modules:
             take_back(module, forward[id(module)], self._given[id(module)], back)
 
     @property

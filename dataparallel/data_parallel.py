@@ -135,15 +135,17 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             refuse_transforms(len(self.device_ids))
-            check_placement(self.module, self.device_ids[0])
+            self._engine.check(self.module)
             with self._engine.between_replicas():
                 args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            if len(self.device_ids) == 1:
+            if self._engine.is_direct:
                 return self._single(args[0], keywords[0])
             sizes = sizes_of(args, keywords, self.dim)
+            call = self._engine.enter(args, keywords, sizes)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             with self._engine.finishing(replicas, sizes):
-                outputs = self.parallel_apply(replicas, args, keywords)
+                outputs = self.parallel_apply(replicas, call.args, call.kwargs)
+            outputs = call.leave(outputs)
             with self._engine.between_replicas():
                 return self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
 
@@ -245,13 +247,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             A 0-d tensor on the output device (one loss per sample for ``reduction="none"``).
 
         Raises:
-            ValueError: The criterion is not known and ``weight`` is missing; or the inputs cannot
-                be split, as in :meth:`forward`.
+            ValueError: ``weight`` is missing for an unknown criterion; or as :meth:`forward`.
         """
         with torch.autograd.profiler.record_function("DataParallel.loss"):
             prepared = prepare(criterion, weight, self.dim)
             refuse_transforms(len(self.device_ids))
-            check_placement(self.module, self.device_ids[0])
+            self._engine.check(self.module)
             args, kwargs = arguments(inputs)
             target_args, target_kwargs = arguments(targets)
             named = {LossCall.name(name): value for name, value in target_kwargs.items()}
@@ -262,17 +263,18 @@ class DataParallel(nn.DataParallel[ModuleT]):
                     self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
                 )
             sizes = sizes_of(chunks, keywords, self.dim)
+            call = self._engine.enter(chunks, keywords, sizes)
             replicas: Sequence[nn.Module] = [self.module]
-            if len(self.device_ids) > 1:
+            if not self._engine.is_direct:
                 replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
             with self._engine.finishing(replicas, sizes):
                 criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
                 with self._engine.finishing(criteria, sizes):
-                    call = LossCall(prepared, len(args), tuple(target_kwargs))
-                    each = zip(replicas, criteria, chunks, keywords, sizes, strict=True)
-                    parts = self._engine.run([functools.partial(call, *entry) for entry in each])
-            spread = self.output_device == "each"
-            return prepared.combine(parts, self.device_ids[0] if spread else self.output_device)
+                    one = LossCall(prepared, len(args), tuple(target_kwargs))
+                    each = zip(replicas, criteria, call.args, call.kwargs, sizes, strict=True)
+                    parts = self._engine.run([functools.partial(one, *entry) for entry in each])
+            place = self.device_ids[0] if self.output_device == "each" else self.output_device
+            return prepared.combine(call.leave(parts), place)
 
     # --- what the wrapper shows of the module --------------------------------------------------
 

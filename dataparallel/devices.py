@@ -288,6 +288,21 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,)
 
 
+def timing_event(device: torch.device) -> torch.Event | None:
+    """An event that tells when the work has happened that this thread has queued so far.
+
+    Returns:
+        The event, recorded on the current stream of ``device``; None for the CPU, where everything
+        has happened already.
+    """
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device, enable_timing=True)
+    with use_device(device):
+        event.record(device_module(device).current_stream(device))
+    return event
+
+
 def synchronize(device: torch.device) -> None:
     """Block the host until all work queued on ``device`` has happened."""
     if device.type != "cpu":

@@ -14,6 +14,7 @@ from dataparallel import intra_op
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
+from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
@@ -47,6 +48,23 @@ class PerReplica(list[T]):
         self.clones = clones
 
 
+class ReplicaCall:
+    """The arguments and the outputs of the replicas in one forward, on their way in and out.
+
+    Args:
+        args: Positional arguments per replica.
+        kwargs: Keyword arguments per replica.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Sequence[Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def leave(self, outputs: list[T]) -> list[T]:
+        """The outputs as the caller sees them."""
+        return outputs
+
+
 class ReplicaEngine:
     """What makes the clones of one wrapper, and its threads; both made at first use and kept.
 
@@ -63,7 +81,29 @@ class ReplicaEngine:
         self._devices = tuple(devices)
         self._policy = policy
         self._pools = WorkerPools()
+        self._compiled = CompiledCalls()
         self._idle: list[ModuleClones] = []
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the module itself runs, in the calling thread."""
+        return len(self._devices) == 1
+
+    def check(self, module: nn.Module) -> None:
+        """Raise a ValueError if a parameter or buffer is not where replicas start from."""
+        check_placement(module, self._devices[0])
+
+    def enter(
+        self, args: Sequence[Any], kwargs: Sequence[Any], sizes: Sequence[int]
+    ) -> ReplicaCall:
+        """Begin a forward with what was scattered.
+
+        Args:
+            args: Positional arguments per replica.
+            kwargs: Keyword arguments per replica.
+            sizes: Number of samples of each replica.
+        """
+        return ReplicaCall(args, kwargs)
 
     def replicas(self, module: ModuleT, num_replicas: int, *, detach: bool) -> PerReplica[ModuleT]:
         """Borrow clones of ``module`` for the first ``num_replicas`` slots, up to date.
@@ -138,7 +178,9 @@ class ReplicaEngine:
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run one call per replica, each in its replica's thread and on its device."""
-        return apply_replicas(calls, self._devices[: len(calls)], self._pools)
+        devices = self._devices[: len(calls)]
+        with self._compiled.arranged(calls, devices) as arranged:
+            return apply_replicas(arranged, devices, self._pools)
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""

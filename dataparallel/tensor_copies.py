@@ -13,6 +13,7 @@ cannot be stale.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -33,21 +34,27 @@ Sharing: TypeAlias = Literal["device", "first", "none"]
 
 _Signature: TypeAlias = tuple[Any, ...]
 
+_steps = itertools.count(1)
 _steps_taken = 0
 _last_step_of: dict[int, int] = {}
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _steps_taken
-    _steps_taken += 1
+    # Several threads may count at the same time, and no number may come twice.
+    _steps_taken = number = next(_steps)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            _last_step_of[id(parameter)] = _steps_taken
+        _last_step_of.update(dict.fromkeys(map(id, group["params"]), number))
 
 
 # Before, too: what another thread copies in the middle of a step is then a change after it.
 register_optimizer_step_pre_hook(_count_step)
 register_optimizer_step_post_hook(_count_step)
+
+
+def steps_taken() -> int:
+    """A number that changes with each step of any optimizer."""
+    return _steps_taken
 
 
 def last_step_of(tensor: torch.Tensor) -> int | None:
@@ -126,15 +133,15 @@ class TensorCopies:
         self, bucket: _Bucket | None, originals: list[torch.Tensor], places: int
     ) -> _Bucket:
         """The bucket as it was if its copies still hold, else an empty one."""
-        signature = tuple(_signature(original) for original in originals)
-        if bucket is None or bucket.signature != signature or _written(bucket):
-            return _Bucket(originals, signature, places)
+        now = tuple(signature(original) for original in originals)
+        if bucket is None or bucket.signature != now or _written(bucket):
+            return _Bucket(originals, now, places)
         held = next((copies for copies in bucket.copies if copies is not None), None)
         if held is not None:
             if bucket.fingerprint is None:
                 bucket.fingerprint = fingerprint(_comparable(held)).cpu()
             if not torch.equal(fingerprint(_comparable(originals)).cpu(), bucket.fingerprint):
-                return _Bucket(originals, signature, places)
+                return _Bucket(originals, now, places)
         return bucket
 
     def _fill(
@@ -174,7 +181,11 @@ def _places(
     return places
 
 
-def _signature(tensor: torch.Tensor) -> _Signature:
+def signature(tensor: torch.Tensor) -> _Signature:
+    """What is equal as long as nothing has left a trace of changing ``tensor``.
+
+    See Note [What counts as a change].
+    """
     return (
         tensor.data_ptr() if tensor.layout == torch.strided else None,
         None if tensor.is_inference() else tensor._version,

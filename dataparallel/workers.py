@@ -259,7 +259,7 @@ def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:
     locate(error, labels[first])
     for i, other in failed:
         if i != first and not isinstance(other, SecondaryError):
-            _add_note(error, f"{labels[i]} also failed: {type(other).__name__}: {other}")
+            add_note(error, f"{labels[i]} also failed: {type(other).__name__}: {other}")
     for job in jobs:
         job.error = None
     try:
@@ -303,10 +303,11 @@ def locate(error: BaseException, label: str) -> None:
     elif isinstance(error, UnicodeError) and hasattr(error, "reason"):
         error.reason = f"{error.reason} ({label})"
     if label not in str(error):
-        _add_note(error, label)
+        add_note(error, label)
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that is shown below the traceback of an exception."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

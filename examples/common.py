@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors.torch import load, save
@@ -27,7 +28,13 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def option_parser(
-    script: str, description: str, *, epochs: int, batch_size: int, lr: float
+    script: str,
+    description: str,
+    *,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    processes: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser with the options that all examples have.
 
@@ -37,14 +44,18 @@ def option_parser(
         epochs: Default of ``--epochs``.
         batch_size: Default of ``--batch-size``.
         lr: Default of ``--lr``.
+        processes: Whether the script can run under torchrun.
     """
+    launcher = f"\n  torchrun --nproc-per-node 2 examples/{script}.py --devices cpu,cpu"
+    more = launcher if processes else ""
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"""examples:
   python examples/{script}.py
   python examples/{script}.py --devices cpu,cpu,cpu,cpu --epochs 2
   python examples/{script}.py --devices cuda:0,cuda:1 --batch-size 1024
-  python examples/{script}.py --devices virtual:0,virtual:1   (accelerators in host memory)""",
+  python examples/{script}.py --devices virtual:0,virtual:1   (accelerators in host memory)"""
+        + more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -80,6 +91,17 @@ def choose_devices(names: str | None) -> list[str]:
     if accelerator is None:
         return ["cpu", "cpu"]
     return [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+
+
+def join_processes() -> tuple[int, int]:
+    """Rank of this process and number of processes, which torchrun sets; 0 and 1 without it."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group()
+        if dist.get_rank() > 0:
+            console.quiet = True
+    return dist.get_rank(), dist.get_world_size()
 
 
 # --- progress --------------------------------------------------------------------------------
@@ -199,7 +221,9 @@ def load_checkpoint(path: pathlib.Path, module: nn.Module) -> None:
     module.load_state_dict(load(path.read_bytes()))
 
 
-def describe_run(module: nn.Module, devices: Sequence[str]) -> None:
+def describe_run(module: nn.Module, devices: Sequence[str], num_processes: int = 1) -> None:
     """Print what is trained where."""
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    console.print(f"{parameters:,} parameters, one replica on each of: {', '.join(devices)}")
+    processes = f" in each of {num_processes} processes" if num_processes > 1 else ""
+    where = f"one replica on each of: {', '.join(devices)}{processes}"
+    console.print(f"{parameters:,} parameters, {where}")

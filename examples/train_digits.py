@@ -1,4 +1,7 @@
-"""Train a small convolutional network on handwritten digits, on all devices of this machine."""
+"""Train a small convolutional network on handwritten digits, on all devices of this machine.
+
+Under torchrun each process trains replicas of its own, on its part of every batch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from common import (
     choose_devices,
     console,
     describe_run,
+    join_processes,
     load_checkpoint,
     option_parser,
     save_checkpoint,
@@ -25,7 +29,7 @@ from sklearn.model_selection import train_test_split
 from timeline import Span, draw_timeline, record_step
 from torch import Tensor, nn
 
-from dataparallel import DataParallel
+from dataparallel import DistributedDataParallel
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -36,39 +40,43 @@ EPOCHS = 12
 def main() -> int:
     """Train, save, reload, plot. Returns 1 if the accuracy is below what is asked for."""
     options = parse_options()
+    rank, world_size = join_processes()
     torch.manual_seed(options.seed)
     train_x, train_y, test_x, test_y = load_data()
     devices = choose_devices(options.devices)
     net = build_net().to(devices[0])
     clock = ReplicaClock(net)
-    describe_run(net, devices)
+    describe_run(net, devices, world_size)
 
-    model = DataParallel(net, device_ids=devices)
+    # The last batch is not of one size in all processes, so the average goes by samples.
+    model = DistributedDataParallel(net, device_ids=devices, average="samples")
+    torch.manual_seed(options.seed + rank)
     begin = time.perf_counter()
     losses, accuracies = train(model, (train_x, train_y), (test_x, test_y), options, clock)
-    console.print(
-        f"test accuracy {accuracies[-1]:.2%} of {len(test_x)} digits "
-        f"after {time.perf_counter() - begin:.1f} s"
-    )
+    seconds = time.perf_counter() - begin
 
-    checkpoint = options.output / "digits.safetensors"
-    save_checkpoint(checkpoint, model)
-    bare = build_net()
-    load_checkpoint(checkpoint, bare)
-    reloaded = accuracy(bare, test_x, test_y)
-    console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2%}")
-
-    x, y = next(shuffled_batches(train_x, train_y, options.batch_size))
+    x, y = next(shuffled_batches(train_x, train_y, options, epoch=0))
     model.train()
     spans = record_step(
         model,
         lambda: nn.functional.cross_entropy(model(x), y.to(devices[0])),
         torch.optim.AdamW(model.parameters(), lr=0.0),
     )
+    model.close()
+    if rank > 0:
+        return 0
+    console.print(
+        f"test accuracy {accuracies[-1]:.2%} of {len(test_x)} digits after {seconds:.1f} s"
+    )
+    checkpoint = options.output / "digits.safetensors"
+    save_checkpoint(checkpoint, model)
+    bare = build_net()
+    load_checkpoint(checkpoint, bare)
+    reloaded = accuracy(bare, test_x, test_y)
+    console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2%}")
     plot = options.output / "digits.png"
     draw(plot, losses, accuracies, spans)
     console.print(f"{plot}: loss, accuracy, and what each replica did in one step")
-    model.close()
     # On accelerators one digit may fall to the other side by rounding.
     if abs(reloaded - accuracies[-1]) > 0.005:
         console.print("[red]the reloaded weights have another accuracy[/red]")
@@ -80,7 +88,7 @@ def main() -> int:
 
 
 def train(
-    model: DataParallel[nn.Module],
+    model: DistributedDataParallel[nn.Module],
     data: tuple[Tensor, Tensor],
     test_data: tuple[Tensor, Tensor],
     options: argparse.Namespace,
@@ -93,9 +101,9 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.epochs * steps)
     accuracies = []
     with TrainingProgress(options.epochs, steps, clock) as progress:
-        for _ in range(options.epochs):
+        for epoch in range(options.epochs):
             model.train()
-            for x, y in shuffled_batches(*data, options.batch_size):
+            for x, y in shuffled_batches(*data, options, epoch):
                 output = model(x)
                 loss = criterion(output, y.to(output.device))
                 loss.backward()
@@ -110,7 +118,12 @@ def train(
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = option_parser(
-        "train_digits", "Train on 8x8 handwritten digits.", epochs=EPOCHS, batch_size=64, lr=0.005
+        "train_digits",
+        "Train on 8x8 handwritten digits.",
+        epochs=EPOCHS,
+        batch_size=64,
+        lr=0.005,
+        processes=True,
     )
     parser.add_argument(
         "--min-accuracy",
@@ -145,9 +158,14 @@ def build_net() -> nn.Module:
     )
 
 
-def shuffled_batches(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All samples once, in random order."""
-    for indices in torch.randperm(len(x)).split(size):
+def shuffled_batches(
+    x: Tensor, y: Tensor, options: argparse.Namespace, epoch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All samples once, in random order: of each batch the part of this process."""
+    rank, world_size = join_processes()
+    order = torch.Generator().manual_seed(options.seed * 1000 + epoch)
+    for batch in torch.randperm(len(x), generator=order).split(options.batch_size):
+        indices = batch[rank::world_size]
         yield x[indices], y[indices]
 
 

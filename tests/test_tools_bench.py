@@ -2,63 +2,75 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import io
 import json
-import math
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-import torch
-from rich.console import Console
 
 from dataparallel.tools import cli
-from dataparallel.tools.bench import processes, report, rounds, summary
+from dataparallel.tools.bench import output, processes, rounds, train
 from dataparallel.tools.bench.cases import CASES, criterion
-from dataparallel.tools.bench.contestants import Contestant, Task, plan_contestants
-from dataparallel.tools.bench.memory import MemoryGauge
-from dataparallel.tools.bench.summary import Measured, Spread
-from dataparallel.tools.bench.trainer import Trainer
+from dataparallel.tools.bench.contestants import Contestant, TrainTask, plan_contestants
 
 # --- plan --------------------------------------------------------------------------------------
 
 
-def plan(devices: list[str], peers: list[str], batch: int = 64) -> tuple[Contestant, ...]:
-    return plan_contestants(
-        "deep",
-        batch,
-        devices,
-        peers,
-        threads=1,
-        mode="step",
-        loss="gathered",
-        meeting_point="/nowhere/meeting-point",
-    )
+def plan(devices: list[list[str]], peers: list[str], **fields: Any) -> tuple[Contestant, ...]:
+    task = TrainTask("ours", (), case="deep", batch=64, meeting_point="/nowhere/point", **fields)
+    return plan_contestants(task, devices, peers)
 
 
-def test_ddp_has_one_process_per_device_and_all_see_one_batch() -> None:
-    contestants = plan(["cpu", "cpu", "cpu"], ["ddp", "bare"])
-    assert [each.name for each in contestants] == ["ours", "ddp", "bare"]
-    tasks = [
-        (task.kind, task.batch, task.rank, task.world_size)
+def places(contestants: tuple[Contestant, ...]) -> list[tuple[str, tuple[str, ...], int, int, int]]:
+    return [
+        (task.kind, task.devices, task.replicas, task.rank, task.world_size)
         for contestant in contestants
         for task in contestant.tasks
     ]
-    assert tasks == [
-        ("ours", 63, 0, 1),
-        ("ddp", 63, 0, 3),
-        ("ddp", 63, 1, 3),
-        ("ddp", 63, 2, 3),
-        ("bare", 63, 0, 1),
+
+
+def test_torch_ddp_has_one_process_per_replica() -> None:
+    contestants = plan([["cpu", "cpu", "cpu"]], ["ddp", "bare"])
+    assert [each.name for each in contestants] == ["ours", "ddp", "bare"]
+    assert [each.title for each in contestants] == ["our DDP 1x3", "torch DDP 3x1", "bare module"]
+    assert places(contestants) == [
+        ("ours", ("cpu", "cpu", "cpu"), 3, 0, 1),
+        ("ddp", ("cpu",), 3, 0, 3),
+        ("ddp", ("cpu",), 3, 1, 3),
+        ("ddp", ("cpu",), 3, 2, 3),
+        ("bare", ("cpu",), 3, 0, 1),
     ]
 
 
-def test_a_batch_smaller_than_the_number_of_devices_is_refused() -> None:
-    with pytest.raises(ValueError, match="'deep' has 1 samples, but there are 2 devices"):
-        plan(["cpu", "cpu"], [], batch=1)
+def test_processes_of_ours_have_their_own_devices_and_meeting_point() -> None:
+    ours, ddp = plan([["a", "b"], ["c", "d"]], ["ddp"])
+    assert places((ours,)) == [("ours", ("a", "b"), 4, 0, 2), ("ours", ("c", "d"), 4, 1, 2)]
+    assert [task.devices for task in ddp.tasks] == [("a",), ("b",), ("c",), ("d",)]
+    points = [{task.meeting_point for task in each.tasks} for each in (ours, ddp)]
+    assert points == [{"/nowhere/point-ours"}, {"/nowhere/point-ddp"}]
+
+
+def test_only_ddp_and_several_processes_form_a_group() -> None:
+    one = plan([["cpu"]], ["ddp", "bare"])
+    assert [task.joins for each in one for task in each.tasks] == [False, True, False]
+    assert all(task.joins for task in plan([["cpu"], ["cpu"]], [])[0].tasks)
+
+
+def test_processes_with_different_numbers_of_devices_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"same number of devices.*\[\['cpu', 'cpu'\], \['cpu'\]\]"
+    ):
+        plan([["cpu", "cpu"], ["cpu"]], [])
+
+
+def test_the_batch_is_rounded_down_to_equal_parts() -> None:
+    assert train.whole_batch("deep", 64, 3) == 63
+    with pytest.raises(ValueError, match="'deep' has 1 samples, but there are 2 replicas"):
+        train.whole_batch("deep", 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,180 +103,66 @@ class FakeRunner:
     def start(self) -> None:
         self.diary.append(f"{self.name} start")
 
-    def check(self, steps: int) -> tuple[list[float], list[float]]:
-        return [1.0] * steps, [2.0] * steps
+    def check(self, steps: int) -> list[dict[str, Any]]:
+        return [{"checked": steps}]
 
-    def run(self, steps: int) -> list[float]:
+    def run(self, steps: int) -> dict[str, list[float]]:
         self.diary.append(f"{self.name} {steps}")
         if steps == 13:
             raise processes.WorkerError("broken")
-        return [self.seconds] * steps
+        return {"step": [self.seconds] * (steps - 1) + [100.0]}
 
-    def finish(self) -> tuple[int, int]:
-        return 1, 0
+    def finish(self) -> list[dict[str, Any]]:
+        return [{"finished": self.name}]
 
     def close(self) -> None:
         self.diary.append(f"{self.name} close")
 
 
-def fake_measure(steps: int | None, seconds: float = 0.1) -> tuple[list[str], int]:
+def fake_measure(
+    steps: int | None, seconds: float = 0.1
+) -> tuple[list[str], list[rounds.Outcome], int]:
     diary: list[str] = []
 
     def team(contestant: Contestant) -> rounds.Runner:
         return FakeRunner(contestant.name, diary, seconds)
 
     try:
-        contestants = plan(["cpu", "cpu"], ["bare", "ddp"])
-        _, steps = rounds.measure(contestants, 2, steps, team=team)
+        contestants = plan([["cpu", "cpu"]], ["bare", "ddp"])
+        outcomes, steps = rounds.measure(contestants, 2, steps, team=team)
     except processes.WorkerError:
-        return diary, 0
-    return diary, steps
+        return diary, [], 0
+    return diary, outcomes, steps
 
 
 def test_contestants_take_turns_round_by_round() -> None:
-    diary, _ = fake_measure(7)
+    diary, outcomes, _ = fake_measure(7)
     turns = [entry for entry in diary if entry.endswith(" 7")]
     assert turns == ["ours 7", "bare 7", "ddp 7", "ours 7", "bare 7", "ddp 7"]
     assert diary[-3:] == ["ddp close", "bare close", "ours close"]
+    assert [each.seconds for each in outcomes] == [{"step": (0.1, 0.1)}] * 3
+    assert [each.checked for each in outcomes] == [[{"checked": rounds.CHECK_STEPS}]] * 3
+    assert [each.finished[0]["finished"] for each in outcomes] == ["ours", "bare", "ddp"]
 
 
 def test_workers_are_ended_after_a_failure() -> None:
-    diary, _ = fake_measure(13)
+    diary, _, _ = fake_measure(13)
     assert diary[-3:] == ["ddp close", "bare close", "ours close"]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(10.0, 3), (0.1, 5), (1e-5, 200)])
 def test_a_turn_takes_about_half_a_second(seconds: float, steps: int) -> None:
-    assert fake_measure(None, seconds)[1] == steps
-
-
-# --- conclusions -------------------------------------------------------------------------------
-
-
-def measured(name: str, *seconds: float, loss: float = 2.0, norm: float = 1.0) -> Measured:
-    return Measured(name, name, seconds, (3.0, loss), (1.5, norm), 2**20, 0)
-
-
-def test_ratios_are_taken_within_each_round() -> None:
-    ours, bare = measured("ours", 1.0, 10.0, 2.0), measured("bare", 2.0, 20.0, 3.0)
-    first, second = summary.summarise([ours, bare])
-    assert first.seconds == Spread(2.0, 1.0, 10.0)
-    assert first.speedup == Spread(2.0, 1.5, 2.0)
-    assert second.ours_over_this == Spread(0.5, 0.5, 2.0 / 3.0)
-
-
-def test_without_the_bare_module_there_is_no_speedup() -> None:
-    rows = summary.summarise([measured("ours", 1.0), measured("ddp", 2.0)])
-    assert [row.speedup for row in rows] == [None, None]
-    assert all(row.agrees for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "agrees"),
-    [(2.0001, 1.0, True), (2.001, 1.0, False), (2.0, 1.01, False), (math.nan, 1.0, False)],
-)
-def test_other_losses_or_gradients_are_seen(loss: float, norm: float, agrees: bool) -> None:
-    ours = measured("ours", 1.0, loss=loss, norm=norm)
-    first, second = summary.summarise([ours, measured("bare", 1.0)])
-    assert (first.agrees, second.agrees) == (agrees, True)
-
-
-def table(*entries: Measured) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    rows = summary.summarise(entries)
-    report.print_results({"transformer (16)": rows}, "title", ["a note"], console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_the_table_fits_into_80_columns() -> None:
-    ours = dataclasses.replace(
-        measured("ours", 1.0, 1.2), title="DataParallel x16", host_bytes=2**34, device_bytes=2**35
-    )
-    text = table(ours, measured("bare", 2.0, 2.4))
-    assert "…" not in text
-    assert "1000..1200" in text
-    assert "2.00" in text
-    assert "32768" in text
-    assert "2.0000 ✓" in text
-
-
-def test_the_table_marks_a_contestant_that_trains_otherwise() -> None:
-    assert "9.0000 ✗" in table(measured("ours", 1.0, loss=9.0), measured("bare", 2.0))
-
-
-# --- one process -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trainer() -> Iterator[Callable[[Task], Trainer]]:
-    threads = torch.get_num_threads()
-    made: list[Trainer] = []
-
-    def make(task: Task) -> Trainer:
-        made.append(Trainer(task))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-    torch.set_num_threads(threads)
-
-
-def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient(
-    trainer: Callable[[Task], Trainer],
-) -> None:
-    figures = []
-    for kind, scale in (("bare", 1.0), ("ours", 1.0), ("ours", 1.01)):
-        one = trainer(Task(kind, "conv", 4, ("cpu", "cpu")))  # type: ignore[arg-type]
-        last = list(one.model.parameters())[-1]
-        last.register_hook(lambda grad, by=scale: grad * by)
-        losses, norms = one.check(2)
-        figures.append(Measured(kind, kind, (1.0,), tuple(losses), tuple(norms), 0, 0))
-    assert summary.agree(figures[1], figures[0], 1e-4)
-    assert not summary.agree(figures[2], figures[0], 1e-4)
-
-
-@pytest.mark.parametrize("mode", ["step", "forward-backward", "forward", "inference"])
-def test_each_mode_does_what_it_says(mode: str, trainer: Callable[[Task], Trainer]) -> None:
-    one = trainer(Task("bare", "deep", 2, ("cpu",), mode=mode))  # type: ignore[arg-type]
-    graphs = []
-    one.model.register_forward_hook(lambda module, args, out: graphs.append(out.requires_grad))
-    weight = next(one.model.parameters())
-    before = weight.detach().clone()
-    assert len(one.run(2)) == 2
-    assert graphs == [mode != "inference"] * 2
-    assert (weight.grad is not None) == (mode in ("step", "forward-backward"))
-    assert torch.equal(weight, before) == (mode != "step")
-
-
-def test_memory_that_came_and_went_is_in_the_peak() -> None:
-    gauge = MemoryGauge([torch.device("cpu")])
-    del_me = torch.ones(64 * 2**20 // 4)
-    del del_me
-    assert 60 * 2**20 < gauge.host_peak() < 100 * 2**20
-    assert gauge.device_peak() == 0
-
-
-def test_memory_on_devices_counts_from_when_the_gauge_was_made() -> None:
-    device = torch.device("virtual:0")
-    earlier = torch.ones(4 * 2**20, device=device)
-    del earlier
-    kept = torch.ones(2**20, device=device)
-    gauge = MemoryGauge([device, device])
-    more = torch.ones(2**20, device=device)
-    del more
-    assert 4 * 2**20 <= gauge.device_peak() < 5 * 2**20
-    assert kept.sum().item() == 2**20
+    assert fake_measure(None, seconds)[2] == steps
 
 
 # --- worker processes --------------------------------------------------------------------------
 
 
 def test_a_worker_that_fails_tells_why() -> None:
-    worker = processes.Worker(Task("bare", "no-such-case", 2, ("cpu",)), "bare")
+    task = TrainTask("bare", ("cpu",), case="no-such-case", batch=2)
+    worker = processes.Worker(task, "bare")
     try:
-        worker.ask("start", task=dataclasses.asdict(worker.task))
+        worker.ask("start", subject=task.subject, task=dataclasses.asdict(task))
         with pytest.raises(processes.WorkerError, match=r"(?s)worker bare ended.*no-such-case"):
             worker.answer(60)
     finally:
@@ -279,7 +177,7 @@ class Trainer:
         print("made")
     def run(self, steps):
         os.system("echo ran")
-        return [1.0] * steps
+        return {"step": [1.0] * steps}
 
 module = types.ModuleType("dataparallel.tools.bench.trainer")
 module.Trainer = Trainer
@@ -290,7 +188,8 @@ worker.main()
 
 
 def test_what_libraries_print_does_not_mix_with_the_answers() -> None:
-    start = {"do": "start", "task": dataclasses.asdict(Task("bare", "deep", 2, ("cpu",)))}
+    task = TrainTask("bare", ("cpu",), case="deep", batch=2)
+    start = {"do": "start", "subject": "train", "task": dataclasses.asdict(task)}
     requests = [json.dumps(start), json.dumps({"do": "run", "steps": 2})]
     finished = subprocess.run(
         [sys.executable, "-c", _TALKATIVE],
@@ -299,13 +198,14 @@ def test_what_libraries_print_does_not_mix_with_the_answers() -> None:
         text=True,
         timeout=60,
     )
-    assert finished.stdout.splitlines() == ["{}", '{"seconds": [1.0, 1.0]}']
+    assert finished.stdout.splitlines() == ["{}", '{"step": [1.0, 1.0]}']
     assert "made" in finished.stderr
     assert "ran" in finished.stderr
 
 
 def test_a_worker_that_is_silent_is_named() -> None:
-    worker = processes.Worker(Task("ddp", "deep", 2, ("cpu", "cpu")), "ddp (process 1)")
+    task = TrainTask("ddp", ("cpu",), case="deep", batch=2)
+    worker = processes.Worker(task, "ddp (process 1)")
     try:
         with pytest.raises(processes.WorkerError, match=r"ddp \(process 1\) did not answer within"):
             worker.answer(0.05)
@@ -313,26 +213,95 @@ def test_a_worker_that_is_silent_is_named() -> None:
         worker.close()
 
 
+def test_a_team_is_as_slow_as_its_slowest_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeWorker:
+        def __init__(self, task: TrainTask, label: str) -> None:
+            self.rank = task.rank
+
+        def ask(self, do: str, **details: Any) -> None:
+            assert (do, details) == ("run", {"steps": 2})
+
+        def answer(self, timeout: float) -> dict[str, list[float]]:
+            return {"step": [1.0, 3.0] if self.rank else [2.0, 1.0]}
+
+    monkeypatch.setattr(processes, "Worker", FakeWorker)
+    (contestant,) = plan([["cpu"], ["cpu"]], [])
+    assert processes.Team(contestant).run(2) == {"step": [2.0, 3.0]}
+
+
+SMALL = ["bench", "train", "--cases", "deep", "--steps", "1"]
+# One that is met, and one that is missed but does not count without --check.
+BARS = ["--bar", "1000", "--bar-worst", "1e-6"]
+
+
 def test_a_small_run_beside_both_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "train", "--cases", "deep", "--rounds", "2", "--steps", "1", "--json", "-"]
-    assert cli.main(words) == 0
+    assert cli.main([*SMALL, "--rounds", "2", "--json", "-", *BARS]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["setting"]["devices"] == ["cpu", "cpu"]
+    assert result["setting"]["bucket_view"] is False
     (case,) = result["cases"]
     assert case["steps_per_round"] == 1
     assert [row["contestant"] for row in case["rows"]] == ["ours", "bare", "ddp"]
     assert all(row["agrees"] for row in case["rows"])
+    assert all(row["parameter_error"] < 1e-2 for row in case["rows"])
     assert all(len(each["seconds"]) == 2 for each in case["measured"])
+    bare, ddp = result["comparisons"]
+    assert (bare["peer"], bare["met"]["time_mean"]) == ("bare", None)
+    assert (ddp["peer"], ddp["met"]["time_mean"]) == ("ddp", True)
+    assert ddp["met"]["time_worst"] is False
+
+
+def test_two_processes_of_ours_miss_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--processes", "2", "--devices", "cpu", "--peers", "ddp", "--rounds", "1"]
+    assert cli.main([*SMALL, *words, "--bar", "1e-6", "--check"]) == 1
+    text = capsys.readouterr().out
+    assert "our DDP 2x1" in text
+    assert "✗" not in text
+    assert "missed" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "2", "--wrapper", "dp"], "DataParallel is for one process"),
+        (["--processes", "2", "--devices", "0,1"], "only the CPU can be shared so"),
+        (["--check"], "--check needs a bar to check"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "train", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gradients_are_views_of_buckets_where_they_are_sent() -> None:
+    assert [output.bucket_view(None, processes) for processes in (1, 2)] == [False, True]
+    assert [output.bucket_view(given, 1) for given in ("on", "off")] == [True, False]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "two"])
+def test_a_bar_is_a_number_above_zero(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0"):
+        train.above_zero(text)
 
 
 def test_a_small_run_on_virtual_devices(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "results.json"
-    words = ["bench", "train", "--cases", "deep", "--rounds", "1", "--steps", "1"]
-    options = ["--devices", "virtual:0,virtual:1", "--mode", "forward", "--json", str(target)]
-    assert cli.main([*words, *options]) == 0
-    assert "replicas on virtual:0, virtual:1" in capsys.readouterr().out
+    options = [
+        "--rounds",
+        "1",
+        "--devices",
+        "virtual:0,virtual:1",
+        "--mode",
+        "forward",
+        "--json",
+        str(target),
+    ]
+    assert cli.main([*SMALL, *options]) == 0
+    assert "replicas on 1 x (virtual:0, virtual:1)" in capsys.readouterr().out
     (case,) = json.loads(target.read_text())["cases"]
     assert [row["contestant"] for row in case["rows"]] == ["ours", "bare"]
     assert all(row["agrees"] and row["device_bytes"] > 0 for row in case["rows"])

@@ -1,0 +1,284 @@
+"""The wrapper with persistent replicas and a reducer, over local devices and processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dataparallel.buffers import BufferPolicy
+from dataparallel.criterion import Weight
+from dataparallel.data_parallel import DataParallel, OutputDevice
+from dataparallel.devices import DeviceLike
+from dataparallel.distributed_names import TorchNames
+from dataparallel.mixed_precision import MixedPrecision
+from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group, default_group
+from dataparallel.reducer.average import AverageKind, check_average
+from dataparallel.reduction import Reduction, ReductionSettings
+from dataparallel.replicate import check_placement
+from dataparallel.scatter_gather import move
+from dataparallel.standing_clones import OtherParameters
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
+    """Train a module on the devices of this process, and of all processes of a group.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel`` that may have several devices per
+    process, and needs no process group when there is one process. Replicas compute with parameters
+    of their own; their gradients are summed bucket by bucket while backward goes on, all-reduced
+    over the processes, and added to ``.grad`` of the module's own parameters.
+
+    Example::
+
+        model = DistributedDataParallel(net, device_ids=["cpu", "cpu"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        module: The module, on the first device.
+        device_ids: One device per replica of this process, repeats allowed. Default: without a
+            process group as for :class:`DataParallel`; with one, and several processes on the
+            machine, the module's own device.
+        output_device, dim: See :class:`DataParallel`.
+        broadcast_buffers: Whether buffers of rank 0 are used everywhere, at the beginning and from
+            forward to forward. Default: True.
+        init_sync: Whether parameters and buffers of rank 0 are used everywhere at the beginning.
+        forward_sync_buffers: As ``broadcast_buffers``, but only from forward to forward.
+        process_group: The processes. Default: the default group where there is one.
+        bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
+            several processes; 4 with one, which has nothing to send.
+        find_unused_parameters: Parameters without a gradient need no flag: the default, ``None``,
+            handles them. ``True`` and ``False`` are torch's.
+        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket, which saves a copy; a
+            reference to it that is kept sees the next step's gradients.
+        static_graph: Whether the same parameters are used at every step.
+        delay_all_reduce_named_params: Pairs of names and parameters that are reduced last.
+        mixed_precision: In which dtypes the replicas compute, see :class:`MixedPrecision`.
+        device_mesh: A mesh of one dimension, in place of ``process_group``.
+        bucket_cap_mb_list: In place of ``bucket_cap_mb``, as in torch.
+        param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy, check_reduction:
+            Accepted as torch does. Nothing depends on them: delayed parameters are sent when they
+            are there, and copies are made bucket by bucket.
+        average: ``"processes"`` (default) is the mean over processes, as in torch; ``"samples"``
+            weights each process by its number of samples; ``"none"`` is the sum.
+        deterministic: Whether the sum over processes is made in rank order, so that it does not
+            depend on ``bucket_cap_mb``. Not together with communication hooks.
+        timeout: Seconds that a collective waits for other processes. Default: 60.
+        buffers, scalars, in_dims, split_lists: See :class:`DataParallel`.
+
+    Attributes:
+        reducer: The reducer, see :class:`dataparallel.reducer.reducer.Reducer`.
+
+    Raises:
+        ValueError: An option has no such value, options contradict each other, no parameter
+            requires grad, or processes have different modules.
+        TypeError: A device or an option is of another type.
+    """
+
+    require_backward_grad_sync = True
+
+    def __init__(
+        self,
+        module: ModuleT,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: OutputDevice = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | Sequence[float] | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        average: AverageKind = "processes",
+        deterministic: bool = False,
+        timeout: float = 60.0,
+        buffers: BufferPolicy = "replica0",
+        scalars: Literal["stack", "mean", "sum"] = "stack",
+        in_dims: Mapping[str | int, Any] | None = None,
+        split_lists: bool = False,
+    ) -> None:
+        process_group = chosen_group(process_group, device_mesh)
+        device_ids = chosen_devices(device_ids, module, process_group)
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            buffers=buffers,
+            scalars=scalars,
+            in_dims=in_dims,
+            split_lists=split_lists,
+        )
+        self.process_group = process_group
+        self.average: AverageKind = check_average(average)
+        self.timeout = timeout
+        self.bucket_cap_mb = chosen_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.deterministic = deterministic
+        self._delayed = frozenset(name for name, _ in delay_all_reduce_named_params or ())
+        self.mixed_precision = MixedPrecision.of(mixed_precision)
+        self.mixed_precision.convert_buffers(module)
+        self._optimizers = InBackwardOptimizers.of(module.parameters())
+        self._build()
+        self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
+
+    # --- the reduction ---------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Make all that belongs to the module as it is now; a collective call."""
+        devices = [torch.device(device) for device in self.device_ids]
+        settings = ReductionSettings(
+            self.process_group,
+            self.bucket_cap_mb,
+            self.find_unused_parameters,
+            self.gradient_as_bucket_view,
+            self.static_graph,
+            self._delayed,
+            self.average,
+            self.deterministic,
+            self.timeout,
+            self.mixed_precision,
+            self._hook,
+            self._optimizers,
+        )
+        self._reduction = Reduction(self.module, devices, self.buffer_policy, settings)
+        self._engine = self._reduction.engine
+        self._wait_for_buffers()
+        self._closed = False
+
+    def _open(self) -> None:
+        """Make what :meth:`close` has ended anew; a collective call where there is something."""
+        if self._closed:
+            self._build()
+
+    def _rebuild(self, weight: float | None = None) -> None:
+        """Make everything anew, for other processes or other parameters; a collective call."""
+        check_placement(self.module, self.src_device_obj)
+        self._reduction.close()
+        self._build()
+        self._reduction.engine.weight = weight
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Split the inputs, run the replicas, gather their outputs; see :class:`DataParallel`."""
+        weight = self._reduction.engine.weight
+        with contextlib.suppress(OtherParameters), self._around_forward():
+            return super().forward(*inputs, **kwargs)
+        self._rebuild(weight)
+        with self._around_forward():
+            return super().forward(*inputs, **kwargs)
+
+    def loss(
+        self,
+        criterion: Callable[..., Any],
+        inputs: Any,
+        targets: Any,
+        *,
+        weight: Weight | None = None,
+    ) -> Tensor:
+        """The loss of this process's batch, computed where the outputs are.
+
+        See :meth:`DataParallel.loss`.
+        """
+        given = self._reduction.engine.weight
+        with contextlib.suppress(OtherParameters), self._around_forward():
+            return super().loss(criterion, inputs, targets, weight=weight)
+        self._rebuild(given)
+        with self._around_forward():
+            return super().loss(criterion, inputs, targets, weight=weight)
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        device_ids: Sequence[DeviceLike],
+    ) -> Any:
+        """Split the arguments; a single replica gets them whole, whatever they are."""
+        if len(self.device_ids) > 1:
+            return super().scatter(inputs, kwargs, device_ids)
+        device = self.device_ids[0]
+        return [move(inputs, device)], [move(dict(kwargs or {}), device)]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Put the outputs together; those of a single replica are left as they are."""
+        if len(self.device_ids) > 1:
+            return super().gather(outputs, output_device)
+        return list(outputs) if output_device == "each" else move(outputs[0], output_device)
+
+    @contextlib.contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        self._open()
+        if not self._reduction.engine.fits():
+            self._rebuild(self._reduction.engine.weight)
+        reduces = self._will_reduce
+        if reduces:
+            self.reducer.statistics.forward_begin()
+        self._notify_join_context()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        self._reduction.engine.synchronise = self.require_backward_grad_sync
+        with self._inside_ddp_forward():
+            yield
+        self.reducer.statistics.forward_end()
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = reduces
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of forwards within a ``with`` block to this process.
+
+        They are reduced over processes with those of the first backward after the block, as in
+        torch. Gradients are summed over the local replicas in any case.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def close(self) -> None:
+        """End the worker threads, remove all hooks and give the process groups back.
+
+        The wrapper can be used again; that is a collective call then, like making it.
+        """
+        self._reduction.close()
+        self._closed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # As in torch: the copy belongs to the default group of the process that makes it.
+        del state["process_group"], state["_reduction"], state["_buffer_futures"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = default_group()
+        self._build()

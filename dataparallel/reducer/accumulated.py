@@ -1,0 +1,97 @@
+"""What ``.grad`` of the originals holds when a round begins, and what becomes of it.
+
+Note [Gradients from before a round]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A round reduces what its backward computes, and the result is added to ``.grad``. What was there is
+reduced already and the same in all processes, except after a backward under ``no_sync``: what that
+left is this process's own, and goes into the next round.
+
+Where the processes' gradients are averaged it does no harm to send both parts again, since the
+average of equal parts is the part itself. In a sum it does. So for ``average="none"`` a copy of the
+reduced part is set aside, and only the difference is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Accumulated:
+    """Keeps apart the reduced and the unreduced part of ``.grad``.
+
+    Args:
+        originals: The parameters.
+        summed: Whether the processes' gradients are added up and not averaged.
+    """
+
+    def __init__(self, originals: Sequence[torch.nn.Parameter], summed: bool) -> None:
+        self._originals = originals
+        self._summed = summed
+        #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
+        self._unreduced: dict[int, torch.Tensor | None] = {}
+
+    def before_unsynchronised(self) -> None:
+        """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
+        self.notice_zeroed()
+        for index, original in enumerate(self._originals):
+            if index not in self._unreduced:
+                reduced = original.grad
+                kept = self._summed and reduced is not None
+                self._unreduced[index] = reduced.clone() if kept and reduced is not None else None
+
+    def notice_zeroed(self) -> None:
+        """Forget reduced parts that the user has thrown away since; before a backward begins."""
+        for index, reduced in self._unreduced.items():
+            grad = self._originals[index].grad
+            if reduced is None:
+                continue
+            if grad is None:
+                self._unreduced[index] = None
+            elif not (grad._values() if grad.is_sparse else grad).any():
+                reduced.zero_()
+
+    def has_unreduced(self, index: int) -> bool:
+        """Whether a parameter's ``.grad`` holds something that is still to be reduced."""
+        return index in self._unreduced and self._originals[index].grad is not None
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What a parameter's ``.grad`` holds that is still to be reduced; new, or a view."""
+        grad = self._originals[index].grad
+        if index not in self._unreduced or grad is None:
+            return None
+        reduced = self._unreduced[index]
+        return grad.detach() if reduced is None else grad.detach() - reduced
+
+    def replace(self, index: int, result: torch.Tensor) -> None:
+        """Set ``.grad`` to the reduced part and the result of the round, in place."""
+        grad = self._originals[index].grad
+        assert grad is not None
+        with torch.no_grad():
+            grad.copy_(result)
+            reduced = self._unreduced[index]
+            if reduced is not None:
+                grad.add_(reduced)
+
+    def set_aside(self, index: int, view: torch.Tensor) -> torch.Tensor | None:
+        """The reduced part of a ``.grad``, if it must not be sent again.
+
+        Args:
+            index: Which parameter's.
+            view: What ``.grad`` holds, in a bucket.
+        """
+        if not self._summed:
+            return None
+        if index in self._unreduced:
+            return self._unreduced[index]
+        return view.clone()
+
+    def after_synchronised(self) -> None:
+        """Everything is reduced now."""
+        self._unreduced.clear()
+
+    @property
+    def any(self) -> bool:
+        """Whether something may be unreduced."""
+        return bool(self._unreduced)

@@ -1,0 +1,273 @@
+"""The buckets of a reducer: which parameters, in which memory, on which replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
+from dataparallel.reducer.gradients import StolenGradients, ViewedGradients
+from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.original_hooks import OriginalHooks
+from dataparallel.reducer.original_views import OriginalViews
+from dataparallel.reducer.storage import BucketStorage
+
+
+class Buckets:
+    """The buckets of one plan.
+
+    Args:
+        originals: The parameters that the optimizer has.
+        names: Their names.
+        leaves: Per replica, what it computes with in their place.
+        options: See :class:`ReducerOptions`.
+        flat: Whether gradients are put together in flat tensors, to be sent.
+        expect_sparse: Per parameter, whether its gradient will be sparse.
+        order: The order in which gradients arrive. Default: not known.
+    """
+
+    def __init__(
+        self,
+        originals: Sequence[nn.Parameter],
+        names: Sequence[str],
+        leaves: Sequence[Sequence[nn.Parameter]],
+        options: ReducerOptions,
+        *,
+        flat: bool,
+        expect_sparse: Sequence[bool],
+        order: Sequence[int] | None,
+    ) -> None:
+        self._originals = originals
+        self.ordered = order is not None
+        self.plan = make_plan(originals, options, expect_sparse, order)
+        members = [[originals[i] for i in bucket] for bucket in self.plan.buckets]
+        self.homes = [bucket[0].device for bucket in members]
+        #: What error messages call each bucket.
+        self.describe = [_describe(n, b, names) for n, b in enumerate(self.plan.buckets)]
+        self._viewed = [
+            options.gradient_as_bucket_view
+            and not expect_sparse[bucket[0]]
+            and all(leaf.dtype == original.dtype for leaf, original in _pairs(leaves, originals))
+            for bucket in self.plan.buckets
+        ]
+        #: The flat tensor of each bucket; None for sparse gradients and where none is needed.
+        self.storages = [
+            BucketStorage(bucket, None if viewed else options.reduce_dtype)
+            if (flat or viewed) and not expect_sparse[indices[0]]
+            else None
+            for bucket, indices, viewed in zip(
+                members, self.plan.buckets, self._viewed, strict=True
+            )
+        ]
+        #: Per replica and bucket, where the gradients are.
+        self.gradients = [
+            [self._gradients_of(replica, leaves, number) for number in range(len(self.plan))]
+            for replica, leaves in enumerate(leaves)
+        ]
+        self._views = [
+            OriginalViews(bucket, indices, storage) if viewed and storage is not None else None
+            for bucket, indices, storage, viewed in zip(
+                members, self.plan.buckets, self.storages, self._viewed, strict=True
+            )
+        ]
+        # To bring a bucket from another device without new memory in each round.
+        self._arrivals: dict[int, torch.Tensor] = {}
+
+    def _gradients_of(
+        self, replica: int, leaves: Sequence[nn.Parameter], number: int
+    ) -> StolenGradients:
+        members = [leaves[index] for index in self.plan.buckets[number]]
+        storage = self.storages[number]
+        if not self._viewed[number] or storage is None:
+            return StolenGradients(members)
+        return ViewedGradients(members, storage if replica == 0 else BucketStorage(members))
+
+    def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The last leaf of each bucket that can tell, since it is trained, that all have come."""
+        trained = [[leaves[i] for i in b if leaves[i].requires_grad] for b in self.plan.buckets]
+        return [bucket[-1] for bucket in trained if bucket]
+
+    def is_viewed(self, number: int) -> bool:
+        """Whether the gradients of a bucket are views of its flat tensor."""
+        return self._viewed[number]
+
+    def attach(self, accumulated: Accumulated | None, hooked: Collection[int] = ()) -> None:
+        """Make everything ready for a round.
+
+        Args:
+            accumulated: What ``.grad`` holds; None if the round does not reduce over processes.
+            hooked: Parameters for which :meth:`complete_views` runs hooks.
+        """
+        storages = {s.flat.untyped_storage().data_ptr() for s in self.storages if s is not None}
+        for views in self._views:
+            if views is not None:
+                views.keep(storages)
+        for number, views in enumerate(self._views):
+            if views is not None:
+                views.attach(accumulated, hooked)
+            for replica, gradients in enumerate(row[number] for row in self.gradients):
+                if isinstance(gradients, ViewedGradients) and replica > 0:
+                    gradients.storage.flat.zero_()
+                gradients.attach()
+
+    def sum_views(self, number: int) -> None:
+        """Add the flat tensors of a bucket of all replicas into that of replica 0, in order."""
+        total = self._flat(number)
+        for row in self.gradients[1:]:
+            gradients = row[number]
+            assert isinstance(gradients, ViewedGradients)
+            term = gradients.storage.flat
+            if term.device != total.device:
+                if number not in self._arrivals:
+                    self._arrivals[number] = torch.empty_like(total)
+                term = self._arrivals[number].copy_(term)
+            total.add_(term)
+
+    def complete_views(self, number: int, used: Sequence[bool], user_hooks: OriginalHooks) -> None:
+        """Run hooks on the sum of a viewed bucket, and add what ``.grad`` held before."""
+        views = self._views[number]
+        assert views is not None
+        views.complete(used, user_hooks)
+
+    def sendable(self, number: int, sums: Sequence[MaybeTensor]) -> list[MaybeTensor]:
+        """Gradients in the layout that the bucket expects: dense, or sparse."""
+        if self.storages[number] is None:
+            return [self.as_sparse(sums[0], self._originals[self.plan.buckets[number][0]])]
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in sums]
+
+    def show(self, number: int, flat: torch.Tensor) -> None:
+        """Let the flat tensor of a viewed bucket hold what was received."""
+        own = self._flat(number)
+        if flat.data_ptr() != own.data_ptr():
+            own.copy_(flat)
+
+    def add_to_views(self, number: int, extra: dict[int, torch.Tensor]) -> None:
+        """Add further gradients, by the index of the parameter, to the views of a bucket."""
+        storage = self.storages[number]
+        assert storage is not None
+        for index, view in zip(self.plan.buckets[number], storage.views, strict=True):
+            if index in extra:
+                view.add_(extra[index])
+
+    def publish(self, number: int, used: Sequence[int]) -> None:
+        """Set ``.grad`` of the originals of a viewed bucket."""
+        views = self._views[number]
+        assert views is not None
+        views.publish(used)
+
+    def forget_views(self) -> None:
+        """Leave no ``.grad`` that is a part of a bucket whose content is not known."""
+        for views in self._views:
+            if views is not None:
+                views.forget()
+
+    def received(
+        self, number: int, flat: torch.Tensor, sums: Sequence[MaybeTensor], used: Sequence[int]
+    ) -> list[MaybeTensor]:
+        """The gradients in a received flat tensor, one per parameter.
+
+        Args:
+            number: Number of the bucket.
+            flat: The flat tensor, or a sparse gradient.
+            sums: What this process had sent, whose memory is used again.
+            used: Per parameter of the module, whether any process has a gradient.
+
+        Returns:
+            Tensors in the dtype of the originals, in ``sums`` where that is possible, else views;
+            None where no process has a gradient.
+        """
+        bucket = self.plan.buckets[number]
+        storage = self.storages[number]
+        if storage is None:
+            return [flat if used[bucket[0]] else None]
+        views = storage.views
+        if flat.data_ptr() != storage.flat.data_ptr():
+            views = storage.views_of(flat)
+        result: list[MaybeTensor] = [None] * len(bucket)
+        into: list[torch.Tensor] = []
+        what: list[torch.Tensor] = []
+        for position, (index, view) in enumerate(zip(bucket, views, strict=True)):
+            if not used[index]:
+                continue
+            original, own = self._originals[index], sums[position]
+            if own is not None and own.dtype == original.dtype and _is_dense(own):
+                # The engine can take over memory that is nobody else's; a view it would copy.
+                result[position] = own
+                into.append(own)
+                what.append(view)
+            else:
+                result[position] = view.to(original.dtype)
+        if into:
+            torch._foreach_copy_(into, what)
+        return result
+
+    def as_sparse(self, grad: MaybeTensor, original: nn.Parameter) -> torch.Tensor:
+        """A gradient of a parameter that is expected to have sparse ones."""
+        if grad is None:
+            return empty_sparse(original)
+        return grad if grad.is_sparse else grad.to_sparse(1)
+
+    def _flat(self, number: int) -> torch.Tensor:
+        storage = self.storages[number]
+        assert storage is not None
+        return storage.flat
+
+
+def make_plan(
+    originals: Sequence[nn.Parameter],
+    options: ReducerOptions,
+    expect_sparse: Sequence[bool],
+    order: Sequence[int] | None,
+) -> BucketPlan:
+    """The plan of all buckets; those of delayed parameters come after all others."""
+    delayed = [i for i in range(len(originals)) if i in options.delayed]
+    prompt = [i for i in range(len(originals)) if i not in options.delayed]
+    parts = []
+    for chosen in (prompt, delayed):
+        if not chosen:
+            continue
+        place = {index: position for position, index in enumerate(chosen)}
+        plan = plan_buckets(
+            [originals[index] for index in chosen],
+            first_bytes=options.first_bucket_bytes,
+            cap_bytes=options.bucket_bytes,
+            expect_sparse=[expect_sparse[index] for index in chosen],
+            order=None if order is None else [place[i] for i in order if i in place],
+            small_last=options.small_last,
+        )
+        buckets = tuple(tuple(chosen[position] for position in b) for b in plan.buckets)
+        parts.append(BucketPlan(buckets, plan.limits, plan.bytes))
+    return BucketPlan(
+        tuple(bucket for part in parts for bucket in part.buckets),
+        tuple(limit for part in parts for limit in part.limits),
+        tuple(size for part in parts for size in part.bytes),
+    )
+
+
+def empty_sparse(like: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient without entries, as of an embedding that was not used."""
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=like.device),
+        torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
+        like.shape,
+        is_coalesced=True,
+    )
+
+
+def _describe(number: int, bucket: Sequence[int], names: Sequence[str]) -> str:
+    first, last = names[bucket[0]], names[bucket[-1]]
+    return f"bucket {number} ({first if first == last else f'{first} .. {last}'})"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return not tensor.is_sparse and tensor.layout == torch.strided
+
+
+def _pairs(
+    leaves: Sequence[Sequence[nn.Parameter]], originals: Sequence[nn.Parameter]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return list(zip(leaves[0], originals, strict=True))

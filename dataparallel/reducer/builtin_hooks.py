@@ -1,0 +1,169 @@
+"""Communication hooks that are known by name.
+
+The simple ones are here. The names of the others are those of torch's ``DDPCommHookType``, in any
+case: ``"power_sgd"``, ``"quantize_per_tensor"`` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.reducer.grad_bucket import GradBucket
+
+#: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
+CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+def sum_over_processes(
+    process_group: dist.ProcessGroup | None, tensor: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """Begin to add a tensor up over all processes, in place.
+
+    Args:
+        process_group: The processes. Default: the default group; this process alone if there is
+            none.
+        tensor: What is added; it has the sum when the future is done.
+
+    Returns:
+        A future of ``tensor``.
+
+    Raises:
+        ValueError: This process is not in the group.
+    """
+    if process_group is None and not dist.is_initialized():
+        alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        alone.set_result(tensor)
+        return alone
+    work = dist.all_reduce(tensor, group=process_group, async_op=True)
+    if work is None:
+        raise ValueError(
+            "this process is not in the group of the communication hook; register the hook with a "
+            "group that has all processes of the wrapper"
+        )
+    # The value of the work's own future is a list, and real where the tensor is complex.
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda done: (done.value(), tensor)[1]
+    )
+    return future
+
+
+def _world_size(process_group: dist.ProcessGroup | None) -> int:
+    if process_group is None:
+        return dist.get_world_size() if dist.is_initialized() else 1
+    return process_group.size()
+
+
+def allreduce_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean over the processes, as without a hook.
+
+    Args:
+        process_group: The processes. Default: the default group.
+        bucket: What is averaged, in place.
+    """
+    # Divided beforehand, so that a sum of half precision numbers does not overflow.
+    tensor = bucket.buffer().div_(_world_size(process_group))
+    return sum_over_processes(process_group, tensor)
+
+
+def _compress(
+    dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    small = buffer.to(dtype).div_(_world_size(process_group))
+    future: torch.futures.Future[torch.Tensor] = sum_over_processes(process_group, small).then(
+        lambda done: buffer.copy_(done.value())
+    )
+    return future
+
+
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean over the processes, sent as ``torch.float16``.
+
+    Args:
+        process_group: The processes. Default: the default group.
+        bucket: What is averaged, in place.
+    """
+    return _compress(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean over the processes, sent as ``torch.bfloat16``.
+
+    Args:
+        process_group: The processes. Default: the default group.
+        bucket: What is averaged, in place.
+    """
+    return _compress(torch.bfloat16, process_group, bucket)
+
+
+def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Every process keeps what it has: shows what communication costs, and trains wrongly.
+
+    Args:
+        _: Not used.
+        bucket: What is kept.
+    """
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+#: The hooks of this file by name.
+BUILTIN: dict[str, CommHook] = {
+    "allreduce": allreduce_hook,
+    "bf16_compress": bf16_compress_hook,
+    "fp16_compress": fp16_compress_hook,
+    "noop": noop_hook,
+}
+
+
+class _Recorder:
+    """Stands for a wrapper with which one of torch's hook types registers its hook."""
+
+    registered: tuple[CommHook, Any]
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        self.registered = (hook, state)
+
+
+def names() -> list[str]:
+    """The names of all hooks, in lower case."""
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
+
+    return sorted({*BUILTIN, *(name.lower() for name in DDPCommHookType.__members__)})
+
+
+def hook_by_name(name: str, state: Any) -> tuple[CommHook, Any]:
+    """A hook and the state that it is to be called with.
+
+    Args:
+        name: One of :func:`names`, in any case.
+        state: The process group, or None for the default group. Torch's PowerSGD hooks get a
+            ``PowerSGDState`` with torch's defaults; for other settings pass the hook itself.
+
+    Raises:
+        ValueError: There is no hook of that name.
+    """
+    if name.lower() in BUILTIN:
+        return BUILTIN[name.lower()], state
+    # Late, since most never need it: it imports torch's optimizers, and NumPy in some versions.
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+    if name.upper() not in DDPCommHookType.__members__:
+        raise ValueError(
+            f"there is no communication hook {name!r}; pass a function hook(state, bucket) or one "
+            f"of {', '.join(map(repr, names()))}"
+        )
+    recorder = _Recorder()
+    register_ddp_comm_hook(DDPCommHookType[name.upper()], recorder, state)
+    return recorder.registered

@@ -1,0 +1,45 @@
+"""Two reducers for one backward: one over processes, one for parameters that stay local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.reducer.reducer import Reducer
+
+
+class ChainedReducers:
+    """Runs one backward as a round of each of two reducers.
+
+    Args:
+        reducer: Reduces over the processes.
+        local: Sums over the replicas of this process only.
+    """
+
+    def __init__(self, reducer: Reducer, local: Reducer) -> None:
+        self._reducer = reducer
+        self._local = local
+
+    def reduce(
+        self,
+        backward: Callable[[], None],
+        *,
+        synchronise: bool = True,
+        weight: float = 1.0,
+        task: int = -1,
+        last: bool = True,
+    ) -> list[MaybeTensor]:
+        """Run ``backward``; see :meth:`Reducer.reduce`.
+
+        Returns:
+            The gradients of the parameters of the first reducer, then those of the second.
+        """
+        kept: list[MaybeTensor] = []
+
+        def both() -> None:
+            kept.extend(self._local.reduce(backward, task=task, last=last))
+
+        gradients = self._reducer.reduce(
+            both, synchronise=synchronise, weight=weight, task=task, last=last
+        )
+        return gradients + kept

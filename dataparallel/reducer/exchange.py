@@ -1,0 +1,294 @@
+"""The part of a round between processes: buckets are launched in order, and waited for.
+
+Note [Order of collectives]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Processes must launch the same collectives in the same order. Buckets may become ready in another
+order, and in different threads; they are launched by their numbers, by whichever thread finds the
+next one ready, and by one thread at a time. What is said about a round (how many parameters had no
+gradient, whether a process failed) goes through a group of its own, so it cannot be mistaken for a
+bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from dataparallel.reducer.buckets import empty_sparse
+from dataparallel.reducer.statistics import ReducerStatistics
+from dataparallel.reducer.storage import BucketStorage
+from dataparallel.workers import add_note
+
+if TYPE_CHECKING:
+    from dataparallel.comm.processes import Pending, ProcessLink
+
+# Up to this many elements, scaling all tensors of a bucket in one call costs less than a pass over
+# each; above it the other way round.
+_SMALL = 2**14
+_MOST_MARKS = 61
+
+
+class Sent(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """The reduced flat tensor, once it is there."""
+
+
+class Sender(Protocol):
+    """What reduces the flat tensor of one bucket over the processes."""
+
+    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
+        """Begin to reduce a bucket."""
+
+
+class _Summed:
+    def __init__(self, pending: Pending, tensor: torch.Tensor) -> None:
+        self._pending = pending
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        self._pending.wait()
+        return self._tensor
+
+
+class Outcome(NamedTuple):
+    """What all processes together say about a round."""
+
+    num_unused: int
+    num_late: int
+    failed_ranks: list[int]
+
+
+class AllReduce:
+    """Sums the flat tensor over the processes, in place.
+
+    Args:
+        link: The processes.
+        describe: From the number of a bucket to what an error message calls it.
+    """
+
+    def __init__(self, link: ProcessLink, describe: Sequence[str]) -> None:
+        self._link = link
+        self._describe = describe
+
+    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
+        """Begin to sum a bucket."""
+        pending = self._link.all_reduce(storage.flat, what=self._describe[bucket])
+        return _Summed(pending, storage.flat)
+
+
+class _Gathered:
+    def __init__(self, link: ProcessLink, flat: torch.Tensor, what: str) -> None:
+        self._link = link
+        self._flat = flat
+        self._what = what
+
+    def wait(self) -> torch.Tensor:
+        parts = self._link.all_gather(self._flat, what=self._what)
+        self._flat.copy_(parts[0])
+        for part in parts[1:]:
+            self._flat.add_(part.to(self._flat.device))
+        return self._flat
+
+
+class OrderedSum:
+    """Sums the flat tensor over the processes in rank order, so that bucket sizes don't show.
+
+    An all-reduce of more than two processes adds in an order that depends on the place of an
+    element in the tensor. See Note [Order of a sum].
+    """
+
+    def __init__(self, link: ProcessLink, describe: Sequence[str]) -> None:
+        self._link = link
+        self._describe = describe
+
+    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
+        """Note a bucket; it is gathered when it is waited for."""
+        return _Gathered(self._link, storage.flat, self._describe[bucket])
+
+
+class Exchange:
+    """The collectives of one round. See Note [Order of collectives].
+
+    Args:
+        storages: The flat tensor of each bucket; ``None`` for a sparse gradient.
+        describe: What an error message calls each bucket.
+        sender: What reduces a flat tensor.
+        link: The group of the buckets, for sparse gradients.
+        control: The group for what is said about rounds.
+        scale: Tells what gradients are multiplied by before they are sent; it may have to wait.
+        statistics: Where it is noted when buckets are sent and received.
+    """
+
+    def __init__(
+        self,
+        storages: Sequence[BucketStorage | None],
+        describe: Sequence[str],
+        sender: Sender,
+        link: ProcessLink,
+        control: ProcessLink,
+        scale: Callable[[], float],
+        statistics: ReducerStatistics,
+    ) -> None:
+        self._storages = storages
+        self._describe = describe
+        self._sender = sender
+        self._link = link
+        self._control = control
+        self._statistics = statistics
+        #: What gradients are multiplied by before they are sent.
+        self.scale = functools.lru_cache(maxsize=1)(scale)
+        # A hook may fail in one process; a collective fails in all of them.
+        self._may_fail_alone = not isinstance(sender, (AllReduce, OrderedSum))
+        #: Whether the outcome was asked for; nothing can be sent any more.
+        self.concluded = False
+        self._lock = threading.Lock()
+        self._ready = [False] * len(storages)
+        dense = [bucket for bucket, storage in enumerate(storages) if storage is not None]
+        self._last_dense = dense[-1] if dense else None
+        self._sparse: dict[int, torch.Tensor] = {}
+        self._sent: list[Sent] = []
+
+    def submit(self, bucket: int, sums: Sequence[torch.Tensor | None] | None) -> None:
+        """Hand over the sums of a bucket over the replicas of this process.
+
+        Args:
+            bucket: Number of the bucket.
+            sums: One per parameter, None for no gradient; None if they lie in the bucket already.
+        """
+        storage = self._storages[bucket]
+        if storage is None:
+            assert sums is not None and sums[0] is not None
+            self._sparse[bucket] = (sums[0] * self.scale()).coalesce()
+        elif sums is not None:
+            pack(storage, sums, self.scale())
+        elif self.scale() != 1:
+            storage.flat.mul_(self.scale())
+        self._ready[bucket] = True
+        self._launch()
+
+    def _launch(self) -> None:
+        while True:
+            with self._lock:
+                bucket = len(self._sent)
+                if bucket == len(self._ready) or not self._ready[bucket]:
+                    return
+                self._sent.append(self._send(bucket))
+
+    def _send(self, bucket: int) -> Sent:
+        self._statistics.bucket_launched(bucket)
+        storage = self._storages[bucket]
+        if storage is not None:
+            return self._sender.send(bucket, storage, bucket == self._last_dense)
+        grad = self._sparse.pop(bucket)
+        return _Summed(self._link.all_reduce(grad, what=self._describe[bucket]), grad)
+
+    def submit_nothing(self, bucket: int, sparse_like: torch.Tensor) -> None:
+        """Send zeros for a bucket, so that no other process waits for it.
+
+        Args:
+            bucket: Number of the bucket; nothing is done if it was handed over already.
+            sparse_like: Shape and dtype of the gradient if the bucket is for a sparse one.
+        """
+        if self._ready[bucket]:
+            return
+        storage = self._storages[bucket]
+        if storage is None:
+            self._sparse[bucket] = empty_sparse(sparse_like)
+        else:
+            storage.flat.zero_()
+        self._ready[bucket] = True
+        self._launch()
+
+    def give_up(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
+        """Take this process's part in what is left of a round, so that none waits for it.
+
+        Args:
+            likes: Per bucket, a parameter in it.
+            error: Why the round has failed; gets a note if the others could not be told.
+        """
+        try:
+            for number, like in enumerate(likes):
+                self.submit_nothing(number, like)
+            pending = self.conclude(unused=0, late=0, failed=True)
+            for number in range(len(likes)):
+                self.wait(number)
+            pending.wait()
+        except Exception as failure:
+            # The error to report is the first one; the links remember that they are broken.
+            add_note(error, f"and the other processes could not be told: {failure}")
+
+    def settle(self) -> None:
+        """After a failure, wait for all that was sent: its memory is used in the next round."""
+        for sent in self._sent:
+            # What went wrong with it has been reported, or follows from what has.
+            with contextlib.suppress(Exception):
+                sent.wait()
+
+    def receive(self, *, unused: int, late: int) -> tuple[list[torch.Tensor], Outcome]:
+        """All buckets, and what all processes say about the round.
+
+        Args:
+            unused: How many parameters had no gradient in this process.
+            late: How many had one that was too late for its bucket.
+        """
+        buckets = range(len(self._ready))
+        if self._may_fail_alone:
+            # The others shall not think that all is well before that is certain here.
+            flats = [self.wait(bucket) for bucket in buckets]
+            return flats, self.conclude(unused=unused, late=late).wait()
+        pending = self.conclude(unused=unused, late=late)
+        return [self.wait(bucket) for bucket in buckets], pending.wait()
+
+    def wait(self, bucket: int) -> torch.Tensor:
+        """The reduced flat tensor of a bucket."""
+        flat = self._sent[bucket].wait()
+        self._statistics.bucket_finished(bucket)
+        return flat
+
+    def conclude(self, *, unused: int, late: int, failed: bool = False) -> PendingOutcome:
+        """Tell the other processes how the round went here, and learn how it went there."""
+        self.concluded = True
+        # A bit per rank; those beyond the last bit share it.
+        mark = 1 << min(self._control.rank, _MOST_MARKS)
+        counts = torch.tensor([unused, late, mark if failed else 0])
+        return PendingOutcome(self._control.all_reduce(counts, what="the end of a round"), counts)
+
+
+class PendingOutcome:
+    """An outcome that is still on its way."""
+
+    def __init__(self, pending: Pending, counts: torch.Tensor) -> None:
+        self._pending = pending
+        self._counts = counts
+
+    def wait(self) -> Outcome:
+        """The outcome, once every process has said its part."""
+        self._pending.wait()
+        unused, late, marks = (int(count) for count in self._counts.tolist())
+        failed = [rank for rank in range(_MOST_MARKS + 1) if marks >> rank & 1]
+        return Outcome(unused, late, failed)
+
+
+def pack(storage: BucketStorage, sums: Sequence[torch.Tensor | None], scale: float) -> None:
+    """Copy gradients into a bucket, scaled; zeros where there is none."""
+    views: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    for view, grad in zip(storage.views, sums, strict=True):
+        if grad is None:
+            view.zero_()
+        elif scale != 1 and grad.numel() > _SMALL and grad.dtype == view.dtype:
+            torch.mul(grad, scale, out=view)
+        else:
+            views.append(view)
+            grads.append(grad)
+    if views:
+        torch._foreach_copy_(views, grads)
+        if scale != 1:
+            torch._foreach_mul_(views, scale)

@@ -1,0 +1,79 @@
+"""What the reducer says when a backward cannot be reduced, with names and remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_NAMES = 10
+
+PRIOR_NOT_FINISHED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one: another "
+    "backward of the same wrapper is running, in another thread or from within a hook; let one end "
+    "before the next begins"
+)
+
+FAILED_MEANWHILE = "another part of this backward failed, so its gradients were dropped"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    shown = ", ".join(names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def outside_of_a_round(names: Sequence[str], index: int | None) -> str:
+    """A replica's parameter got a gradient that was not asked for through the wrapper's outputs."""
+    which = "a parameter" if index is None else f"the parameter {names[index]!r}"
+    return (
+        f"{which} of a replica got a gradient outside of the wrapper's backward, so it would not "
+        "be reduced. Outputs are probably kept in objects of a type whose tensors cannot be found; "
+        "return tensors, containers or dataclasses, or register the type with torch.utils._pytree"
+    )
+
+
+def marked_twice(names: Sequence[str]) -> str:
+    """Parameters got gradients again after they were ready."""
+    return (
+        f"Expected to mark a variable ready only once, but these parameters got a gradient several "
+        f"times in one backward: {listed(names)}. A re-entrant checkpoint that is used several "
+        "times does so; leave find_unused_parameters at None, which handles it, pass "
+        "static_graph=True if the graph never changes, or checkpoint with use_reentrant=False"
+    )
+
+
+def unused(names: Sequence[str]) -> str:
+    """Parameters got no gradient although all should."""
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one: "
+        f"{len(names)} parameters got no gradient in this backward although "
+        f"find_unused_parameters=False says that all of them would: {listed(names)}. Leave "
+        "find_unused_parameters at None, which handles it, or make sure that all outputs of "
+        "forward take part in the loss"
+    )
+
+
+def graph_changed(names: Sequence[str]) -> str:
+    """Other parameters are used than in the first backward."""
+    return (
+        "Your training graph has changed in this iteration, although static_graph=True says that "
+        f"it never does: whether these parameters get a gradient differs from the first iteration: "
+        f"{listed(names)}. Leave static_graph at False"
+    )
+
+
+def others_failed(ranks: Sequence[int]) -> str:
+    """The backward of other processes failed."""
+    which = ", ".join(str(rank) for rank in ranks)
+    return (
+        f"the backward of rank {which} failed, so no gradient of this step was reduced and .grad "
+        "is as it was before; its own error says why. All ranks can go on with the next step"
+    )
+
+
+def late_in_step(names: Sequence[str]) -> str:
+    """Gradients came after the optimizer's step of their bucket."""
+    return (
+        f"these parameters got a gradient after the optimizer had taken their step in backward: "
+        f"{listed(names)}. Take the step after backward, or checkpoint with use_reentrant=False"
+    )

@@ -1,0 +1,49 @@
+"""What a reducer is told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dataparallel.reducer.average import AverageKind
+
+MIB = 2**20
+#: As in torch: small, so that communication begins early.
+FIRST_BUCKET_BYTES = MIB
+#: As in torch.
+BUCKET_BYTES = 25 * MIB
+#: Without processes nothing is sent, and what a bucket holds is freed when it is summed: small
+#: buckets keep less alive.
+LOCAL_BUCKET_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Options of a reducer.
+
+    Attributes:
+        first_bucket_bytes: Limit of the first bucket.
+        bucket_bytes: Limit of the further ones, or a limit for each.
+        average: How the processes' gradients are put together.
+        find_unused_parameters: ``None`` handles parameters without gradient as they come; ``True``
+            and ``False`` are torch's: gradients that come twice are an error, and with ``False``
+            so are parameters without one.
+        static_graph: Whether the same parameters are used in every backward.
+        gradient_as_bucket_view: Whether ``.grad`` is a part of the bucket.
+        deterministic: Whether sums over processes are made in rank order.
+        reduce_dtype: Of what is sent. Default: the parameters' own.
+        delayed: Parameters that are reduced after all others.
+        small_last: Whether the last bucket is a small one too.
+    """
+
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    bucket_bytes: int | tuple[int, ...] = BUCKET_BYTES
+    average: AverageKind = "processes"
+    find_unused_parameters: bool | None = None
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    deterministic: bool = False
+    reduce_dtype: torch.dtype | None = None
+    delayed: frozenset[int] = frozenset()
+    small_last: bool = False

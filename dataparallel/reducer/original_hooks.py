@@ -1,0 +1,124 @@
+"""Hooks that the user has registered on the originals.
+
+Note [Hooks on the originals]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A hook sees the gradient of this process, summed over its replicas, before it is reduced over the
+processes; as in torch's wrapper. Where nothing is reduced and no bucket view is wanted, autograd's
+engine runs the hooks when it accumulates what the cut returns. Else the reducer runs them, and what
+the engine does afterwards must not run them again.
+
+The engine also runs hooks of a parameter to which the cut returns nothing, since it was not used or
+since its gradient is in ``.grad`` already. In a bare module that never happens, and hooks do not
+expect a gradient that is None. So each hook is put into a guard, in its own place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+
+class _State:
+    """What is known of the gradient that an original gets next."""
+
+    #: Whether it was put into ``.grad``, past the engine.
+    published = False
+    #: Whether there is one, for the hooks that run after accumulation.
+    arrives = False
+
+
+class _Recorder:
+    """The one hook that is not the user's; tells the others whether there is a gradient."""
+
+    def __init__(self, state: _State) -> None:
+        self.state = state
+
+    def __call__(self, grad: torch.Tensor | None) -> None:
+        self.state.arrives = grad is not None or self.state.published
+        self.state.published = False
+
+
+class _GradientHook:
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self.hook = hook
+        self.has_run = False
+
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        has_run, self.has_run = self.has_run, False
+        return None if has_run or grad is None else self.hook(grad)
+
+
+class _AccumulatedHook:
+    def __init__(self, hook: Callable[[torch.Tensor], None], state: _State) -> None:
+        self.hook = hook
+        self.state = state
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if self.state.arrives:
+            self.hook(parameter)
+
+
+class OriginalHooks:
+    """Guards the hooks of the originals. See Note [Hooks on the originals].
+
+    Args:
+        originals: The parameters that the optimizer has.
+    """
+
+    def __init__(self, originals: Sequence[torch.Tensor]) -> None:
+        self._originals = originals
+        self._states: dict[int, _State] = {}
+        #: Parameters with hooks that may change the gradient.
+        self.with_gradient_hooks: set[int] = set()
+
+    def guard(self) -> None:
+        """Find hooks that are new; to be called before they can run."""
+        self.with_gradient_hooks.clear()
+        for index, original in enumerate(self._originals):
+            before: Any = original._backward_hooks
+            after: Any = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if before or after:
+                self._guard(index, original, before or {}, after or {})
+
+    def _guard(
+        self, index: int, original: torch.Tensor, before: dict[int, Any], after: dict[int, Any]
+    ) -> None:
+        recorders = [hook for hook in before.values() if isinstance(hook, _Recorder)]
+        if not recorders:
+            recorders = [_Recorder(_State())]
+            original.register_hook(recorders[0])
+        state = self._states[index] = recorders[0].state
+        for key, hook in before.items():
+            if not isinstance(hook, (_Recorder, _GradientHook)):
+                before[key] = _GradientHook(hook)
+        for key, hook in after.items():
+            if not isinstance(hook, _AccumulatedHook):
+                after[key] = _AccumulatedHook(hook, state)
+        if any(isinstance(hook, _GradientHook) for hook in before.values()):
+            self.with_gradient_hooks.add(index)
+
+    def run(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """What the hooks of a parameter make of its gradient; the engine runs them no more."""
+        if index not in self.with_gradient_hooks:
+            return grad
+        table: Any = self._originals[index]._backward_hooks
+        for hook in list(table.values()):
+            if isinstance(hook, _GradientHook):
+                changed = hook.hook(grad)
+                grad = grad if changed is None else changed
+                hook.has_run = True
+        return grad
+
+    def run_all(
+        self, indices: Sequence[int], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """:meth:`run` for those of several parameters that have a gradient."""
+        pairs = zip(indices, grads, strict=True)
+        return [None if grad is None else self.run(index, grad) for index, grad in pairs]
+
+    def published(self, indices: Collection[int]) -> None:
+        """Note parameters whose gradient was put into ``.grad``, past the engine."""
+        for index in self._states.keys() & indices:
+            self._states[index].published = True

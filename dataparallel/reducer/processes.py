@@ -1,0 +1,123 @@
+"""The processes as one reducer sees them: its groups, and what is agreed over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.comm.processes import ProcessLink
+from dataparallel.reducer.average import AverageKind, scale_of
+from dataparallel.reducer.exchange import AllReduce, Exchange, OrderedSum, Sender
+from dataparallel.reducer.statistics import ReducerStatistics
+from dataparallel.reducer.storage import BucketStorage
+
+
+class ReducerProcesses:
+    """The groups of one reducer: one for buckets, one for what is said about rounds.
+
+    Args:
+        group: The user's process group.
+        timeout: Seconds to wait for other processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.buckets = ProcessLink(group, timeout=timeout, purpose="gradients")
+        self.control = ProcessLink(group, timeout=timeout, purpose="control")
+        self.timeout = timeout
+        self.rank = self.buckets.rank
+        self.world_size = self.buckets.world_size
+        #: Tells how many processes still have data, while some may have joined early.
+        self.num_active: Callable[[], int] | None = None
+
+    def exchange(
+        self,
+        storages: Sequence[BucketStorage | None],
+        describe: Sequence[str],
+        average: AverageKind,
+        *,
+        weight: float,
+        sender: Sender | None,
+        deterministic: bool,
+        statistics: ReducerStatistics,
+    ) -> Exchange:
+        """The exchange of one round.
+
+        Args:
+            storages: The flat tensor of each bucket.
+            describe: What error messages call each bucket.
+            average: The way of averaging.
+            weight: The weight of this process in an average over samples.
+            sender: A communication hook, if there is one.
+            deterministic: Whether sums are made in rank order.
+            statistics: Where it is noted when buckets are sent and received.
+        """
+        sum_over = OrderedSum if deterministic else AllReduce
+        return Exchange(
+            storages,
+            describe,
+            sender or sum_over(self.buckets, describe),
+            self.buckets,
+            self.control,
+            self._scale(average, weight, hooked=sender is not None),
+            statistics,
+        )
+
+    def _scale(self, average: AverageKind, weight: float, *, hooked: bool) -> Callable[[], float]:
+        """What gradients are multiplied by; a hook that follows divides by the world size."""
+        # Asked for in the round: while some have joined, the answer has to come from the others.
+        num_active = self.num_active or (lambda: self.world_size)
+        times = self.world_size if hooked else 1
+        if average != "samples":
+            return lambda: scale_of(average, num_active(), weight=1, total=1) * times
+        # Launched now and waited for before the first bucket.
+        total = torch.tensor([weight], dtype=torch.float64)
+        pending = self.control.all_reduce(total, what="the weights of a round")
+
+        def scale() -> float:
+            pending.wait()
+            return scale_of(average, num_active(), weight=weight, total=float(total.item())) * times
+
+        return scale
+
+    def used_anywhere(self, used: Sequence[int]) -> list[bool]:
+        """Per parameter, whether any process has a gradient."""
+        counts = torch.tensor(list(used), dtype=torch.int32)
+        self.control.all_reduce(counts, what="the map of used parameters").wait()
+        return [count > 0 for count in counts.tolist()]
+
+    def reduce_late(
+        self, extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor], scale: float
+    ) -> dict[int, torch.Tensor]:
+        """Reduce gradients that came after their bucket was sent, in some process.
+
+        Args:
+            extra: What came late in this process, by the index of the parameter.
+            originals: All parameters.
+            scale: What it is multiplied by.
+
+        Returns:
+            What came late in all of them, by the index.
+        """
+        mine = [index in extra for index in range(len(originals))]
+        late = [index for index, found in enumerate(self.used_anywhere(mine)) if found]
+        result: dict[int, torch.Tensor] = {}
+        for index in late:
+            total = torch.zeros_like(originals[index], requires_grad=False)
+            if index in extra:
+                total.add_(extra[index], alpha=scale)
+            self.buckets.all_reduce(total, what=f"late gradients of parameter {index}").wait()
+            result[index] = total
+        return result
+
+    def order_of_rank_0(self, order: Sequence[int]) -> list[int]:
+        """What rank 0 gave for ``order``, on all ranks."""
+        tensor = torch.tensor(list(order))
+        self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
+        return [int(index) for index in tensor.tolist()]
+
+    def close(self) -> None:
+        """Give the groups back."""
+        self.buckets.close()
+        self.control.close()

@@ -1,0 +1,53 @@
+"""Which parameters of a module a reducer has, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The parameters that require grad, each once.
+
+    Attributes:
+        parameters: In the order of ``module.parameters()``.
+        names: Their names.
+        indices: Their indices in ``module.parameters()``.
+        sparse: Whether the gradient of each will be sparse, as of ``nn.Embedding(sparse=True)``.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+    sparse: tuple[bool, ...]
+
+
+def trained_parameters(
+    module: nn.Module, *, only: Collection[str] | None = None, without: Collection[str] = ()
+) -> TrainedParameters:
+    """Find the parameters of a module that a reducer is to have.
+
+    Args:
+        module: The module.
+        only: Names of those to consider. Default: all.
+        without: Names of those to leave out.
+    """
+    sparse = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    }
+    chosen = [
+        (index, name, parameter)
+        for index, (name, parameter) in enumerate(module.named_parameters())
+        if parameter.requires_grad and name not in without and (only is None or name in only)
+    ]
+    return TrainedParameters(
+        tuple(parameter for _, _, parameter in chosen),
+        tuple(name for _, name, _ in chosen),
+        tuple(index for index, _, _ in chosen),
+        tuple(id(parameter) in sparse for _, _, parameter in chosen),
+    )

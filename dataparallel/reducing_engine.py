@@ -1,0 +1,190 @@
+"""The engine of a wrapper with a reducer: standing clones, the cut, and rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from dataparallel.buffers import BufferPolicy
+from dataparallel.clones import ModuleClones
+from dataparallel.cut import CutGraphs, CutTerms, Rounds
+from dataparallel.devices import has_backward_thread
+from dataparallel.engine import ReplicaCall, ReplicaEngine
+from dataparallel.outside_tensors import OutsideTensors
+from dataparallel.replica_parameters import ReplicaParameters
+from dataparallel.standing_clones import StandingClones
+from dataparallel.tree import flatten
+
+T = TypeVar("T")
+
+
+class ReducingEngine(ReplicaEngine):
+    """What runs the replicas of one wrapper and reduces their gradients.
+
+    Args:
+        module: The original.
+        devices: One device per slot.
+        policy: What becomes of buffers.
+        leaves: The parameters of the replicas, in the order of ``module.parameters()``.
+        indices: Which of those the rounds are about, in their order.
+        rounds: The reducer, or reducers.
+        across_processes: Whether gradients are reduced over processes.
+        direct: Whether the module itself runs: there is nothing to reduce.
+        convert: What becomes of each leaf of the arguments. Default: nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        policy: BufferPolicy,
+        leaves: ReplicaParameters,
+        indices: Sequence[int],
+        rounds: Rounds,
+        *,
+        across_processes: bool,
+        direct: bool = False,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(devices, policy)
+        self._direct = direct
+        self._convert = convert
+        self._module = module
+        self.leaves = leaves
+        parameters = list(module.parameters())
+        self._originals = [parameters[index] for index in indices]
+        self._untrained = [p for i, p in enumerate(parameters) if i not in set(indices)]
+        self._terms = CutTerms(
+            rounds=rounds,
+            leaves=[[leaves.of(i)[k] for k in indices] for i in range(len(devices))],
+            run=self.run,
+            across_processes=across_processes,
+        )
+        self._clones = StandingClones(
+            module,
+            devices,
+            leaves,
+            "none" if policy == "mean" else "first",
+            keep=policy == "replica0",
+        )
+        self._outside = OutsideTensors([leaves.of(i) for i in range(len(devices))])
+        self.synchronise = True
+        #: The weight of the next forward in an average over samples; None counts samples.
+        self.weight: float | None = None
+        self._together = policy == "sync" or any(has_backward_thread(d) for d in devices)
+
+    def fits(self) -> bool:
+        """Whether the leaves and rounds are right for the parameters as they are now."""
+        if self._direct:
+            return True
+        return self.leaves.follow() and not any([p.requires_grad for p in self._untrained])
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the module itself runs, in the calling thread."""
+        return self._direct
+
+    def check(self, module: nn.Module) -> None:
+        """Placement is looked at when the clones are filled."""
+        if self._direct:
+            super().check(module)
+
+    def enter(
+        self, args: Sequence[Any], kwargs: Sequence[Any], sizes: Sequence[int]
+    ) -> ReplicaCall:
+        """Begin a forward; where gradients are computed, its graph begins at the inputs."""
+        weight, self.weight = self.weight, None
+        if self._convert is not None:
+            args = [map_leaves(self._convert, one) for one in args]
+            kwargs = [map_leaves(self._convert, one) for one in kwargs]
+        if self._direct or not torch.is_grad_enabled() or not self._originals:
+            return ReplicaCall(args, kwargs)
+        weight = float(sum(sizes)) if weight is None else weight
+        return _CutCall(self, args, kwargs, weight)
+
+    def _borrow(self, module: nn.Module) -> ModuleClones:
+        return self._clones if module is self._module else super()._borrow(module)
+
+    def cut(
+        self,
+        outer_inputs: list[list[torch.Tensor]],
+        inputs: list[list[torch.Tensor]],
+        outputs: list[list[torch.Tensor]],
+        weight: float,
+    ) -> list[list[torch.Tensor]]:
+        """Cut off the graphs of one forward; returns what stands for the outputs."""
+        outside, shared = self._outside.find(outputs, inputs)
+        if outside:
+            outer_inputs = [[*outer_inputs[0], *outside], *outer_inputs[1:]]
+            inputs = [[*inputs[0], *outside], *inputs[1:]]
+        graphs = CutGraphs(
+            self._terms,
+            self._originals,
+            outer_inputs,
+            inputs,
+            outputs,
+            separate=not (self._together or outside or shared),
+            synchronise=self.synchronise,
+            weight=weight,
+            outside=outside,
+        )
+        return graphs.connect()
+
+
+class _CutCall(ReplicaCall):
+    """A forward between its inputs and the cut."""
+
+    def __init__(
+        self, engine: ReducingEngine, args: Sequence[Any], kwargs: Sequence[Any], weight: float
+    ) -> None:
+        self._engine = engine
+        self._weight = weight
+        self._outer: list[list[torch.Tensor]] = []
+        self._inner: list[list[torch.Tensor]] = []
+        pairs = [self._detached(pair) for pair in zip(args, kwargs, strict=True)]
+        super().__init__([args for args, _ in pairs], [kwargs for _, kwargs in pairs])
+
+    def _detached(self, arguments: Any) -> Any:
+        leaves, structure = flatten(arguments)
+        outer: list[torch.Tensor] = []
+        inner: list[torch.Tensor] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                outer.append(leaf)
+                inner.append(leaf.detach().requires_grad_())
+                leaves[position] = inner[-1]
+        self._outer.append(outer)
+        self._inner.append(inner)
+        return structure.rebuild(leaves) if outer else arguments
+
+    def leave(self, outputs: list[T]) -> list[T]:
+        """The outputs with the cut behind them."""
+        flat = [flatten(output, name="outputs") for output in outputs]
+        followed = [
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            for leaves, _ in flat
+        ]
+        if not any(followed):
+            return outputs
+        connected = self._engine.cut(self._outer, self._inner, followed, self._weight)
+        result = []
+        for (leaves, structure), replica in zip(flat, connected, strict=True):
+            new = iter(replica)
+            result.append(
+                structure.rebuild(
+                    [
+                        next(new) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+                        for leaf in leaves
+                    ]
+                )
+            )
+        return result
+
+
+def map_leaves(function: Callable[[Any], Any], obj: Any) -> Any:
+    """A container with every leaf replaced by what ``function`` makes of it."""
+    leaves, structure = flatten(obj)
+    return structure.rebuild([function(leaf) for leaf in leaves])

@@ -1,0 +1,184 @@
+"""What a wrapper is trained with: leaves, reducers, groups of processes and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dataparallel.buffers import BufferPolicy
+from dataparallel.cut import Rounds
+from dataparallel.mixed_precision import FULL, MixedPrecision
+from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.reducer.average import AverageKind
+from dataparallel.reducer.chained import ChainedReducers
+from dataparallel.reducer.hooks import ResolvedHook
+from dataparallel.reducer.ignored import ignored_names
+from dataparallel.reducer.options import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LOCAL_BUCKET_BYTES,
+    MIB,
+    ReducerOptions,
+)
+from dataparallel.reducer.processes import ReducerProcesses
+from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.trained import TrainedParameters, trained_parameters
+from dataparallel.reducing_engine import ReducingEngine
+from dataparallel.replica_parameters import ReplicaParameters
+
+
+@dataclass
+class ReductionSettings:
+    """How a wrapper wants its gradients reduced; see the arguments of the wrapper.
+
+    Attributes:
+        process_group: The processes; None for this one alone.
+        bucket_cap_mb: Size of a bucket in MiB, or one for each; None for the default.
+        find_unused_parameters: What is known of unused parameters.
+        gradient_as_bucket_view: Whether ``.grad`` is a part of the bucket.
+        static_graph: Whether the same parameters are used in every backward.
+        delayed: Names of parameters that are reduced last.
+        average: How the processes' gradients are put together.
+        deterministic: Whether sums over processes are made in rank order.
+        timeout: Seconds to wait for other processes.
+        precision: In which dtypes the replicas compute.
+        hook: A communication hook.
+        optimizers: What takes steps in backward.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    bucket_cap_mb: float | Sequence[float] | None = None
+    find_unused_parameters: bool | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    delayed: frozenset[str] = frozenset()
+    average: AverageKind = "processes"
+    deterministic: bool = False
+    timeout: float = 60.0
+    precision: MixedPrecision = FULL
+    hook: ResolvedHook | None = None
+    optimizers: InBackwardOptimizers | None = None
+
+    def options(self, names: Sequence[str], *, sends: bool) -> ReducerOptions:
+        """The options of a reducer for parameters of these names."""
+        caps = self.bucket_cap_mb
+        if caps is None:
+            bucket_bytes: int | tuple[int, ...] = BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES
+        elif isinstance(caps, Sequence):
+            bucket_bytes = tuple(int(cap * MIB) for cap in caps)
+        else:
+            bucket_bytes = int(caps * MIB)
+        return ReducerOptions(
+            first_bucket_bytes=FIRST_BUCKET_BYTES,
+            bucket_bytes=bucket_bytes,
+            average=self.average,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            deterministic=self.deterministic,
+            reduce_dtype=self.precision.reduce_dtype,
+            delayed=frozenset(i for i, name in enumerate(names) if name in self.delayed),
+        )
+
+
+class Reduction:
+    """Everything that belongs to one module, as it is now, on some devices.
+
+    Building it is a collective call.
+
+    Args:
+        module: The original.
+        devices: One device per replica.
+        policy: What becomes of buffers.
+        settings: How gradients are reduced.
+
+    Attributes:
+        processes: The groups; None where there is no other process and no hook.
+        reducer: Reduces over replicas and processes.
+        local: Reduces what is left out over processes; None where nothing is.
+        leaves: The parameters of the replicas.
+        engine: Runs the replicas.
+
+    Raises:
+        ValueError: No parameter requires grad, or the processes have different modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        policy: BufferPolicy,
+        settings: ReductionSettings,
+    ) -> None:
+        ignored = ignored_names(module)
+        trained = trained_parameters(module, without=ignored)
+        if not trained.parameters:
+            raise ValueError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameters "
+                "that require a gradient; call the module itself, or use DataParallel"
+            )
+        self._settings = settings
+        self._num_replicas = len(devices)
+        self.processes = _processes(settings)
+        precision = settings.precision
+        self.leaves = ReplicaParameters(list(module.parameters()), devices, precision.param_dtype)
+        self.reducer = self._make_reducer(trained, self.processes)
+        self.reducer.hook = settings.hook
+        self.reducer.optimizers = settings.optimizers
+        kept = trained_parameters(module, only=ignored)
+        self.local = self._make_reducer(kept, None) if kept.parameters else None
+        rounds: Rounds = self.reducer
+        if self.local is not None:
+            rounds = ChainedReducers(self.reducer, self.local)
+        alone = len(devices) == 1 and self.processes is None
+        self.engine = ReducingEngine(
+            module,
+            devices,
+            policy,
+            self.leaves,
+            trained.indices + kept.indices,
+            rounds,
+            across_processes=self.processes is not None,
+            direct=alone
+            and not settings.gradient_as_bucket_view
+            and precision == FULL
+            and settings.optimizers is None,
+            convert=precision.convert_input if precision.param_dtype else None,
+        )
+
+    def _make_reducer(
+        self, trained: TrainedParameters, processes: ReducerProcesses | None
+    ) -> Reducer:
+        replicas = range(self._num_replicas)
+        return Reducer(
+            trained.parameters,
+            trained.names,
+            [[self.leaves.of(i)[k] for k in trained.indices] for i in replicas],
+            self._settings.options(trained.names, sends=processes is not None),
+            processes,
+            trained.sparse,
+        )
+
+    def reset(self) -> None:
+        """Forget a round that was left unfinished by an error."""
+        for reducer in (self.reducer, self.local):
+            if reducer is not None:
+                reducer.reset()
+
+    def close(self) -> None:
+        """End the worker threads, remove all hooks and give the process groups back."""
+        self.engine.close()
+        for reducer in (self.reducer, self.local):
+            if reducer is not None:
+                reducer.close()
+
+
+def _processes(settings: ReductionSettings) -> ReducerProcesses | None:
+    group = settings.process_group
+    if group is None or (dist.get_world_size(group) == 1 and settings.hook is None):
+        return None
+    return ReducerProcesses(group, settings.timeout)

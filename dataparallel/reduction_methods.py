@@ -1,0 +1,160 @@
+"""What users say to, and ask of, the reduction of a wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.consistency import check_replicas
+from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.reducer.average import AverageKind
+from dataparallel.reducer.hooks import ResolvedHook, resolve_hook
+from dataparallel.reducer.reducer import Reducer
+from dataparallel.reduction import Reduction
+
+
+class ReductionMethods:
+    """The part of a wrapper that is about its gradients; it has no state of its own."""
+
+    module: Any
+    device_ids: Any
+    process_group: dist.ProcessGroup | None
+    average: AverageKind
+    deterministic: bool
+    _reduction: Reduction
+    _hook: ResolvedHook | None = None
+    _optimizers: InBackwardOptimizers | None
+
+    def _rebuild(self) -> None:
+        """Make everything anew; the wrapper knows how."""
+        raise NotImplementedError
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces the gradients, see :class:`dataparallel.reducer.reducer.Reducer`."""
+        return self._reduction.reducer
+
+    def set_weight(self, weight: float) -> None:
+        """Give this process's weight in ``average="samples"`` for the next forward.
+
+        Example::
+
+            model.set_weight(num_tokens)
+            loss = model.loss(criterion, x, y)
+
+        Args:
+            weight: Any number that is not negative, such as the number of tokens. Default, where
+                this is not called: the number of samples.
+        """
+        if self.average != "samples":
+            raise ValueError(
+                f"a weight counts with average='samples', but this wrapper has {self.average!r}"
+            )
+        if not weight >= 0:
+            raise ValueError(f"a weight cannot be negative, but got {weight}")
+        self._reduction.engine.weight = float(weight)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Let a hook reduce the buckets over the processes, in place of an all-reduce.
+
+        The hook gets buckets that are summed over the local replicas. Hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unmodified.
+
+        Example::
+
+            model.register_comm_hook(None, "bf16_compress")
+            model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+
+        Args:
+            state: What the hook is called with; for a name, the process group.
+            hook: ``hook(state, bucket)`` that returns a future of the bucket's content, or the name
+                of one; see :func:`dataparallel.reducer.hooks.resolve_hook`.
+
+        Raises:
+            TypeError, ValueError: The hook cannot be one, or there is no process group.
+            RuntimeError: There is a hook already.
+        """
+        resolved = resolve_hook(hook, state)
+        if self.process_group is None:
+            raise ValueError(
+                "a communication hook reduces over processes, but there is no process group; call "
+                "torch.distributed.init_process_group() before the module is wrapped"
+            )
+        if self._hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once"
+            )
+        if self.deterministic:
+            raise ValueError(
+                "deterministic=True makes the sum over processes in rank order, which a "
+                "communication hook replaces; use one of them"
+            )
+        self._hook = resolved
+        if self._reduction.processes is None:
+            self._rebuild()
+        else:
+            self.reducer.hook = resolved
+
+    def step_in_backward(
+        self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any
+    ) -> InBackwardOptimizers:
+        """Take an optimizer's step for each bucket as soon as it is reduced, within backward.
+
+        Gradients are freed at once, so they never take as much memory as the parameters. What
+        torch's ``_apply_optimizer_in_backward`` left on the parameters is picked up without this.
+
+        Example::
+
+            optimizers = model.step_in_backward(torch.optim.SGD, lr=0.1)
+            model.loss(criterion, x, y).backward()        # and that is the whole step
+
+        Args:
+            optimizer_class: Any whose parameters are stepped one by one.
+            arguments: Its further arguments.
+
+        Returns:
+            The optimizers, for learning rate schedules and checkpoints.
+
+        Raises:
+            RuntimeError: There are such optimizers already.
+        """
+        if self._optimizers is not None:
+            raise RuntimeError("the parameters of this wrapper are stepped in backward already")
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._optimizers = InBackwardOptimizers.make(optimizer_class, trained, **arguments)
+        self._rebuild()
+        return self._optimizers
+
+    def check_replicas(self) -> None:
+        """Compare parameters over replicas and processes, and buffers over processes, bit for bit.
+
+        Every process calls it. Nothing but fingerprints travels as long as all are the same.
+
+        Raises:
+            ReplicaMismatch: Something differs; the message names tensors, replicas and ranks.
+        """
+        leaves, processes = self._reduction.leaves, self._reduction.processes
+        # What was changed on purpose is carried over first; it must not repair what was not.
+        leaves.refresh(read_values=False)
+        originals = dict(self.module.named_parameters())
+        buffers = dict(self.module.named_buffers())
+        replicas = []
+        for i in range(len(self.device_ids)):
+            replica: dict[str, torch.Tensor] = {**originals, **buffers}
+            for (name, original), leaf in zip(originals.items(), leaves.of(i), strict=True):
+                same = leaf.dtype == original.dtype
+                replica[name if same else f"{name} as {leaf.dtype}"] = leaf
+            replicas.append(replica)
+        link = None if processes is None else processes.buckets
+        check_replicas(replicas[0], replicas[1:], link)
+
+    def update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Reduce over other processes from now on; every process of the new group calls it."""
+        self.process_group = process_group
+        self._rebuild()
+
+    def reset_state(self) -> None:
+        """Forget a backward that was left unfinished by an error."""
+        self._reduction.reset()

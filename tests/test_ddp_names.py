@@ -1,0 +1,435 @@
+"""The names of torch's wrapper: ours has them, and they mean what they mean there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+import dataparallel as dp
+from dataparallel.reducer.logging_data import LoggingData
+from tests.cluster import Cluster
+
+#: Names of torch's class that ours does not have: how its reducer is made and driven.
+NOT_HERE = {
+    "_build_debug_param_to_name_mapping": "builds the reducer",
+    "_build_params_for_reducer": "builds the reducer",
+    "_check_and_sync_module_buffers": "a part of its join hook",
+    "_check_default_group": "a part of pickling",
+    "_clear_grad_buffer": "delayed parameters are in buckets here",
+    "_ddp_init_helper": "builds the reducer",
+    "_delayed_all_reduce_hook": "delayed parameters are in buckets here",
+    "_fire_reducer_autograd_hook": "replicas have parameters of their own in mixed precision",
+    "_get_parameters": "of the time of its replicas",
+    "_lazy_init": "optimizers in backward are found at construction",
+    "_match_all_reduce_for_bwd_pass": "a part of its join hook",
+    "_match_unused_params_allreduce": "a part of its join hook",
+    "_module_wait_for_copy_hook": "replicas have parameters of their own in mixed precision",
+    "_passing_sync_batchnorm_handle": "refuses SyncBatchNorm on the CPU",
+    "_post_forward": "there is one forward for all replicas",
+    "_pre_forward": "there is one forward for all replicas",
+    "_register_accum_grad_hook": "for its reducer in Python",
+    "_register_delay_all_reduce_hook": "delayed parameters are in buckets here",
+    "_root_copy_hook": "replicas have parameters of their own in mixed precision",
+    "_run_ddp_forward": "there is one forward for all replicas",
+    "_setup_in_backward_optimizers": "optimizers in backward are found at construction",
+}
+
+#: The same for the attributes of its objects.
+NO_ATTRIBUTE = {
+    "_accum_grad_hooks": "for its reducer in Python",
+    "_bucket_config": "how its reducer is made",
+    "_ddp_sink_clone": "outputs are not copied",
+    "_delay_grad_buffer": "delayed parameters are in buckets here",
+    "_delay_grad_views": "delayed parameters are in buckets here",
+    "_lazy_init_ran": "nothing is left for the first forward",
+    "_use_python_reducer": "there is no such reducer",
+    "batched_grad_copy": "nothing depends on it",
+    "skip_all_reduce_unused_params": "nothing depends on it",
+    "use_side_stream_for_tensor_copies": "copies have a stream of their own",
+}
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.float32))
+
+
+def wrap(replicas: int, **options: Any) -> Any:
+    if replicas:
+        return dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, **options)
+    return nn.parallel.DistributedDataParallel(make_net(), **options)
+
+
+def step(model: Any, rank: int = 0) -> list[Tensor]:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+# --- which names there are -------------------------------------------------------------------
+
+
+def _has_not(names: set[str], owner: Any) -> set[str]:
+    plain = {name for name in names if not name.startswith("__") and name != "_abc_impl"}
+    return {name for name in plain if not hasattr(owner, name)}
+
+
+def test_every_method_of_torch_is_here_or_has_a_reason_not_to_be() -> None:
+    theirs = set(vars(nn.parallel.DistributedDataParallel)) - {"_active_ddp_module"}
+    assert _has_not(theirs, dp.DistributedDataParallel) == set(NOT_HERE)
+
+
+def _attributes(rank: int, world_size: int) -> set[str]:
+    theirs, ours = wrap(0), wrap(1)
+    ours.buffer_hook = None
+    for model in (ours, theirs):
+        step(model)
+    bare = set(vars(nn.Module()))
+    return _has_not(set(vars(theirs)) - bare, ours)
+
+
+def test_every_attribute_of_torch_is_here_or_has_a_reason_not_to_be(cluster: Cluster) -> None:
+    assert cluster.run(_attributes, 1) == [set(NO_ATTRIBUTE)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_get_data_parallel_params",
+        "_register_buffer_comm_hook",
+        "_register_builtin_comm_hook",
+        "_remove_autograd_hooks",
+        "_check_reducer_finalized",
+        "_set_ddp_runtime_logging_sample_rate",
+        "_set_params_and_buffers_to_ignore_for_model",
+        "_set_sparse_metadata",
+        "_set_static_graph",
+    ],
+)
+def test_names_without_underscore(name: str) -> None:
+    ours = dp.DistributedDataParallel
+    assert getattr(ours, name) is getattr(ours, name.removeprefix("_"))
+
+
+# --- what they mean --------------------------------------------------------------------------
+
+
+def _described(rank: int, world_size: int, replicas: int) -> dict[str, Any]:
+    model = wrap(replicas, bucket_cap_mb=1)
+    return {
+        "device": model.device,
+        "device_type": model.device_type,
+        "is_multi_device_module": model.is_multi_device_module,
+        "bucket_bytes_cap": model.bucket_bytes_cap,
+        "bucket_bytes_cap_list": model.bucket_bytes_cap_list,
+        "broadcast_bucket_size": model.broadcast_bucket_size,
+        "require_forward_param_sync": model.require_forward_param_sync,
+        "parameters_to_ignore": model.parameters_to_ignore,
+        "_delay_all_reduce_params": model._delay_all_reduce_params,
+        "_delay_all_reduce_all_params": model._delay_all_reduce_all_params,
+        "_has_rebuilt_buckets": model._has_rebuilt_buckets,
+        "_comm_hooks": model._comm_hooks,
+        "_distributed_rank": model._distributed_rank,
+        "modules_buffers": [buffer.tolist() for buffer in model.modules_buffers],
+        "named_module_buffers": list(model.named_module_buffers),
+        "_module_parameters": [p.tolist() for p in model._module_parameters],
+        "join_device": model.join_device,
+        "_join_config": model._join_config,
+        "is_joinable": isinstance(model, Joinable),
+    }
+
+
+def test_attributes_have_the_values_of_torch(cluster: Cluster) -> None:
+    for ours, theirs in zip(
+        cluster.run(_described, 2, 2), cluster.run(_described, 2, 0), strict=True
+    ):
+        for name, value in theirs.items():
+            assert ours[name] == value, name
+
+
+def _logging(rank: int, world_size: int, replicas: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrap(replicas, find_unused_parameters=False)
+    model._set_ddp_runtime_logging_sample_rate(2)
+    first = dict(model._get_ddp_logging_data())
+    for _ in range(3):
+        step(model, rank)
+    data = model.logger._get_ddp_logging_data()
+    assert {**data.strs_map, **data.ints_map}.keys() == model._get_ddp_logging_data().keys()
+    return first, dict(model._get_ddp_logging_data())
+
+
+#: What is measured, or is about another way to reduce.
+_DIFFERENT = {
+    # Torch's first plan is one bucket, since it does not look for unused parameters.
+    "bucket_sizes",
+    "initial_bucket_size_limits",
+    "gloo_num_threads",
+    "iteration",
+}
+
+
+def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
+    for ours, theirs in zip(cluster.run(_logging, 2, 1), cluster.run(_logging, 2, 0), strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            timed = {name for name in other if "time" in name}
+            assert {n: mine.get(n) for n in other.keys() - timed - _DIFFERENT} == {
+                n: other[n] for n in other.keys() - timed - _DIFFERENT
+            }
+            assert all(mine.get(name, -1) >= 0 for name in timed)
+        after = ours[1]
+        assert after["forward_compute_time"] > 0 and after["backward_compute_time"] > 0
+        assert after["iteration"] == 3 and after["num_buckets_reduced"] == 1
+
+
+def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]:
+    model = wrap(2)
+    model.register_comm_hook(None, "allreduce")
+    with model.join():
+        step(model, rank)
+    return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
+
+
+def test_logging_data_as_a_record(cluster: Cluster) -> None:
+    for rank, (data, of_copy) in enumerate(cluster.run(_whole_record, 2)):
+        assert (data.rank, data.world_size, data.num_replicas) == (rank, 2, 2)
+        assert data.comm_hook == "allreduce" and data.join_uneven_inputs
+        assert data.has_rebuilt_buckets and data.rebuilt_per_bucket_param_indices
+        assert json.loads(data.to_json())["devices"] == ["cpu", "cpu"]
+        assert data.unused_parameter_size == 0
+        assert not of_copy.has_rebuilt_buckets and of_copy.num_buckets_reduced == 0
+
+
+def test_logging_data_without_processes() -> None:
+    model = wrap(2)
+    model.module[2].bias.requires_grad_()
+    x = torch.randn(4, 3)
+    model(x).sum().backward()
+    data = model.get_ddp_logging_data()
+    assert (data.world_size, data.rank, data.backend_name) == (1, 0, "")
+    assert data.timings.forward_compute_time > 0
+    with torch.no_grad():
+        model(x)
+    # Only what trains is an iteration, as in torch.
+    assert model.reducer.statistics.iteration == 1
+
+
+def test_errors_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = wrap(2)
+    with pytest.raises(ValueError, match="it is broken"):
+        model._log_and_throw(ValueError, "it is broken")
+    assert "it is broken" in caplog.text
+    flat = model._get_ddp_logging_data()
+    assert flat["has_error"] == 1 and "it is broken" in str(flat["error"])
+    model.logger._set_comm_hook_name("mine")
+    model.logger._set_uneven_input_join()
+    data = model.get_ddp_logging_data()
+    assert data.comm_hook == "mine" and data.join_uneven_inputs
+
+
+def _static(rank: int, world_size: int) -> bool:
+    model = wrap(1)
+    model._set_static_graph()
+    step(model, rank)
+    # Said again, it is no error.
+    model.set_static_graph()
+    frozen = bool(model.reducer.options.static_graph and model.static_graph)
+    late = wrap(1)
+    step(late, rank)
+    with pytest.raises(RuntimeError, match="must come before the first backward, but there were 1"):
+        late._set_static_graph()
+    return frozen
+
+
+def test_static_graph_is_set_before_the_first_backward(cluster: Cluster) -> None:
+    assert cluster.run(_static, 2) == [True, True]
+
+
+def _builtin(rank: int, world_size: int, replicas: int) -> list[Tensor]:
+    model = wrap(replicas)
+    kinds: Any = getattr(dist, "BuiltinCommHookType")  # noqa: B009 (torch does not declare it)
+    model._register_builtin_comm_hook(kinds.FP16_COMPRESS)
+    return step(model, rank)
+
+
+def test_builtin_hooks(cluster: Cluster) -> None:
+    ours, theirs = cluster.run(_builtin, 2, 1), cluster.run(_builtin, 2, 0)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def _fused(rank: int, world_size: int, replicas: int) -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = wrap(replicas)
+        model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
+        for number in range(3):
+            model.zero_grad()
+            step(model, rank + 2 * number)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_overlapped_optimizers_of_torch(cluster: Cluster) -> None:
+    ours, theirs = cluster.run(_fused, 2, 1), cluster.run(_fused, 2, 0)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert not torch.equal(ours[0][0], next(make_net().parameters()))
+
+
+def test_what_is_no_hook() -> None:
+    with pytest.raises(TypeError, match="must be callable"):
+        wrap(2)._check_comm_hook(3)
+
+
+def _regrouped(rank: int, world_size: int) -> list[Tensor]:
+    model = wrap(1)
+    step(model, rank)
+    model.zero_grad()
+    pair = dist.new_group([0, 1])
+    model._update_process_group(pair)
+    if rank == 2:
+        model.close()
+        return []
+    return step(model, rank)
+
+
+def test_processes_that_are_not_in_a_new_group_keep_the_old_one(cluster: Cluster) -> None:
+    first, second, third = cluster.run(_regrouped, 3)
+    whole = make_net()
+    x = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    # In eval mode for batch norm the halves would not matter; here each has its own statistics.
+    sum(whole(each).square().mean() / 2 for each in x).backward()
+    assert third == []
+    for mine, other, p in zip(first, second, whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, p.grad)
+        torch.testing.assert_close(other, p.grad)
+
+
+def _without_hooks(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    model = wrap(2)
+    step(model, rank)
+    model.zero_grad()
+    model._remove_autograd_hooks()
+    assert not model.reducer._hooks
+    first = step(model, rank)
+    other = wrap(2)
+    step(other, rank)
+    other.zero_grad()
+    return first, step(other, rank)
+
+
+def test_gradients_are_reduced_without_hooks_too(cluster: Cluster) -> None:
+    for without, usual in cluster.run(_without_hooks, 2):
+        torch.testing.assert_close(without, usual)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("between two forwards")
+
+
+def test_a_backward_that_did_not_end_is_found() -> None:
+    model = dp.DistributedDataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+    model(torch.ones(2, 2)).sum().backward()
+    model._check_reducer_finalized()
+    # The second forward runs backward first; the error comes before the first one's turn.
+    inner = _Fails.apply(model(torch.ones(2, 2)))
+    with pytest.raises(ArithmeticError, match="between two forwards"):
+        model(inner).sum().backward()
+    with pytest.raises(RuntimeError, match=r"did not end it.* call reset_state\(\)"):
+        model._check_reducer_finalized()
+    model.reset_state()
+    model._check_reducer_finalized()
+
+
+def test_sparse_metadata_is_checked() -> None:
+    model = dp.DistributedDataParallel(
+        nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 1)), ["cpu", "cpu"]
+    )
+    model._set_sparse_metadata({"0.weight": torch.tensor([1, 4])})
+    with pytest.raises(ValueError, match=r"no parameter '0.wait' .*0.weight, 1.weight, 1.bias"):
+        model._set_sparse_metadata({"0.wait": torch.tensor([1])})
+    with pytest.raises(ValueError, match=r"integers of shape .* torch.float32 of shape \(2, 2\)"):
+        model._set_sparse_metadata({"0.weight": torch.zeros(2, 2)})
+
+
+def test_parameters_that_are_left_to_each_process() -> None:
+    net = make_net()
+    ours = dp.DistributedDataParallel
+    ours._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "1.running_var"])
+    model = ours(net, ["cpu", "cpu"])
+    assert model.parameters_to_ignore == {"0.weight", "1.running_var"}
+    assert "1.running_var" not in model.named_module_buffers
+    names = [name for name, _ in model._get_data_parallel_params(net, named_params=True)]
+    assert names == ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    theirs = nn.parallel.DistributedDataParallel._get_data_parallel_params
+    assert list(model._get_data_parallel_params(net)) == list(theirs(net))
+    assert model._delay_all_reduce_params == []
+
+
+def test_delayed_parameters() -> None:
+    net = make_net()
+    late = [(name, p) for name, p in net.named_parameters() if name.startswith("2")]
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], delay_all_reduce_named_params=late)
+    assert [id(p) for p in model._delay_all_reduce_params] == [id(p) for _, p in late]
+    assert not model._delay_all_reduce_all_params
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.found: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.append(dp.DistributedDataParallel._get_active_ddp_module())
+        return x * self.weight
+
+
+def test_the_wrapper_whose_forward_runs() -> None:
+    module = Asks()
+    model = dp.DistributedDataParallel(module, ["cpu", "cpu"])
+    model(torch.ones(2, 1))
+    assert module.found == [model] * 2
+    assert model._get_active_ddp_module() is None
+    inner, outer = wrap(2), wrap(2)
+    with outer._inside_ddp_forward():
+        with inner._inside_ddp_forward():
+            assert dp.DistributedDataParallel._get_active_ddp_module() is inner
+        assert dp.DistributedDataParallel._get_active_ddp_module() is outer
+
+
+def test_small_names() -> None:
+    model = wrap(2, bucket_cap_mb_list=[1, 2])
+    assert model.bucket_bytes_cap == 2 * 2**20 and model.bucket_bytes_cap_list == [2**20, 2**21]
+    assert wrap(2).bucket_bytes_cap_default
+    x = torch.ones(2)
+    (args,), (kwargs,) = model.to_kwargs((x,), {"y": x}, "cpu")
+    assert args[0] is x and kwargs["y"] is x
+    model._set_ddp_sink_clone(False)
+    assert not model.ddp_uneven_inputs_config.ddp_join_enabled
+    assert model.train(False) is model
+
+
+def _within_join(rank: int, world_size: int) -> tuple[Any, Any]:
+    model = wrap(1)
+    with Join([model], throw_on_early_termination=True, divide_by_initial_world_size=False):
+        during = tuple(model.ddp_uneven_inputs_config)
+    return during, tuple(model.ddp_uneven_inputs_config)
+
+
+def test_how_inputs_may_be_uneven(cluster: Cluster) -> None:
+    during, after = cluster.run(_within_join, 1)[0]
+    assert during == (True, False, True) and not after[0]

@@ -1,0 +1,142 @@
+"""Replicas that compute in another dtype than their originals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import dataparallel as dp
+from tests.cluster import Cluster
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 4)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == self.first.weight.dtype
+        y: torch.Tensor = self.last(self.norm(torch.relu(self.first(x)))) * self.scale
+        return y
+
+
+def make_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def chunked_in(dtype: torch.dtype, x: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
+    """What the gradients of a mean square are when each chunk's are computed in ``dtype``."""
+    net = make_net().to(dtype)
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()]
+    outputs = [net(chunk.to(dtype)) for chunk in x.chunk(num_chunks)]
+    whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
+    whole.pow(2).mean().backward()
+    assert whole.grad is not None
+    for output, grad in zip(outputs, whole.grad.chunk(num_chunks), strict=True):
+        for sum_, each in zip(
+            total, torch.autograd.grad(output, list(net.parameters()), grad), strict=True
+        ):
+            sum_ += each
+    return total
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_are_computed_in_one_dtype_and_kept_in_the_other(
+    slots: list[str], num_replicas: int, dtype: torch.dtype
+) -> None:
+    with torch.device(slots[0]):
+        net = make_net()
+    net.load_state_dict(make_net().state_dict())
+    model = dp.DistributedDataParallel(
+        net, slots[:num_replicas], mixed_precision=dp.MixedPrecision(dtype)
+    )
+    x = torch.randn(6, 8)
+    outer = x.to(slots[0]).requires_grad_()
+    for _ in range(3):
+        net.zero_grad()
+        output = model(outer)
+        assert output.dtype == dtype
+        output.pow(2).mean().backward()
+    wanted = chunked_in(dtype, x, num_replicas)
+    tolerance = {torch.bfloat16: 2e-2, torch.float64: 1e-6}[dtype]
+    for parameter, grad in zip(net.parameters(), wanted, strict=True):
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(
+            parameter.grad.cpu().double(), grad, rtol=tolerance, atol=tolerance
+        )
+    assert outer.grad is not None and outer.grad.dtype == torch.float32
+
+
+def test_an_optimizer_step_reaches_the_replicas() -> None:
+    net = make_net()
+    model = dp.DistributedDataParallel(
+        net, ["cpu", "cpu"], mixed_precision=dp.MixedPrecision(torch.float64)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(6, 8)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    expected = make_net().double()
+    expected.load_state_dict(net.state_dict())
+    torch.testing.assert_close(model(x), expected(x.double()))
+
+
+def test_buffers_are_converted_where_that_is_asked_for() -> None:
+    net = make_net()
+    precision = dp.MixedPrecision(buffer_dtype=torch.float64)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], mixed_precision=precision)
+    assert net.scale.dtype == torch.float64
+    assert model(torch.randn(4, 8)).dtype == torch.float32
+
+
+def _batch(rank: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def _step(rank: int, world_size: int) -> tuple[list[torch.Tensor | None], str]:
+    net = make_net()
+    # torch's own class; torch's wrapper itself cannot use it on the CPU, which has no events.
+    config = _MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float32)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], mixed_precision=config)
+    sent = {storage.flat.dtype for storage in model.reducer.buckets.storages if storage}
+    model(_batch(rank)).pow(2).mean().backward()
+    return [p.grad for p in net.parameters()], str(sent)
+
+
+def test_gradients_are_sent_in_the_reduce_dtype(cluster: Cluster) -> None:
+    results = cluster.run(_step, 2)
+    each = [chunked_in(torch.float64, _batch(rank), 2) for rank in range(2)]
+    for grads, sent in results:
+        assert sent == "{torch.float32}"
+        for grad, first, second in zip(grads, *each, strict=True):
+            assert grad is not None and grad.dtype == torch.float32
+            torch.testing.assert_close(grad.double(), (first + second) / 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [torch.float16, "bf16"])
+def test_another_object_is_refused(config: Any) -> None:
+    with pytest.raises(TypeError, match="mixed_precision must have param_dtype, reduce_dtype"):
+        dp.DistributedDataParallel(make_net(), ["cpu"], mixed_precision=config)
+
+
+def test_a_dtype_that_is_no_float_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"param_dtype must be a floating-point dtype, but got"):
+        dp.DistributedDataParallel(
+            make_net(), ["cpu"], mixed_precision=dp.MixedPrecision(torch.int32)
+        )

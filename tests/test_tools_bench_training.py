@@ -1,0 +1,139 @@
+"""What one process of `dataparallel bench train` does: steps, checks, memory."""
+
+from __future__ import annotations
+
+import mmap
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.tools.bench import summary
+from dataparallel.tools.bench.contestants import TrainTask
+from dataparallel.tools.bench.memory import MemoryGauge
+from dataparallel.tools.bench.summary import Measured
+from dataparallel.tools.bench.trainer import Trainer
+
+
+@pytest.fixture
+def trainer() -> Iterator[Callable[[TrainTask], Trainer]]:
+    threads = torch.get_num_threads()
+    made: list[Trainer] = []
+
+    def make(task: TrainTask) -> Trainer:
+        made.append(Trainer(task))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.seat.leave(each.model)
+    torch.set_num_threads(threads)
+
+
+def spoil(module: nn.Module, scale: float) -> None:
+    """Leave the outputs as they are, and multiply the gradients."""
+    module.register_forward_hook(
+        lambda module, args, output: scale * output - (scale - 1.0) * output.detach()
+    )
+
+
+BOTH = ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("wrapper", ["dp", "ddp"])
+def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient(
+    wrapper: str, trainer: Callable[[TrainTask], Trainer]
+) -> None:
+    figures = []
+    for kind, scale in (("bare", 1.0), ("ours", 1.0), ("ours", 1.01)):
+        fields: dict[str, Any] = {"kind": kind, "wrapper": wrapper}
+        one = trainer(TrainTask(devices=BOTH, replicas=2, case="conv", batch=4, **fields))
+        spoil(one.module, scale)
+        said = one.check(2)
+        losses, norms = tuple(said["losses"]), tuple(said["gradient_norms"])
+        figures.append(Measured(kind, kind, (1.0,), losses, norms, 0.0, 0, 0))
+    assert summary.agree(figures[1], figures[0], 1e-4)
+    assert not summary.agree(figures[2], figures[0], 1e-4)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("bare", 1.0), ("ours", 1.0), ("ours", 1.1)])
+def test_parameters_are_compared_after_the_measurement(
+    kind: str, scale: float, trainer: Callable[[TrainTask], Trainer]
+) -> None:
+    fields: dict[str, Any] = {"kind": kind, "optimizer": "adamw"}
+    one = trainer(TrainTask(devices=BOTH, replicas=2, case="conv", batch=4, **fields))
+    spoil(one.module, scale)
+    one.run(2)
+    finished = one.finish()
+    assert finished["host_bytes"] > 0
+    agrees = finished["parameter_error"] <= summary.PARAMETER_TOLERANCE
+    assert agrees == (scale == 1.0)
+
+
+@pytest.mark.parametrize("mode", ["step", "forward-backward", "forward", "inference"])
+def test_each_mode_does_what_it_says(mode: str, trainer: Callable[[TrainTask], Trainer]) -> None:
+    fields: dict[str, Any] = {"kind": "bare", "mode": mode}
+    one = trainer(TrainTask(devices=("cpu",), case="deep", batch=2, **fields))
+    graphs = []
+    one.model.register_forward_hook(lambda module, args, out: graphs.append(out.requires_grad))
+    weight = next(one.model.parameters())
+    before = weight.detach().clone()
+    assert len(one.run(2)["step"]) == 2
+    assert graphs == [mode != "inference"] * 2
+    assert (weight.grad is not None) == (mode in ("step", "forward-backward"))
+    assert torch.equal(weight, before) == (mode != "step")
+
+
+def test_memory_that_came_and_went_is_in_the_peak() -> None:
+    gauge = MemoryGauge([torch.device("cpu")])
+    del_me = torch.ones(64 * 2**20 // 4)
+    del del_me
+    assert 60 * 2**20 < gauge.host_peak() < 100 * 2**20
+    assert gauge.device_peak() == 0
+
+
+def test_a_peak_can_be_forgotten() -> None:
+    gauge = MemoryGauge([torch.device("cpu")])
+    del_me = torch.ones(64 * 2**20 // 4)
+    del del_me
+    gauge.forget_peak()
+    assert gauge.host_peak() < 8 * 2**20
+
+
+@pytest.mark.parametrize("kind", ["bare", "ours"])
+def test_the_check_takes_no_memory_that_the_step_does_not(
+    kind: str, trainer: Callable[[TrainTask], Trainer]
+) -> None:
+    fields: dict[str, Any] = {"kind": kind}
+    one = trainer(TrainTask(devices=("cpu",), replicas=2, case="mlp", batch=2, **fields))
+    one.run(2)
+    before = one.memory.host_peak()
+    one.check(3)
+    # The parameters are 32 MiB.
+    assert one.memory.host_peak() < before + 16 * 2**20
+
+
+def test_libraries_that_other_processes_share_are_no_memory_of_the_model(
+    tmp_path: pathlib.Path,
+) -> None:
+    library = tmp_path / "library"
+    library.write_bytes(bytes(64 * 2**20))
+    gauge = MemoryGauge([torch.device("cpu")])
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        assert gauge.host_peak() < 8 * 2**20
+
+
+def test_memory_on_devices_counts_from_when_the_gauge_was_made() -> None:
+    device = torch.device("virtual:0")
+    earlier = torch.ones(4 * 2**20, device=device)
+    del earlier
+    kept = torch.ones(2**20, device=device)
+    gauge = MemoryGauge([device, device])
+    more = torch.ones(2**20, device=device)
+    del more
+    assert 4 * 2**20 <= gauge.device_peak() < 5 * 2**20
+    assert kept.sum().item() == 2**20
