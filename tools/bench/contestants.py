@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 Kind = Literal["ours", "bare", "ddp"]
+Wrapper = Literal["dp", "ddp"]
 Mode = Literal["step", "forward-backward", "forward", "inference"]
 Loss = Literal["gathered", "replicas"]
+Optimizer = Literal["sgd", "momentum", "adamw"]
 
 #: What each mode repeats.
 MODES: dict[Mode, str] = {
@@ -21,32 +23,76 @@ MODES: dict[Mode, str] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What one worker process measures.
+    """One worker process's place in its contestant.
 
     Attributes:
-        kind: ``"ours"``: DataParallel over all devices; ``"bare"``: the module alone, whole batch,
-            on the first device; ``"ddp"``: one of torch's DDP processes, on its own device.
-        case: Name of the model.
-        batch: Number of samples of the whole batch; a multiple of the number of devices.
-        devices: One device per replica.
+        kind: ``"ours"``: our wrapper over this process's devices; ``"bare"``: the module alone,
+            whole batch, on the first device; ``"ddp"``: one of torch's DDP processes.
+        devices: This process's own, one per replica.
+        replicas: Into how many parts the whole batch is divided, over all processes.
         threads: Intra-op threads per replica.
-        mode: What is repeated.
-        loss: Whether ours takes the loss of the gathered output or of each replica.
+        wrapper: Which of our wrappers is ours.
+        bucket_view: ``gradient_as_bucket_view`` of our DDP; torch's always has it.
         rank: Index of the process within the contestant.
         world_size: Number of processes of the contestant.
         meeting_point: File through which the processes of one contestant find each other.
     """
 
+    #: What kind of worker takes the task.
+    subject: ClassVar[str] = ""
+
     kind: Kind
-    case: str
-    batch: int
     devices: tuple[str, ...]
+    replicas: int = 1
     threads: int = 1
-    mode: Mode = "step"
-    loss: Loss = "gathered"
+    wrapper: Wrapper = "ddp"
+    bucket_view: bool = False
     rank: int = 0
     world_size: int = 1
     meeting_point: str = ""
+
+    @property
+    def joins(self) -> bool:
+        """Whether the process is member of a process group."""
+        return self.kind == "ddp" or self.world_size > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask(Task):
+    """Train a model.
+
+    Attributes:
+        case: Name of the model.
+        batch: Number of samples of the whole batch; a multiple of ``replicas``.
+        mode: What is repeated.
+        loss: Whether ours takes the loss of the gathered output or of each replica.
+        optimizer: Which of torch's.
+        statistics: Whether the wrapper's own timings of each backward are collected.
+    """
+
+    subject: ClassVar[str] = "train"
+
+    case: str
+    batch: int
+    mode: Mode = "step"
+    loss: Loss = "gathered"
+    optimizer: Optimizer = "sgd"
+    statistics: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerTask(Task):
+    """Reduce gradients whose computation costs next to nothing.
+
+    Attributes:
+        gradients: Names of sets of parameters, each of which is a model of its own.
+        bucket_cap_mb: Size limit of a bucket, in MiB. Default: the wrapper's own.
+    """
+
+    subject: ClassVar[str] = "reducer"
+
+    gradients: tuple[str, ...]
+    bucket_cap_mb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,56 +111,56 @@ class Contestant:
 
 
 def plan_contestants(
-    case: str,
-    batch: int,
-    devices: Sequence[str],
-    peers: Sequence[str],
-    *,
-    threads: int,
-    mode: Mode,
-    loss: Loss,
-    meeting_point: str,
+    task: Task, devices: Sequence[Sequence[str]], peers: Sequence[str]
 ) -> tuple[Contestant, ...]:
-    """Who is measured in one case, in the order of a round.
+    """Who is measured, in the order of a round.
 
     Example::
 
-        plan_contestants("mlp", 256, ["cpu", "cpu"], ["bare", "ddp"], threads=1, mode="step",
-                         loss="gathered", meeting_point="/tmp/x")   # ours, bare, ddp
+        task = TrainTask("ours", (), case="mlp", batch=256, meeting_point="/tmp/x")
+        plan_contestants(task, [["cpu", "cpu"]], ["bare", "ddp"])   # ours, bare, ddp
 
     Args:
-        case: Name of the model.
-        batch: Number of samples of the whole batch; rounded down to equal chunks.
-        devices: One device per replica.
+        task: What all have in common; the place in the contestant is filled in.
+        devices: Those of each of our processes, one per replica. torch DDP gets as many processes
+            as there are replicas, each with the device of one.
         peers: ``"bare"`` and ``"ddp"``, in any order.
-        threads: Intra-op threads per replica.
-        mode: What is repeated.
-        loss: Where ours takes the loss.
-        meeting_point: A path that does not exist yet.
 
     Returns:
         Ours, then the peers in the order given.
 
     Raises:
-        ValueError: The batch has fewer samples than there are devices.
+        ValueError: The processes have different numbers of devices.
     """
-    replicas = len(devices)
-    if batch < replicas:
-        raise ValueError(f"case {case!r} has {batch} samples, but there are {replicas} devices")
-    batch = batch // replicas * replicas
+    if len({len(each) for each in devices}) != 1:
+        raise ValueError(
+            "all processes need the same number of devices, so that their parts of the batch are "
+            f"alike, but got {[list(each) for each in devices]}"
+        )
+    of_replicas = [device for each in devices for device in each]
 
-    def task(kind: Kind, rank: int = 0, world_size: int = 1) -> Task:
-        return Task(
-            kind, case, batch, tuple(devices), threads, mode, loss, rank, world_size, meeting_point
+    def team(kind: Kind, of_processes: Sequence[Sequence[str]]) -> tuple[Task, ...]:
+        return tuple(
+            replace(
+                task,
+                kind=kind,
+                devices=tuple(own),
+                replicas=len(of_replicas),
+                rank=rank,
+                world_size=len(of_processes),
+                meeting_point=f"{task.meeting_point}-{kind}",
+            )
+            for rank, own in enumerate(of_processes)
         )
 
+    name = "our DDP" if task.wrapper == "ddp" else "DataParallel"
+    ours = f"{name} {len(devices)}x{len(devices[0])}"
     known = {
-        "bare": Contestant("bare", "bare module", (task("bare"),)),
+        "bare": Contestant("bare", "bare module", team("bare", [of_replicas[:1]])),
         "ddp": Contestant(
             "ddp",
-            f"torch DDP x{replicas}",
-            tuple(task("ddp", rank, replicas) for rank in range(replicas)),
+            f"torch DDP {len(of_replicas)}x1",
+            team("ddp", [[device] for device in of_replicas]),
         ),
     }
-    ours = Contestant("ours", f"DataParallel x{replicas}", (task("ours"),))
-    return (ours, *(known[peer] for peer in peers))
+    return (Contestant("ours", ours, team("ours", devices)), *(known[peer] for peer in peers))

@@ -2,16 +2,21 @@
 
 Note [Private peak]
 ~~~~~~~~~~~~~~~~~~~
-The resident size counts pages of shared libraries, in each process again. What a process takes
-from others is its unique set (USS), but the kernel keeps a high-water mark for the resident size
-only. The pages that come and go while a model trains are private ones, so the peak of the unique
-set is its size now plus what the resident size has come down from its own high-water mark.
-Sampling instead would miss short peaks and disturb the measurement.
+What a model takes is anonymous memory. The resident size has pages of shared libraries in it too,
+in each process again, and the unique set (USS) has them for as long as no other process uses the
+library, so that it falls when another contestant starts. But the kernel keeps a high-water mark for
+the resident size only. The pages that come and go while a model trains are anonymous ones, so their
+peak is what there is of them now plus what the resident size has come down from its own high-water
+mark. Sampling instead would miss short peaks and disturb the measurement.
+
+What the allocator keeps for later from before the starting point would be used by the model without
+being seen, so it is given back first.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
+import gc
 import pathlib
 import re
 from collections.abc import Sequence
@@ -34,22 +39,30 @@ class MemoryGauge:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._process = psutil.Process()
         self._accelerators = [slot for slot in dict.fromkeys(slots) if devices.is_accelerator(slot)]
-        for device in self._accelerators:
-            torch.accelerator.reset_peak_memory_stats(device)
         self._device_start = [devices.memory_allocated(slot) for slot in self._accelerators]
-        _reset_high_water_mark()
+        _give_back_free_memory()
+        self.forget_peak()
         self._host_start = self._private()
 
+    def forget_peak(self) -> None:
+        """Begin a new search for the peak, from the memory there is now."""
+        for device in self._accelerators:
+            torch.accelerator.reset_peak_memory_stats(device)
+        if (_SELF / "clear_refs").exists():
+            (_SELF / "clear_refs").write_text("5")
+
     def _private(self) -> int:
-        return int(self._process.memory_full_info().uss)
+        anonymous = _sizes("smaps_rollup", "Anonymous")
+        # Without the kernel's help, the nearest there is.
+        return anonymous[0] if anonymous else int(self._process.memory_full_info().uss)
 
     def host_peak(self) -> int:
         """Bytes of host memory that this process had at its peak beyond the starting level."""
-        marks = _resident_now_and_peak()
-        if marks is None:
-            return max(0, self._private() - self._host_start)
-        now, peak = marks
-        return max(0, self._private() + peak - now - self._host_start)
+        come_down = 0
+        if marks := _sizes("status", "VmRSS", "VmHWM"):
+            now, peak = marks
+            come_down = max(0, peak - now)
+        return max(0, self._private() + come_down - self._host_start)
 
     def device_peak(self) -> int:
         """Bytes that tensors had at their peak on all accelerators beyond the starting level."""
@@ -59,17 +72,18 @@ class MemoryGauge:
         )
 
 
-def _reset_high_water_mark() -> None:
-    if (_SELF / "clear_refs").exists():
-        (_SELF / "clear_refs").write_text("5")
+def _give_back_free_memory() -> None:
+    gc.collect()
+    library = ctypes.CDLL(None)
+    # Of glibc alone; without it the level is a little too high for all contestants.
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
-def _resident_now_and_peak() -> tuple[int, int] | None:
-    """Resident size now and at its peak in bytes; None where the system does not tell."""
-    if not os.path.exists(_SELF / "status"):
+def _sizes(file: str, *names: str) -> list[int] | None:
+    """Some figures of this process in bytes; None where the system does not tell them all."""
+    if not (_SELF / file).exists():
         return None
-    text = (_SELF / "status").read_text()
-    kibibytes = {name: int(size) for name, size in re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", text)}
-    if len(kibibytes) != 2:
-        return None
-    return kibibytes["VmRSS"] * 1024, kibibytes["VmHWM"] * 1024
+    lines = re.findall(r"(\w+):\s+(\d+) kB", (_SELF / file).read_text())
+    found = {name: int(size) * 1024 for name, size in lines}
+    return [found[name] for name in names] if found.keys() >= set(names) else None

@@ -117,27 +117,25 @@ class Team:
     def start(self) -> None:
         """Make the models ready."""
         for worker in self._workers:
-            worker.ask("start", task=dataclasses.asdict(worker.task))
+            task = worker.task
+            worker.ask("start", subject=task.subject, task=dataclasses.asdict(task))
         self._answers(START_TIMEOUT)
 
-    def check(self, steps: int) -> tuple[list[float], list[float]]:
-        """Losses and gradient norms of the first ``steps`` training steps."""
-        answer = self._all("check", steps=steps)[0]
-        return answer["losses"], answer["gradient_norms"]
+    def check(self, steps: int) -> list[dict[str, Any]]:
+        """What each process says of the first ``steps`` steps."""
+        return self._all("check", steps=steps)
 
-    def run(self, steps: int) -> list[float]:
-        """Seconds of each of ``steps`` repetitions; with several processes those of the slowest."""
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Seconds of each of ``steps`` repetitions, by phase; those of the slowest process."""
         answers = self._all("run", steps=steps)
-        return [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        return {
+            phase: [max(each) for each in zip(*(answer[phase] for answer in answers), strict=True)]
+            for phase in answers[0]
+        }
 
-    def finish(self) -> tuple[int, int]:
-        """End the workers.
-
-        Returns:
-            Peak host memory and peak accelerator memory in bytes, summed over the processes.
-        """
-        answers = self._all("finish")
-        return sum(a["host_bytes"] for a in answers), sum(a["device_bytes"] for a in answers)
+    def finish(self) -> list[dict[str, Any]]:
+        """What each process concludes. The processes end."""
+        return self._all("finish")
 
     def _all(self, do: str, **details: Any) -> list[dict[str, Any]]:
         for worker in self._workers:

@@ -1,4 +1,4 @@
-"""The results of `bench train` as a table in the terminal."""
+"""The results of `bench train` as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataparallel.tools.bench.summary import Row, Spread
+from dataparallel.tools.bench.verdict import Comparison, Verdict
 
 
 def build_table(results: Mapping[str, Sequence[Row]], title: str) -> Table:
@@ -20,7 +21,7 @@ def build_table(results: Mapping[str, Sequence[Row]], title: str) -> Table:
         title: Stands above the table.
     """
     with_device_memory = any(row.device_bytes for rows in results.values() for row in rows)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = new_table(title)
     table.add_column("", no_wrap=True)
     for heading in ("ms", "min..max", "speed-\nup", "ours\n/this", "host\nMiB"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -36,28 +37,83 @@ def build_table(results: Mapping[str, Sequence[Row]], title: str) -> Table:
                 memory.append(_mebibytes(row.device_bytes))
             table.add_row(
                 Text(f"  {row.title}", style="cyan" if row.contestant == "ours" else ""),
-                _milliseconds(row.seconds.median),
-                f"{_milliseconds(row.seconds.low)}..{_milliseconds(row.seconds.high)}",
+                milliseconds(row.seconds.median),
+                millisecond_range(row.seconds),
                 _ratio(row.speedup if row.contestant != "bare" else None),
                 _ratio(row.ours_over_this if row.contestant != "ours" else None),
                 *memory,
-                _loss(row),
+                agreement(f"{row.loss:.4f}", row.agrees),
             )
     return table
 
 
-def print_results(
-    results: Mapping[str, Sequence[Row]], title: str, notes: Sequence[str], console: Console
-) -> None:
-    """Print the table and, below it, how it was measured."""
-    console.print(build_table(results, title))
+def build_comparison(comparison: Comparison) -> Table:
+    """One line per case, then the geometric mean and the worst case beside their bars.
+
+    Args:
+        comparison: Ours and one peer.
+    """
+    with_bars = any(verdict.bar is not None for verdict in comparison.verdicts)
+    table = new_table(f"ours / {comparison.title}")
+    table.add_column("", no_wrap=True)
+    for name in ("time", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+        if name == "time":
+            table.add_column("min..max", justify="right", no_wrap=True)
+        if with_bars:
+            table.add_column("bar", no_wrap=True)
+    blank = [""] if with_bars else []
+    for case, time in comparison.times.items():
+        memory = comparison.memory[case]
+        table.add_row(case, _ratio(time), ratio_range(time), *blank, _number(memory), *blank)
+    table.add_section()
+    lines = {
+        "geometric mean": (comparison.time_mean, comparison.memory_mean),
+        "worst": (comparison.time_worst, comparison.memory_worst),
+    }
+    for name, (time_verdict, memory_verdict) in lines.items():
+        low, high = time_verdict.low, time_verdict.high
+        table.add_row(
+            Text(name, style="bold"),
+            _number(time_verdict.value),
+            f"{_number(low)}..{_number(high)}",
+            *([_bar(time_verdict)] if with_bars else []),
+            _number(memory_verdict.value),
+            *([_bar(memory_verdict)] if with_bars else []),
+        )
+    return table
+
+
+def new_table(title: str) -> Table:
+    """An empty table in the style of all benchmarks."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+
+
+def print_notes(notes: Sequence[str], console: Console) -> None:
+    """Print how something was measured, below its table."""
     for note in notes:
         console.print(Text(note, style="dim"))
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Three digits or a little more."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def millisecond_range(seconds: Spread) -> str:
+    """Smallest and largest over the rounds."""
+    return f"{milliseconds(seconds.low)}..{milliseconds(seconds.high)}"
+
+
+def ratio_range(value: Spread) -> str:
+    """Smallest and largest over the rounds."""
+    return f"{value.low:.2f}..{value.high:.2f}"
+
+
+def agreement(text: str, agrees: bool) -> Text:
+    """A figure with a mark that says whether the contestant computes what it should."""
+    return Text(f"{text} ✓", style="green") if agrees else Text(f"{text} ✗", style="bold red")
 
 
 def _mebibytes(size: int) -> str:
@@ -65,10 +121,15 @@ def _mebibytes(size: int) -> str:
 
 
 def _ratio(value: Spread | None) -> str:
-    return f"{value.median:.2f}" if value else ""
+    return _number(value.median) if value else ""
 
 
-def _loss(row: Row) -> Text:
-    if row.agrees:
-        return Text(f"{row.loss:.4f} ✓", style="green")
-    return Text(f"{row.loss:.4f} ✗", style="bold red")
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _bar(verdict: Verdict) -> Text:
+    if verdict.met is None:
+        return Text("")
+    words, style = ("met", "green") if verdict.met else ("missed", "bold red")
+    return Text(f"{verdict.bar:.2f} {words}", style=style)

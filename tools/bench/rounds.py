@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from dataparallel.tools.bench.contestants import Contestant
 from dataparallel.tools.bench.processes import Team
-from dataparallel.tools.bench.summary import Measured
 
 #: Training steps whose losses are compared.
 CHECK_STEPS = 3
@@ -22,10 +22,27 @@ class Runner(Protocol):
     """What is asked of the workers of a contestant; a ``Team`` in earnest."""
 
     def start(self) -> None: ...
-    def check(self, steps: int) -> tuple[list[float], list[float]]: ...
-    def run(self, steps: int) -> list[float]: ...
-    def finish(self) -> tuple[int, int]: ...
+    def check(self, steps: int) -> list[dict[str, Any]]: ...
+    def run(self, steps: int) -> dict[str, list[float]]: ...
+    def finish(self) -> list[dict[str, Any]]: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back from one contestant.
+
+    Attributes:
+        contestant: Who.
+        checked: What each process said of the first steps.
+        seconds: By phase, per round the median of its repetitions.
+        finished: What each process concluded.
+    """
+
+    contestant: Contestant
+    checked: Sequence[Mapping[str, Any]]
+    seconds: Mapping[str, tuple[float, ...]]
+    finished: Sequence[Mapping[str, Any]]
 
 
 def measure(
@@ -34,7 +51,7 @@ def measure(
     steps: int | None,
     on_turn: Callable[[str], None] = lambda what: None,
     team: Callable[[Contestant], Runner] = Team,
-) -> tuple[list[Measured], int]:
+) -> tuple[list[Outcome], int]:
     """Measure contestants interleaved: A B C A B C ..., only one busy at a time.
 
     Args:
@@ -62,20 +79,27 @@ def measure(
             checked.append(runner.check(CHECK_STEPS))
         # The first repetitions fill caches and allocators, and tell how long one takes.
         warm_up = [runner.run(5) for runner in teams]
-        steps = steps or _steps_per_turn(max(statistics.median(times) for times in warm_up))
-        seconds: list[list[float]] = [[] for _ in teams]
+        steps = steps or _steps_per_turn(max(map(_seconds_of_one, warm_up)))
+        turns: list[list[dict[str, float]]] = [[] for _ in teams]
         for number in range(rounds):
             for index, runner in enumerate(teams):
                 on_turn(f"round {number + 1} of {rounds}, {contestants[index].title}")
-                seconds[index].append(statistics.median(runner.run(steps)))
-        memory = [runner.finish() for runner in teams]
-    measured = [
-        Measured(who.name, who.title, tuple(times), tuple(losses), tuple(norms), host, device)
-        for who, times, (losses, norms), (host, device) in zip(
-            contestants, seconds, checked, memory, strict=True
-        )
+                turns[index].append(_medians(runner.run(steps)))
+        on_turn("checking")
+        finished = [runner.finish() for runner in teams]
+    outcomes = [
+        Outcome(who, first, {phase: tuple(turn[phase] for turn in own) for phase in own[0]}, last)
+        for who, first, own, last in zip(contestants, checked, turns, finished, strict=True)
     ]
-    return measured, steps
+    return outcomes, steps
+
+
+def _medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {phase: statistics.median(each) for phase, each in seconds.items()}
+
+
+def _seconds_of_one(seconds: Mapping[str, Sequence[float]]) -> float:
+    return sum(_medians(seconds).values())
 
 
 def _steps_per_turn(slowest: float) -> int:

@@ -7,6 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dataparallel.tools.bench.rounds import Outcome
+
+#: Largest relative error of a parameter's update that counts as rounding.
+PARAMETER_TOLERANCE = 1e-2
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -27,6 +32,8 @@ class Measured:
         seconds: Per round, the median of its repetitions.
         losses: Loss of the whole batch at each of the first steps.
         gradient_norms: Norm of the whole gradient at each of the first steps.
+        parameter_error: Of the update of a parameter after the measurement, relative to that of
+            the bare module; the largest over parameters and processes.
         host_bytes: Peak host memory beyond the level before the model was made.
         device_bytes: The same on accelerators.
     """
@@ -36,6 +43,7 @@ class Measured:
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
+    parameter_error: float
     host_bytes: int
     device_bytes: int
 
@@ -50,11 +58,14 @@ class Row:
         seconds: Of one repetition.
         speedup: Time of the bare module over this contestant's, round by round; None without it.
         ours_over_this: Time of ours over this contestant's, round by round.
-        host_bytes: Peak host memory.
-        device_bytes: Peak accelerator memory.
+        host_bytes: Peak host memory, summed over the processes.
+        device_bytes: Peak accelerator memory, summed over the processes.
+        memory_ratio: Memory of ours over this contestant's: of accelerators where they are used,
+            else of the host; None where one of them took none.
         loss: Loss after the first steps.
-        agrees: Whether losses and gradient norms of the first steps are the reference's, to
-            rounding.
+        parameter_error: See :class:`Measured`.
+        agrees: Whether losses and gradient norms of the first steps are the reference's, and
+            the parameters those of a bare module, to rounding.
     """
 
     contestant: str
@@ -64,8 +75,30 @@ class Row:
     ours_over_this: Spread
     host_bytes: int
     device_bytes: int
+    memory_ratio: float | None
     loss: float
+    parameter_error: float
     agrees: bool
+
+
+def measured_from(outcome: Outcome) -> Measured:
+    """Put together what the processes of one contestant have said."""
+    errors = [answer["parameter_error"] for answer in outcome.finished]
+    return Measured(
+        name=outcome.contestant.name,
+        title=outcome.contestant.title,
+        seconds=outcome.seconds["step"],
+        losses=tuple(outcome.checked[0]["losses"]),
+        gradient_norms=tuple(outcome.checked[0]["gradient_norms"]),
+        parameter_error=largest(errors),
+        host_bytes=sum(answer["host_bytes"] for answer in outcome.finished),
+        device_bytes=sum(answer["device_bytes"] for answer in outcome.finished),
+    )
+
+
+def largest(errors: Sequence[float]) -> float:
+    """The largest of some errors; NaN if one of them is."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -98,7 +131,7 @@ def summarise(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row
     Args:
         measured: Ours first. The reference is ``"bare"`` where it takes part, else
             ours.
-        tolerance: Relative difference that counts as rounding.
+        tolerance: Relative difference of losses and norms that counts as rounding.
 
     Returns:
         One row per contestant, in the order given.
@@ -115,8 +148,17 @@ def summarise(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row
             ours_over_this=ratios(measured[0].seconds, each.seconds),
             host_bytes=each.host_bytes,
             device_bytes=each.device_bytes,
+            memory_ratio=_memory_ratio(measured[0], each),
             loss=each.losses[-1],
-            agrees=agree(each, reference, tolerance),
+            parameter_error=each.parameter_error,
+            agrees=agree(each, reference, tolerance)
+            and each.parameter_error <= PARAMETER_TOLERANCE,
         )
         for each in measured
     ]
+
+
+def _memory_ratio(ours: Measured, other: Measured) -> float | None:
+    on_devices = ours.device_bytes or other.device_bytes
+    sizes = [each.device_bytes if on_devices else each.host_bytes for each in (ours, other)]
+    return sizes[0] / sizes[1] if all(sizes) else None

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
-import os
 import pathlib
-import platform
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataparallel.tools.arguments import add_command, count, device_names, names_in
-from dataparallel.tools.bench.contestants import MODES, plan_contestants
+from dataparallel.tools.bench.contestants import MODES, TrainTask, plan_contestants
+from dataparallel.tools.bench.output import (
+    Tell,
+    add_bucket_view,
+    bucket_view,
+    environment,
+    progress,
+    teller,
+    write_json,
+)
 from dataparallel.tools.bench.rounds import CHECK_STEPS, measure
-from dataparallel.tools.bench.summary import Measured, Row, summarise
+from dataparallel.tools.bench.summary import Measured, Row, measured_from, summarise
+from dataparallel.tools.bench.verdict import Bars, Comparison, compare
 from dataparallel.tools.extras import needs_extra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dataparallel.tools.arguments import Subparsers
 
 _PEERS = ("bare", "ddp")
-_CASES = ("mlp", "wide", "deep", "transformer", "conv")
+CASE_NAMES = ("mlp", "wide", "deep", "transformer", "conv")
 
 
 def add_to(subjects: Subparsers) -> None:
@@ -37,55 +43,106 @@ def add_to(subjects: Subparsers) -> None:
         examples=[
             "dataparallel bench train",
             "dataparallel bench train --cases mlp,conv --rounds 3",
-            "dataparallel bench train --mode forward --peers bare",
+            "dataparallel bench train --peers ddp --bar 0.8 --bar-worst 1 --bar-memory 0.6",
+            "dataparallel bench train --processes 2 --devices cpu --peers ddp",
+            "dataparallel bench train --devices cpu --cases deep --peers ddp",
+            "dataparallel bench train --wrapper dp --mode forward --peers bare",
             "dataparallel bench train --mode forward-backward --devices virtual:0,virtual:1",
             "dataparallel bench train --json results.json",
         ],
         run=_run,
     )
+    _add_contestants(parser)
     add = parser.add_argument
-    add("--cases", type=names_in(_CASES), default=list(_CASES), metavar="LIST",
-        help=f"models to measure; default: {','.join(_CASES)}")  # fmt: skip
-    add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
-        help="one device per replica; default: cpu,cpu")  # fmt: skip
-    add("--peers", type=names_in(_PEERS), default=None, metavar="LIST",
-        help="whom to compare with; default: bare,ddp (bare alone on virtual devices)")  # fmt: skip
+    add_bucket_view(parser)
     add("--mode", choices=list(MODES), default="step",
         help="what is repeated: " + "; ".join(f"{k}: {v}" for k, v in MODES.items()))  # fmt: skip
     add("--loss", choices=["gathered", "replicas"], default="gathered",
-        help="where DataParallel takes the loss: of the gathered output (default), "
+        help="where ours takes the loss: of the gathered output (default), "
         "or in each replica (model.loss)")  # fmt: skip
+    add("--optimizer", choices=["sgd", "momentum", "adamw"], default="sgd",
+        help="of all contestants; default: sgd, which keeps no state")  # fmt: skip
     add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
     add("--steps", type=count, default=None, metavar="N",
         help="repetitions per turn; default: about half a second's worth")  # fmt: skip
+    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
+    _add_bars(parser)
+
+
+def _add_contestants(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cases", type=names_in(CASE_NAMES), default=list(CASE_NAMES), metavar="LIST",
+        help=f"models to measure; default: {','.join(CASE_NAMES)}")  # fmt: skip
+    add("--wrapper", choices=["dp", "ddp"], default="ddp",
+        help="ours: DataParallel (dp) or DistributedDataParallel (ddp, the default)")  # fmt: skip
+    add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
+        help="one device per replica of each process; default: cpu,cpu")  # fmt: skip
+    add("--processes", type=count, default=1, metavar="P",
+        help="processes of ours, each with all of --devices and its part of the batch; "
+        "default: 1. torch DDP gets one process per replica")  # fmt: skip
+    add("--peers", type=names_in(_PEERS), default=None, metavar="LIST",
+        help="whom to compare with; default: bare,ddp (bare alone on virtual devices)")  # fmt: skip
     add("--threads-per-replica", type=count, default=1, metavar="N",
         help="intra-op threads of each replica, and of the bare module; default: 1")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
+
+
+def _add_bars(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "bars", "upper limits of ours / torch DDP (or the first peer), shown as met or missed"
+    )
+    add = group.add_argument
+    add("--bar", type=above_zero, metavar="R", help="geometric mean of the times over the cases")
+    add("--bar-worst", type=above_zero, metavar="R", help="time of each case")
+    add("--bar-memory", type=above_zero, metavar="R", help="geometric mean of the peak memory")
+    add("--bar-memory-worst", type=above_zero, metavar="R", help="peak memory of each case")
+    add("--check", action="store_true", help="exit with status 1 if a bar is missed")
+
+
+def above_zero(text: str) -> float:
+    """Convert a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _run(arguments: argparse.Namespace) -> int:
     with needs_extra("tools"):
         import psutil as psutil  # the workers need it; better to say so before they start
         from rich.console import Console
-
-        from dataparallel.tools.bench.report import print_results
     peers = arguments.peers or _default_peers(arguments.devices)
-    _check(arguments.devices, peers)
+    bars = Bars(
+        arguments.bar, arguments.bar_worst, arguments.bar_memory, arguments.bar_memory_worst
+    )
+    _check(arguments, peers, bars)
     # The table must not mix with JSON on the standard output.
     console = Console(stderr=arguments.json == "-")
     results: dict[str, list[Row]] = {}
+    headings: dict[str, str] = {}
     records: list[dict[str, Any]] = []
-    with _progress(console, len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
+    with progress(console, len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
         for name in arguments.cases:
-            title, measured, steps = _measure_case(name, peers, arguments, tell)
-            results[title] = summarise(measured)
-            records.append(_record(name, title, steps, measured, results[title]))
-    what = f"{MODES[arguments.mode]}\nreplicas on {', '.join(arguments.devices)}"
+            task = _task(name, arguments)
+            measured, steps = _measure_case(task, peers, arguments, tell)
+            results[name] = summarise(measured)
+            headings[name] = f"{name} ({task.batch})"
+            records.append(_record(name, headings[name], steps, measured, results[name]))
+    judged = "ddp" if "ddp" in peers else peers[0]
+    comparisons = [compare(results, each, bars if each == judged else Bars()) for each in peers]
     if arguments.json != "-":
-        print_results(results, what, _notes(arguments), console)
+        with_headings = {headings[name]: rows for name, rows in results.items()}
+        _print(with_headings, comparisons, arguments, console)
     if arguments.json:
-        _write_json(arguments.json, {"setting": _setting(arguments, peers), "cases": records})
-    return int(not all(row.agrees for rows in results.values() for row in rows))
+        setting = {**environment(), **_setting(arguments, peers)}
+        content = {"setting": setting, "cases": records}
+        content["comparisons"] = [_comparison_record(each) for each in comparisons]
+        write_json(arguments.json, content)
+    disagree = not all(row.agrees for rows in results.values() for row in rows)
+    missed = any(verdict.met is False for each in comparisons for verdict in each.verdicts)
+    return int(disagree or (arguments.check and missed))
 
 
 def _default_peers(devices: Sequence[str]) -> list[str]:
@@ -96,79 +153,107 @@ def _any_virtual(devices: Sequence[str]) -> bool:
     return any(name.startswith("virtual") for name in devices)
 
 
-def _check(devices: Sequence[str], peers: Sequence[str]) -> None:
-    if _any_virtual(devices) and "ddp" in peers:
+def _check(arguments: argparse.Namespace, peers: Sequence[str], bars: Bars) -> None:
+    if _any_virtual(arguments.devices) and "ddp" in peers:
         raise ValueError(
             "torch DDP has no process group for virtual devices; compare with --peers bare, or "
             "use --devices cpu,cpu"
         )
+    if arguments.processes > 1 and arguments.wrapper == "dp":
+        raise ValueError(
+            f"DataParallel is for one process, but --processes is {arguments.processes}; use "
+            "--wrapper ddp"
+        )
+    if arguments.processes > 1 and any(name != "cpu" for name in arguments.devices):
+        raise ValueError(
+            f"--processes {arguments.processes} would give all processes the same devices "
+            f"{', '.join(arguments.devices)}; only the CPU can be shared so"
+        )
+    if arguments.check and not bars.any():
+        raise ValueError("--check needs a bar to check, for example --bar 0.8")
+
+
+def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
+    from dataparallel.tools.bench.cases import CASES
+
+    return TrainTask(
+        "ours",
+        tuple(arguments.devices),
+        case=name,
+        batch=whole_batch(name, CASES[name].batch, arguments.processes * len(arguments.devices)),
+        threads=arguments.threads_per_replica,
+        mode=arguments.mode,
+        loss=arguments.loss,
+        optimizer=arguments.optimizer,
+        wrapper=arguments.wrapper,
+        bucket_view=bucket_view(arguments.bucket_view, arguments.processes),
+    )
+
+
+def whole_batch(case: str, samples: int, replicas: int) -> int:
+    """The batch of a case, rounded down to equal parts.
+
+    Args:
+        case: Its name, for the message.
+        samples: Number of samples that it is known by.
+        replicas: Number of parts.
+
+    Raises:
+        ValueError: There are fewer samples than parts.
+    """
+    if samples < replicas:
+        raise ValueError(f"case {case!r} has {samples} samples, but there are {replicas} replicas")
+    return samples // replicas * replicas
 
 
 def _measure_case(
-    name: str, peers: Sequence[str], arguments: argparse.Namespace, tell: Callable[[str, int], None]
-) -> tuple[str, list[Measured], int]:
-    from dataparallel.tools.bench.cases import CASES
-
+    task: TrainTask, peers: Sequence[str], arguments: argparse.Namespace, tell: Tell
+) -> tuple[list[Measured], int]:
     with tempfile.TemporaryDirectory() as folder:
-        contestants = plan_contestants(
-            name,
-            CASES[name].batch,
-            arguments.devices,
-            peers,
-            threads=arguments.threads_per_replica,
-            mode=arguments.mode,
-            loss=arguments.loss,
-            meeting_point=str(pathlib.Path(folder) / "meeting-point"),
-        )
-
-        def on_turn(what: str) -> None:
-            tell(f"{name}: {what}", int(what.startswith("round")))
-
-        measured, steps = measure(contestants, arguments.rounds, arguments.steps, on_turn)
-    return f"{name} ({contestants[0].tasks[0].batch})", measured, steps
+        task = dataclasses.replace(task, meeting_point=str(pathlib.Path(folder) / "meeting"))
+        contestants = plan_contestants(task, [task.devices] * arguments.processes, peers)
+        on_turn = teller(tell, task.case)
+        outcomes, steps = measure(contestants, arguments.rounds, arguments.steps, on_turn)
+    return [measured_from(outcome) for outcome in outcomes], steps
 
 
-@contextlib.contextmanager
-def _progress(console: Any, turns: int) -> Iterator[Callable[[str, int], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def _print(
+    results: dict[str, list[Row]],
+    comparisons: Sequence[Comparison],
+    arguments: argparse.Namespace,
+    console: Console,
+) -> None:
+    from dataparallel.tools.bench.report import build_comparison, build_table, print_notes
 
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=turns)
-
-        def tell(what: str, turns_begun: int) -> None:
-            progress.update(task, description=what, advance=turns_begun)
-
-        yield tell
+    where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
+    console.print(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"))
+    for comparison in comparisons:
+        console.print(build_comparison(comparison))
+    print_notes(_notes(arguments), console)
 
 
 def _notes(arguments: argparse.Namespace) -> list[str]:
+    views = bucket_view(arguments.bucket_view, arguments.processes)
     return [
-        f"case (batch): medians of {arguments.rounds} interleaved rounds",
-        "speed-up: time of the bare module / this; ours/this: time of DataParallel / this",
+        f"case (batch): medians of {arguments.rounds} interleaved rounds; PxR: P processes of R "
+        "replicas",
+        "speed-up: time of the bare module / this; ours/this: time of ours / this",
         f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module",
+        f"gradient_as_bucket_view: torch DDP on, ours {'on' if views else 'off'}; "
+        f"static_graph off; {arguments.optimizer}",
         "MiB: peak of all processes of a contestant beyond the level before its model",
-        f"loss: after {CHECK_STEPS} steps; ✓ losses and gradient norms are the reference's",
+        f"loss: after {CHECK_STEPS} steps; ✓ losses, gradient norms and parameters are the "
+        "reference's",
     ]
 
 
 def _setting(arguments: argparse.Namespace, peers: Sequence[str]) -> dict[str, Any]:
-    import torch
-
+    names = ("devices", "processes", "wrapper", "mode", "loss", "optimizer", "rounds")
     return {
-        "command": ["dataparallel", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "devices": arguments.devices,
+        **{name: getattr(arguments, name) for name in names},
         "peers": list(peers),
-        "mode": arguments.mode,
-        "loss": arguments.loss,
-        "rounds": arguments.rounds,
-        # Whether idle threads spin decides much where other programs use the cores too.
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_"))},
         "threads_per_replica": arguments.threads_per_replica,
+        "bucket_view": bucket_view(arguments.bucket_view, arguments.processes),
     }
 
 
@@ -184,12 +269,7 @@ def _record(
     }
 
 
-def _write_json(path: str, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    target = pathlib.Path(path)
-    temporary = target.with_name(target.name + ".part")
-    temporary.write_text(text)
-    temporary.replace(target)
+def _comparison_record(comparison: Comparison) -> dict[str, Any]:
+    names = ("time_mean", "time_worst", "memory_mean", "memory_worst")
+    met = {name: getattr(comparison, name).met for name in names}
+    return {**dataclasses.asdict(comparison), "met": met}

@@ -1,22 +1,29 @@
-"""One process's part of a contestant: a model, a batch, and a step that is repeated."""
+"""One process's part of a training contestant: a model, a batch, a step that is repeated."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, devices
+from dataparallel import DataParallel
 from dataparallel.tools.bench.cases import CASES, criterion
-from dataparallel.tools.bench.contestants import Task
+from dataparallel.tools.bench.contestants import Optimizer, TrainTask
 from dataparallel.tools.bench.memory import MemoryGauge
+from dataparallel.tools.bench.seat import Seat, communication, time_every_iteration
 
-#: How long a process waits for the others of its contestant.
-_TIMEOUT = timedelta(seconds=120)
+#: Steps after which parameters are compared with those of a bare module.
+_COMPARED_STEPS = 3
+
+_OPTIMIZERS: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+}
 
 
 class Trainer:
@@ -28,102 +35,99 @@ class Trainer:
         task: What to measure.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainTask) -> None:
         self.task = task
-        _enable_virtual_devices(task)
-        self.slots = devices.parse_devices(task.devices)
-        on_cpu = sum(not devices.is_accelerator(slot) for slot in self.slots)
-        # Ours divides the intra-op threads between its CPU slots, so it gets those of all.
-        torch.set_num_threads(task.threads * max(1, on_cpu if task.kind == "ours" else 1))
-        self.device = self.slots[task.rank if task.kind == "ddp" else 0]
-        if task.kind == "ddp":
-            self._join()
-        _touch_kernels(self.device)
-        case = CASES[task.case]
+        self.seat = Seat(task)
+        _touch_libraries(self.seat)
+        inputs, targets = self._whole_batch()
+        self.inputs, self.targets = self.seat.part(inputs), self.seat.part(targets)
+        del inputs, targets
+        self.memory = MemoryGauge(self.seat.slots)
+        self.module = self._new_module()
+        self.model = self.seat.wrap(self.module)
+        if task.statistics:
+            time_every_iteration(self.model)
+        self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
+        self._timed: list[dict[str, float]] = []
+
+    def _whole_batch(self) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
-        inputs, targets = case.data(task.batch)
-        if task.kind == "ddp":
-            inputs = inputs.chunk(task.world_size)[task.rank].clone()
-            targets = targets.chunk(task.world_size)[task.rank].clone()
-        self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
-        self.memory = MemoryGauge(self.slots if task.kind == "ours" else (self.device,))
+        return CASES[self.task.case].data(self.task.batch)
+
+    def _new_module(self) -> nn.Module:
         torch.manual_seed(1)
-        self.model = self._wrap(case.build().to(self.device))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def _join(self) -> None:
-        torch.distributed.init_process_group(
-            torch.distributed.get_default_backend_for_device(self.device),
-            init_method=f"file://{self.task.meeting_point}",
-            rank=self.task.rank,
-            world_size=self.task.world_size,
-            timeout=_TIMEOUT,
-        )
-
-    def _wrap(self, module: nn.Module) -> nn.Module:
-        if self.task.kind == "ours":
-            return DataParallel(module, self.slots)
-        if self.task.kind == "ddp":
-            return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-        return module
+        return CASES[self.task.case].build().to(self.seat.device)
 
     # --- correctness -------------------------------------------------------------------------
 
-    def check(self, steps: int) -> tuple[list[float], list[float]]:
+    def check(self, steps: int) -> dict[str, Any]:
         """Train and return, per step, the loss of the whole batch and the norm of the gradient.
 
         The bare module accumulates the gradients of the replicas' chunks, so that batch norm sees
         the same batches for every contestant; all figures must then agree to rounding.
         """
+        optimizer = _descent(self.model)
         losses, norms = [], []
         for _ in range(steps):
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
             if self.task.kind == "bare":
-                loss = self._accumulate(len(self.slots))
+                loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
             else:
                 loss = self._loss()
                 loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            losses.append(self._mean_over_processes(loss.detach()))
-            grads = [each.grad for each in self.model.parameters() if each.grad is not None]
-            norms.append(torch.nn.utils.get_total_norm(grads).item())
-        return losses, norms
+            optimizer.step()
+            losses.append(self.seat.mean(loss.detach()))
+            norms.append(_gradient_norm(self.model))
+        if self.task.kind == "bare":
+            # Accumulation takes memory that is not the measured step's.
+            self.memory.forget_peak()
+        return {"losses": losses, "gradient_norms": norms}
 
-    def _accumulate(self, chunks: int) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        parts = zip(self.inputs.chunk(chunks), self.targets.chunk(chunks), strict=True)
-        for inputs, targets in parts:
-            loss = criterion(self.model(inputs), targets) / chunks
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
+    def _parameter_error(self) -> float:
+        """Difference to a bare module's parameters after some steps from the start.
 
-    def _mean_over_processes(self, loss: Tensor) -> float:
-        if self.task.kind == "ddp":
-            torch.distributed.all_reduce(loss)
-            loss /= self.task.world_size
-        return loss.item()
+        It shows, after the measurement, that what was measured trains as it should.
+
+        Returns:
+            The largest error of a parameter tensor's update, relative to that update's norm.
+        """
+        reference = self._new_module()
+        self.module.load_state_dict(reference.state_dict())
+        before = [each.detach().clone() for each in reference.parameters()]
+        inputs, targets = (each.to(self.seat.device) for each in self._whole_batch())
+        ours, theirs = _descent(self.model), _descent(reference)
+        for _ in range(_COMPARED_STEPS):
+            ours.zero_grad()
+            if self.task.kind == "bare":
+                _accumulate(self.model, inputs, targets, self.task.replicas)
+            else:
+                self._loss().backward()  # type: ignore[no-untyped-call]
+            ours.step()
+            theirs.zero_grad()
+            _accumulate(reference, inputs, targets, self.task.replicas)
+            theirs.step()
+        return _largest_error(list(self.module.parameters()), list(reference.parameters()), before)
 
     # --- measurement -------------------------------------------------------------------------
 
-    def run(self, steps: int) -> list[float]:
+    def run(self, steps: int) -> dict[str, list[float]]:
         """Repeat the step.
 
         Returns:
             Seconds of each repetition, until the devices have finished.
         """
         repeat = self._repeated()
-        if self.task.kind == "ddp":
-            torch.distributed.barrier()
+        self.seat.barrier()
         seconds = []
         with torch.no_grad() if self.task.mode == "inference" else contextlib.nullcontext():
             for _ in range(steps):
                 begin = time.perf_counter()
                 repeat()
-                for slot in self.slots:
-                    devices.synchronize(slot)
+                self.seat.synchronize()
                 seconds.append(time.perf_counter() - begin)
-        return seconds
+        if self.task.statistics:
+            self._timed.append(communication(self.model))
+        return {"step": seconds}
 
     def _repeated(self) -> Callable[[], object]:
         modes: dict[str, Callable[[], object]] = {
@@ -147,28 +151,69 @@ class Trainer:
             return self.model.loss(criterion, self.inputs, self.targets, weight="samples")
         return criterion(self.model(self.inputs), self.targets)
 
-    def close(self) -> None:
-        """End threads and leave the process group."""
-        if isinstance(self.model, DataParallel):
-            self.model.close()
-        if self.task.kind == "ddp":
-            torch.distributed.destroy_process_group()
+    def finish(self) -> dict[str, Any]:
+        """Conclude, and leave the contestant.
+
+        Returns:
+            Peaks of memory, the error of the parameters, and where statistics are collected, for
+            each turn after the first the seconds of communication and computation per backward.
+        """
+        # First, since what follows takes memory of its own.
+        answer: dict[str, Any] = {
+            "host_bytes": self.memory.host_peak(),
+            "device_bytes": self.memory.device_peak(),
+        }
+        if self.task.statistics:
+            turns = zip(self._timed, self._timed[1:], strict=False)
+            answer["statistics"] = [_per_iteration(*turn) for turn in turns]
+        answer["parameter_error"] = self._parameter_error()
+        self.seat.leave(self.model)
+        return answer
 
 
-def _enable_virtual_devices(task: Task) -> None:
-    wanted = [name for name in task.devices if name.split(":")[0] == "virtual"]
-    if wanted:
-        import dataparallel.virtual
-
-        indices = [int(name.split(":")[1]) if ":" in name else 0 for name in wanted]
-        dataparallel.virtual.enable(max(indices) + 1)
+def _per_iteration(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    count = after["iterations"] - before["iterations"]
+    names = after.keys() - {"iterations"}
+    return {name: (after[name] - before[name]) / count for name in names}
 
 
-def _touch_kernels(device: torch.device) -> None:
-    """Run a little of everything, so that the libraries this loads are not counted as memory."""
+def _descent(model: nn.Module) -> torch.optim.Optimizer:
+    """For what is compared, whatever is measured: others divide by gradients near zero."""
+    return _OPTIMIZERS["sgd"](model.parameters())
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    # In a function of its own: a list that is kept would keep the gradients in memory.
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).item()
+
+
+def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """Backward of the mean loss, chunk by chunk."""
+    total = torch.zeros((), device=inputs.device)
+    for part, wanted in zip(inputs.chunk(chunks), targets.chunk(chunks), strict=True):
+        loss = criterion(model(part), wanted) / chunks
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+def _largest_error(these: list[Tensor], those: list[Tensor], before: list[Tensor]) -> float:
+    """Largest norm of a difference, relative to the change; small changes count as a thousandth
+    of all changes together, since some are nothing but rounding."""
+    changes = torch.stack([(b - c).norm() for b, c in zip(those, before, strict=True)])
+    differences = torch.stack([(a - b).norm() for a, b in zip(these, those, strict=True)])
+    return (differences / changes.clamp(min=1e-3 * changes.norm())).max().item()
+
+
+def _touch_libraries(seat: Seat) -> None:
+    """Train a little of everything, so that what this loads is not counted as the model's."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
-    net.to(device)
+    model = seat.wrap(net.to(seat.device))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    outputs = net(torch.randn(2, 1, 4, 4, device=device))
-    criterion(outputs, torch.tensor([0, 1], device=device)).backward()  # type: ignore[no-untyped-call]
+    images = torch.randn(2 * len(seat.slots), 1, 4, 4, device=seat.device)
+    targets = torch.zeros(len(images), dtype=torch.long, device=seat.device)
+    criterion(model(images), targets).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+    if isinstance(model, DataParallel):
+        model.close()

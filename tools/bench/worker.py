@@ -1,7 +1,8 @@
 """The worker process of a benchmark: it stays alive and measures when it is told to.
 
 It reads one JSON object per line from its standard input and answers each with one on its standard
-output: ``{"do": "start", "task": {..}}``, then ``check``, ``run`` and ``finish``.
+output: ``{"do": "start", "subject": "train", "task": {..}}``, then ``check``, ``run`` and
+``finish``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,33 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, Protocol
 
-from dataparallel.tools.bench.contestants import Task
+
+class Measurement(Protocol):
+    """What a subject does in one process."""
+
+    def check(self, steps: int) -> dict[str, Any]: ...
+    def run(self, steps: int) -> dict[str, list[float]]: ...
+    def finish(self) -> dict[str, Any]: ...
+
+
+def begin(subject: str, task: dict[str, Any]) -> Measurement:
+    """Set up what a task asks for.
+
+    Args:
+        subject: ``"train"`` or ``"reducer"``.
+        task: The fields of the subject's task.
+    """
+    if subject == "train":
+        from dataparallel.tools.bench.contestants import TrainTask
+        from dataparallel.tools.bench.trainer import Trainer
+
+        return Trainer(TrainTask(**task))
+    from dataparallel.tools.bench.contestants import ReducerTask
+    from dataparallel.tools.bench.reduction import Reduction
+
+    return Reduction(ReducerTask(**task))
 
 
 def main() -> int:
@@ -19,25 +44,18 @@ def main() -> int:
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    trainer: Any = None
+    measurement: Any = None
     for line in sys.stdin:
         request = json.loads(line)
+        answer: dict[str, Any] = {}
         if request["do"] == "start":
-            from dataparallel.tools.bench.trainer import Trainer
-
-            trainer = Trainer(Task(**request["task"]))
-            answer: dict[str, Any] = {}
+            measurement = begin(request["subject"], request["task"])
         elif request["do"] == "check":
-            losses, norms = trainer.check(request["steps"])
-            answer = {"losses": losses, "gradient_norms": norms}
+            answer = measurement.check(request["steps"])
         elif request["do"] == "run":
-            answer = {"seconds": trainer.run(request["steps"])}
+            answer = measurement.run(request["steps"])
         else:
-            answer = {
-                "host_bytes": trainer.memory.host_peak(),
-                "device_bytes": trainer.memory.device_peak(),
-            }
-            trainer.close()
+            answer = measurement.finish()
         answers.write(json.dumps(answer) + "\n")
         if request["do"] == "finish":
             break

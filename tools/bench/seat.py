@@ -1,0 +1,140 @@
+"""A worker process's place in its contestant: its devices, threads and process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel import devices
+from dataparallel.tools.bench.contestants import Task
+
+#: How long a process waits for the others of its contestant.
+_TIMEOUT = timedelta(seconds=120)
+
+
+class Seat:
+    """What has to be set up before a model is made.
+
+    Args:
+        task: Whose place.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        _enable_virtual_devices(task)
+        self.slots = devices.parse_devices(task.devices)
+        self.device = self.slots[0]
+        on_cpu = sum(not devices.is_accelerator(slot) for slot in self.slots)
+        # Ours divides the intra-op threads between its CPU slots, so it gets those of all.
+        torch.set_num_threads(task.threads * max(1, on_cpu))
+        if task.joins:
+            torch.distributed.init_process_group(
+                _backend_for(self.device),
+                init_method=f"file://{task.meeting_point}",
+                rank=task.rank,
+                world_size=task.world_size,
+                timeout=_TIMEOUT,
+            )
+
+    def wrap(self, module: nn.Module, bucket_cap_mb: float | None = None) -> nn.Module:
+        """The module as this contestant trains it; the module itself for the bare one.
+
+        Args:
+            module: On the first device.
+            bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
+        """
+        if self.task.kind == "bare":
+            return module
+        if self.task.kind == "ours" and self.task.wrapper == "dp":
+            return dataparallel.DataParallel(module, self.slots)
+        if self.task.kind == "ddp":
+            return nn.parallel.DistributedDataParallel(
+                module,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
+        return dataparallel.DistributedDataParallel(
+            module,
+            self.slots,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=self.task.bucket_view,
+        )
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This process's part of a batch; all parts are of one size."""
+        # A copy, so that the other parts need not stay in memory.
+        part = whole.chunk(self.task.world_size)[self.task.rank]
+        return (part.clone() if self.task.world_size > 1 else part).to(self.device)
+
+    def barrier(self) -> None:
+        """Wait for the other processes of the contestant."""
+        if self.task.world_size > 1:
+            torch.distributed.barrier()
+
+    def mean(self, value: Tensor) -> float:
+        """Mean of a number over the processes."""
+        if self.task.world_size > 1:
+            value = value.clone()
+            torch.distributed.all_reduce(value)
+            value /= self.task.world_size
+        return value.item()
+
+    def synchronize(self) -> None:
+        """Wait until the devices have finished."""
+        for slot in self.slots:
+            devices.synchronize(slot)
+
+    def leave(self, *models: nn.Module) -> None:
+        """End the models' threads and leave the process group."""
+        for model in models:
+            if isinstance(model, dataparallel.DataParallel):
+                model.close()
+        if self.task.joins:
+            torch.distributed.destroy_process_group()
+
+
+def communication(model: nn.Module) -> dict[str, float]:
+    """Sums over all iterations so far of what a DDP, ours or torch's, has timed, in seconds.
+
+    Args:
+        model: Told before its first iteration by :func:`time_every_iteration`.
+
+    Returns:
+        ``iterations``; ``computation`` of the backward; ``communication``, from the first bucket's
+        launch to the last one's end; and what of both was at the same time, ``hidden``.
+    """
+    data = model._get_ddp_logging_data()  # type: ignore[operator]
+    keys = {
+        "computation": "avg_backward_compute_time",
+        "communication": "avg_backward_comm_time",
+        "hidden": "avg_backward_compute_comm_overlap_time",
+    }
+    # torch has timed all iterations but the one that has not been followed by a forward.
+    count = data.get("num_sampled", data["iteration"])
+    sums = {name: data.get(key, 0) * 1e-9 * count for name, key in keys.items()}
+    return {"iterations": count, **sums}
+
+
+def time_every_iteration(model: nn.Module) -> None:
+    """Let a DDP time every iteration; by default it is every hundredth after the first ten."""
+    model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[operator]
+
+
+def _backend_for(device: torch.device) -> str:
+    try:
+        return torch.distributed.get_default_backend_for_device(device)
+    except ValueError:
+        # Virtual devices have none of their own.
+        return "gloo"
+
+
+def _enable_virtual_devices(task: Task) -> None:
+    wanted = [name for name in task.devices if name.split(":")[0] == "virtual"]
+    if wanted:
+        import dataparallel.virtual
+
+        indices = [int(name.split(":")[1]) if ":" in name else 0 for name in wanted]
+        dataparallel.virtual.enable(max(indices) + 1)
