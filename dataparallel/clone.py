@@ -13,10 +13,8 @@ from dataparallel.parts import REGISTRIES
 from dataparallel.remap import Counterparts, remap
 
 _MISSING = object()
-# Attributes of functions and modules that torch.compile made: what was compiled, and the id of
-# what holds the attribute, by which torch tells it from a copy.
+# Attributes of a function that torch.compile made, which lead to what was compiled.
 _COMPILED = frozenset({"__wrapped__", "_torchdynamo_inline", "_torchdynamo_orig_callable"})
-_OWN_ID = "_torchdynamo_wrapper_id"
 
 
 class Given(NamedTuple):
@@ -57,8 +55,6 @@ def fill(
         }
     attributes["_is_replica"] = True
     attributes["zero_grad"] = _refuse_zero_grad
-    if _OWN_ID in attributes:
-        attributes[_OWN_ID] = id(clone)
     for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)
         if value is not _MISSING:
@@ -78,8 +74,6 @@ def _with_parts_of(value: Any, counterparts: Counterparts) -> Any:
         attributes = copied.__dict__
         for name in _COMPILED & attributes.keys():
             attributes[name] = remap(attributes[name], counterparts)
-        if _OWN_ID in attributes:
-            attributes[_OWN_ID] = id(copied)
     return copied
 
 

@@ -31,10 +31,10 @@ import torch
 
 from dataparallel.functions import ReduceAddCoalesced, apply_function
 from dataparallel.outside_tensors import make_anchor, set_aside
+from dataparallel.wanted_gradients import WantedGradients, will_execute
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 
-_will_execute: Any = torch._C._will_engine_execute_node
 _keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -133,7 +133,8 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> Any:
         graphs: CutGraphs = ctx.graphs
-        wanted = _Wanted.of(ctx, graphs)
+        num_inputs = sum(len(replica) for replica in graphs.inputs)
+        wanted = WantedGradients.of(ctx, num_inputs, graphs.terms.anchor)
         backward = _Backward(graphs, grads, wanted)
         graphs.running = True
         try:
@@ -144,49 +145,12 @@ class Cut(torch.autograd.Function):
         return (None, None, *inputs, *parameters)
 
 
-@dataclass
-class _Wanted:
-    """Which gradients a backward is about.
-
-    Attributes:
-        inputs: Per input, in one list for all replicas.
-        parameters: Per original.
-        everything: Whether it is a plain ``backward()``.
-        captured: Whether gradients of originals are returned by ``torch.autograd.grad``.
-    """
-
-    inputs: list[bool]
-    parameters: list[bool]
-    everything: bool
-    captured: bool = False
-
-    @staticmethod
-    def of(ctx: Any, graphs: CutGraphs) -> _Wanted:
-        num_inputs = sum(len(replica) for replica in graphs.inputs)
-        # The first two arguments of forward are not the caller's.
-        needed = ctx.needs_input_grad[2:]
-        anchor = torch.autograd.graph.get_gradient_edge(graphs.terms.anchor).node
-        if _will_execute(anchor):
-            return _Wanted(list(needed[:num_inputs]), list(needed[num_inputs:]), True)
-        wanted = _Wanted([], [], False)
-        # One entry for each argument of forward that is a tensor: the anchor comes first.
-        nodes = [node for node, _ in ctx.next_functions[1:]]
-        for position, (node, need) in enumerate(zip(nodes, needed, strict=True)):
-            is_input = position < num_inputs
-            try:
-                answer = bool(need and node is not None and _will_execute(node))
-            except RuntimeError:
-                # torch's way to say that autograd.grad captures the gradient of this leaf.
-                answer = True
-                wanted.captured |= not is_input
-            (wanted.inputs if is_input else wanted.parameters).append(answer)
-        return wanted
-
-
 class _Backward:
     """One backward through the graphs of all replicas."""
 
-    def __init__(self, graphs: CutGraphs, grads: Sequence[MaybeTensor], wanted: _Wanted) -> None:
+    def __init__(
+        self, graphs: CutGraphs, grads: Sequence[MaybeTensor], wanted: WantedGradients
+    ) -> None:
         self._graphs = graphs
         self._wanted = wanted
         left = iter(grads)
@@ -313,7 +277,7 @@ class _Backward:
             node = None if other.node is None else other.node()
             if node is None:
                 self._graphs.terms.outstanding.discard(other)
-            elif other.task != task and _will_execute(node):
+            elif other.task != task and will_execute(node):
                 found.append(other)
         return found
 

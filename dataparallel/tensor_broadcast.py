@@ -46,10 +46,8 @@ class _Message:
             torch._foreach_copy_(self._views, self._own(tensors))
 
     def store(self, tensors: Sequence[torch.Tensor]) -> None:
-        own = self._own(tensors)
-        # Only there an inference tensor can be written.
-        with torch.inference_mode(any(t.is_inference() for t in own)), torch.no_grad():
-            torch._foreach_copy_(own, self._views)
+        with torch.inference_mode(False), torch.no_grad():
+            torch._foreach_copy_(self._own(tensors), self._views)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensors[position].detach() for position in self.members]

@@ -48,7 +48,7 @@ def grads(*modules: nn.Module) -> list[Tensor | None]:
 
 
 def backward(loss: Tensor, **kwargs: Any) -> None:
-    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+    loss.backward(**kwargs)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -186,9 +186,10 @@ def odd_outputs(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
 
 def a_closure_over_a_leaf(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
     """Replicas that run backward at the same time would each run what they share."""
-    held = {"t": torch.full((6,), 1.5, dtype=torch.float64, requires_grad=True)}
-    t, seen = held["t"], []
-    t.register_hook(lambda grad: seen.append(grad.clone()))  # type: ignore[no-untyped-call]
+    t = torch.full((6,), 1.5, dtype=torch.float64, requires_grad=True)
+    seen: list[Tensor] = []
+    register: Any = t.register_hook
+    register(lambda grad: seen.append(grad.clone()))
 
     class Outside:
         value = t
@@ -211,11 +212,13 @@ def attributes_that_require_grad(wrap: Wrap, device: str) -> Sequence[Tensor | N
     net = Net(device, lambda net, x: net.layers[0](x) * net.factor * net.buffer)
     factor = torch.full((6,), 0.5, dtype=torch.float64, device=device, requires_grad=True)
     net.factor = factor
-    net.register_buffer("buffer", torch.ones_like(factor).requires_grad_())
-    model, results = wrap(net), []
+    buffer = torch.ones_like(factor).requires_grad_()
+    net.register_buffer("buffer", buffer)
+    model = wrap(net)
+    results: list[Tensor | None] = []
     for step in range(3):
         backward(model(batch(device, step)).pow(2).sum())
-        results += [*grads(net), factor.grad, net.buffer.grad]  # type: ignore[union-attr]
+        results += [*grads(net), factor.grad, buffer.grad]
         results = [None if r is None else r.clone() for r in results]
     return results
 
@@ -249,7 +252,7 @@ def test_gradients_are_those_of_the_bare_module(
     for i, (mine, bare) in enumerate(zip(got, expected, strict=True)):
         assert (mine is None) == (bare is None), i
         if mine is not None and bare is not None:
-            torch.testing.assert_close(mine.cpu(), bare.cpu(), msg=lambda m, i=i: f"{i}: {m}")
+            torch.testing.assert_close(mine.cpu(), bare.cpu(), msg=f"result {i}")
 
 
 def test_a_tensor_from_outside_that_the_caller_uses_too(num_replicas: int) -> None:
@@ -285,7 +288,7 @@ def test_backward_in_another_thread_while_one_runs_is_an_error() -> None:
                 assert go_on.wait(10)
             return grad, None
 
-    net = Net("cpu", lambda net, x, wait: Wait.apply(net.layers[0](x), wait))  # type: ignore[no-untyped-call]
+    net = Net("cpu", lambda net, x, wait: Wait.apply(net.layers[0](x), wait))
     model = dp.DistributedDataParallel(net, ["cpu", "cpu"])
     slow, quick = model(batch("cpu"), True).sum(), model(batch("cpu"), False).sum()
     thread = threading.Thread(target=slow.backward)

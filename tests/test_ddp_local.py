@@ -30,13 +30,15 @@ def other_memory(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
     net = Net(device, two_layers)
     model = wrap(net)
     results = step(model, net, device, 0)
-    weight = net.layers[0].weight
-    weight.data = torch.full_like(weight, 0.1)  # type: ignore[arg-type]
+    first: Any = net.layers[0]
+    second: Any = net.layers[1]
+    weight = first.weight
+    weight.data = torch.full_like(weight, 0.1)
     results += step(model, net, device, 1)
-    net.layers[1].bias.data.add_(2)  # type: ignore[union-attr, operator]
+    second.bias.data.add_(2)
     results += step(model, net, device, 2)
     net.zero_grad()
-    weight.data = weight.data.t()  # type: ignore[union-attr, operator]
+    weight.data = weight.data.t()
     return results + step(model, net, device, 3)
 
 
@@ -94,7 +96,11 @@ def hooks_on_parameters(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
     seen: dict[str, list[Tensor]] = {}
 
     def tripled(name: str) -> Callable[[Tensor], Tensor]:
-        return lambda grad: (seen.setdefault(name, []).append(grad.clone()), grad * 3)[1]
+        def hook(grad: Tensor) -> Tensor:
+            seen.setdefault(name, []).append(grad.clone())
+            return grad * 3
+
+        return hook
 
     def accumulated(name: str) -> Callable[[nn.Parameter], None]:
         return lambda p: seen.setdefault(name, []).append(p.grad.clone())  # type: ignore[union-attr]
@@ -199,7 +205,7 @@ def test_training_is_that_of_the_bare_module(
     for i, (mine, bare) in enumerate(zip(got, expected, strict=True)):
         assert (mine is None) == (bare is None), i
         if mine is not None and bare is not None:
-            torch.testing.assert_close(mine.cpu(), bare.cpu(), msg=lambda m, i=i: f"{i}: {m}")
+            torch.testing.assert_close(mine.cpu(), bare.cpu(), msg=f"result {i}")
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -231,7 +237,7 @@ def test_the_step_after_a_failed_backward_is_right(
     def forward(net: Any, x: Tensor) -> Any:
         index = dp.current_replica()
         mine = index is not None and where == f"replica {index.index}"
-        hidden = FailInBackward.apply(net.layers[0](x), fails["error"] if mine else None)  # type: ignore[no-untyped-call]
+        hidden = FailInBackward.apply(net.layers[0](x), fails["error"] if mine else None)
         return net.layers[1](hidden)
 
     net = Net("cpu", forward)
@@ -241,7 +247,7 @@ def test_the_step_after_a_failed_backward_is_right(
         fails["error"] = error
         hidden = FailInBackward.apply(
             model(batch("cpu", seed)), error if where == "between" else None
-        )  # type: ignore[no-untyped-call]
+        )
         result: Tensor = model(hidden).pow(2).sum()
         return result
 

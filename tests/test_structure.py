@@ -51,6 +51,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "sharded_optimizer",
             "tensor_copies",
             "turns",
+            "wanted_gradients",
             "workers",
         }
     ),

@@ -78,7 +78,7 @@ class OriginalHooks:
         self.with_gradient_hooks.clear()
         for index, original in enumerate(self._originals):
             before: Any = original._backward_hooks
-            after: Any = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            after: Any = original._post_accumulate_grad_hooks
             if before or after:
                 self._guard(index, original, before or {}, after or {})
 
@@ -88,7 +88,8 @@ class OriginalHooks:
         recorders = [hook for hook in before.values() if isinstance(hook, _Recorder)]
         if not recorders:
             recorders = [_Recorder(_State())]
-            original.register_hook(recorders[0])
+            register: Any = original.register_hook
+            register(recorders[0])
         state = self._states[index] = recorders[0].state
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):

@@ -392,8 +392,7 @@ class Reducer:
         """Forget an unfinished round, as after a backward that failed outside of the replicas."""
         if self._round is not None:
             self._round.drop()
-        self._round = None
-        self._entrances = Entrances()
+        self._round, self._entrances = None, Entrances()
 
     @property
     def unfinished(self) -> bool:
