@@ -1,4 +1,4 @@
-"""DistributedDataParallel over processes and replicas against torch's, and against the bare module."""
+"""DistributedDataParallel over processes and replicas against torch's wrapper."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""What a step of DistributedDataParallel costs, counted: collectives, copies, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dataparallel as dp
+from dataparallel.reducer import exchange, storage
+from tests.cluster import Cluster
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.spare = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, with_spare: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.spare(x) if with_spare else x
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _collectives(
+    rank: int, world_size: int, replicas: int, spare: list[bool]
+) -> tuple[int, int, int]:
+    model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, bucket_cap_mb=0.001)
+    processes = model._reduction.processes
+    assert processes is not None
+    for _ in range(3):
+        model(torch.randn(6, 16), spare[rank]).sum().backward()
+    sent, said = processes.buckets.launched.total(), processes.control.launched.total()
+    model(torch.randn(6, 16), spare[rank]).sum().backward()
+    return (
+        processes.buckets.launched.total() - sent,
+        processes.control.launched.total() - said,
+        len(model.reducer.buckets.plan),
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("spare", "num_messages"),
+    # One message for each round, and a map if somebody has unused parameters.
+    [([True, True], 1), ([False, True], 2), ([False, False], 2)],
+)
+def test_collectives_of_a_step(
+    cluster: Cluster, replicas: int, spare: list[bool], num_messages: int
+) -> None:
+    for sent, said, num_buckets in cluster.run(_collectives, 2, replicas, spare):
+        assert num_buckets > 2
+        assert sent == num_buckets
+        assert said == num_messages
+
+
+def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int, bool]:
+    net = make_net()
+    model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
+    copied = 0
+    pack = exchange.pack
+
+    def counting(*args: Any) -> None:
+        nonlocal copied
+        copied += 1
+        pack(*args)
+
+    exchange.pack = counting
+    try:
+        for _ in range(4):
+            net.zero_grad()
+            model(torch.randn(6, 16), True).sum().backward()
+    finally:
+        exchange.pack = pack
+    flats = {s.flat.untyped_storage().data_ptr() for s in model.reducer.buckets.storages if s}
+    grads = [p.grad for p in net.parameters()]
+    assert all(grad is not None for grad in grads)
+    in_bucket = [g.untyped_storage().data_ptr() in flats for g in grads if g is not None]
+    assert all(in_bucket) or not any(in_bucket)
+    return copied, all(in_bucket)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_into_buckets(cluster: Cluster, replicas: int) -> None:
+    for copied, in_bucket in cluster.run(_copies, 2, replicas, True):
+        assert copied == 0
+        assert in_bucket
+    for copied, in_bucket in cluster.run(_copies, 2, replicas, False):
+        assert copied > 0
+        assert not in_bucket
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes how many elements each new tensor of an operation has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if isinstance(result, torch.Tensor) and ("empty" in name or "zeros" in name):
+            self.made.append((name, result.numel()))
+        return result
+
+
+def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int, int]:
+    net = make_net()
+    made = 0
+    original = storage.BucketStorage.__init__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        made += 1
+        original(self, *args, **kwargs)
+
+    storage.BucketStorage.__init__ = counting  # type: ignore[method-assign]
+    try:
+        model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
+        for _ in range(3):
+            net.zero_grad()
+            model(torch.randn(6, 16), True).sum().backward()
+        before = made
+        sizes = _Sizes()
+        for _ in range(2):
+            net.zero_grad()
+            output = model(torch.randn(6, 16), True).sum()
+            with sizes:
+                output.backward()
+    finally:
+        storage.BucketStorage.__init__ = original  # type: ignore[method-assign]
+    # Numbers of messages are small; anything of the size of a parameter is not.
+    large = [entry for entry in sizes.made if entry[1] >= 16]
+    return made - before, len(large)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_reducer_allocates_nothing_after_the_third_step(
+    cluster: Cluster, replicas: int, view: bool
+) -> None:
+    for storages, large in cluster.run(_allocations, 2, replicas, view):
+        assert storages == 0
+        assert large == 0
