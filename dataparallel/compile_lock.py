@@ -48,7 +48,7 @@ import contextvars
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -221,11 +221,11 @@ def is_held() -> bool:
     return _CompileLock.held
 
 
-@contextlib.contextmanager
-def counting(call: Compilations) -> Iterator[None]:
-    """Count in ``call`` what this thread, a replica's, compiles within a ``with`` block."""
+def count_in(call: Compilations | None) -> Compilations | None:
+    """Count in ``call`` what this thread, a replica's, compiles from now on.
+
+    Returns:
+        Where it was counted before, to be given to this function afterwards.
+    """
     before, _local.call = _local.call, call
-    try:
-        yield
-    finally:
-        _local.call = before
+    return before

@@ -30,7 +30,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -199,7 +199,11 @@ class CompiledCalls:
         if rendezvous.current_rendezvous() is None:
             turns.let_pass()
         with _kept_flag(), turns.paused():
-            yield _in_turn(calls, made) if in_turn else _beside(calls, made)
+            if in_turn:
+                order = _Order(len(calls))
+                yield [_InTurn(call, made, order, index) for index, call in enumerate(calls)]
+            else:
+                yield [_Beside(call, made) for call in calls]
         self._learn(experience, sizes, made, in_turn)
 
     def _experience_of(
@@ -248,30 +252,59 @@ untraced(rendezvous.Rendezvous.exchange)
 # --- how calls run ---------------------------------------------------------------------------
 
 
-def _beside(calls: Sequence[Callable[[], T]], made: Compilations) -> list[Callable[[], T]]:
-    def run(call: Callable[[], T]) -> T:
-        with turns.together(), _counted(made):
-            return call()
+class _Beside(Generic[T]):
+    """The call of a replica that runs at the same time as the others."""
 
-    return [functools.partial(run, call) for call in calls]
+    __slots__ = ("_call", "_made")
+
+    def __init__(self, call: Callable[[], T], made: Compilations) -> None:
+        self._call = call
+        self._made = made
+
+    def __call__(self) -> T:
+        turns.enter_together()
+        try:
+            return _run(self._call, self._made)
+        finally:
+            turns.leave_together()
 
 
-def _in_turn(calls: Sequence[Callable[[], T]], made: Compilations) -> list[Callable[[], T]]:
-    order = _Order(len(calls))
+class _InTurn(Generic[T]):
+    """The call of a replica that runs after those before it."""
 
-    def run(index: int, call: Callable[[], T]) -> T:
+    __slots__ = ("_call", "_index", "_made", "_order")
+
+    def __init__(
+        self, call: Callable[[], T], made: Compilations, order: _Order, index: int
+    ) -> None:
+        self._call = call
+        self._made = made
+        self._order = order
+        self._index = index
+
+    def __call__(self) -> T:
+        order, index = self._order, self._index
         try:
             order.wait(index)
-            pass_on = functools.partial(order.pass_on, index)
-            with turns.alone(), turns.telling(pass_on), _counted(made):
-                return call()
+            with turns.alone(), turns.telling(functools.partial(order.pass_on, index)):
+                return _run(self._call, self._made)
         except BaseException:
             order.failed = True
             raise
         finally:
             order.pass_on(index)
 
-    return [functools.partial(run, index, call) for index, call in enumerate(calls)]
+
+def _run(call: Callable[[], T], made: Compilations) -> T:
+    entry = rendezvous._current.get()
+    assert entry is not None, "not called by apply_replicas"
+    rendezvous._current.set((_PausingRendezvous(entry[0]), entry[1]))
+    before = compile_lock.count_in(made)
+    try:
+        return call()
+    finally:
+        compile_lock.count_in(before)
+        rendezvous._current.set(entry)
 
 
 class _Order:
@@ -316,19 +349,6 @@ class _PausingRendezvous(rendezvous.Rendezvous):
     def _await(self, *args: Any) -> None:
         with turns.paused():
             super()._await(*args)
-
-
-@contextlib.contextmanager
-def _counted(made: Compilations) -> Iterator[None]:
-    """Around the call of a replica, in its thread."""
-    entry = rendezvous._current.get()
-    assert entry is not None, "not called by apply_replicas"
-    token = rendezvous._current.set((_PausingRendezvous(entry[0]), entry[1]))
-    try:
-        with compile_lock.counting(made):
-            yield
-    finally:
-        rendezvous._current.reset(token)
 
 
 # --- torch's own flag ------------------------------------------------------------------------

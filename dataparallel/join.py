@@ -53,6 +53,8 @@ class _LimitedJoin(Join):
         self._wrapper = wrapper
         initialise: Any = super().__init__
         initialise([wrapper], True, throw, divide_by_initial_world_size=divide)
+        # Not before the block is entered.
+        wrapper._end_join()
 
     def __enter__(self) -> None:
         # Again, since the block may be entered again.

@@ -71,16 +71,25 @@ class Turns:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Run together with other threads that do so; what is alone comes first or afterwards."""
+        self.enter_together()
+        try:
+            yield
+        finally:
+            self.leave_together()
+
+    def enter_together(self) -> None:
+        """Begin what :meth:`together` does, where that is too slow."""
         standing = self._standing
         if not standing.together and not standing.alone:
             self._join()
         standing.together += 1
-        try:
-            yield
-        finally:
-            standing.together -= 1
-            if not standing.together and not standing.alone:
-                self._leave()
+
+    def leave_together(self) -> None:
+        """End what :meth:`enter_together` began."""
+        standing = self._standing
+        standing.together -= 1
+        if not standing.together and not standing.alone:
+            self._leave()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

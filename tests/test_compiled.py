@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import random
 import threading
 import time
@@ -48,9 +49,11 @@ def started() -> Iterator[list[tuple[str, str]]]:
     def note(args: Any) -> None:
         found.append((args.callback_trigger.name, threading.current_thread().name))
 
-    torch._dynamo.callback.on_compile_start(note)
+    handler: Any = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(note)
     yield found
-    torch._dynamo.callback_handler.remove_start_callback(note)
+    if note in handler.start_callbacks:
+        handler.remove_start_callback(note)
 
 
 class Net(nn.Module):
@@ -68,7 +71,8 @@ class Net(nn.Module):
 
 
 def compile_whole(net: nn.Module, **options: Any) -> nn.Module:
-    module: nn.Module = torch.compile(net, **options)
+    module: Any = torch.compile(net, **options)
+    assert isinstance(module, nn.Module)
     return module
 
 
@@ -78,7 +82,7 @@ def compile_in_place(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def compile_parts(net: nn.Module, **options: Any) -> nn.Module:
-    net.first = torch.compile(net.first, **options)
+    net.first = compile_whole(net.get_submodule("first"), **options)
     net.get_submodule("second").compile(**options)
     return net
 
@@ -88,11 +92,17 @@ def compile_nested(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def compile_method(net: nn.Module, **options: Any) -> nn.Module:
-    net.forward = torch.compile(net.forward, **options)
+    vars(net)["forward"] = torch.compile(net.forward, **options)
     return net
 
 
-HOW = [compile_whole, compile_in_place, compile_parts, compile_nested, compile_method]
+HOW = [
+    (compile_whole, "aot_eager"),
+    (compile_in_place, "eager"),
+    (compile_parts, "eager"),
+    (compile_nested, "eager"),
+    (compile_method, "eager"),
+]
 
 
 def compare(
@@ -115,17 +125,18 @@ def twins(device: str = "cpu", build: Callable[[], nn.Module] = Net) -> tuple[nn
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how, backend", HOW)
 @pytest.mark.parametrize("kind", ["cpu", "virtual"])
 def test_outputs_and_gradients(
     kind: str,
     how: Callable[..., nn.Module],
+    backend: str,
     wrapper: Wrapper,
     started: list[tuple[str, str]],
 ) -> None:
     slots = ["cpu"] * 3 if kind == "cpu" else [f"virtual:{i}" for i in range(3)]
     bare, net = twins(slots[0])
-    model = wrapper(how(net, backend="aot_eager"), slots)
+    model = wrapper(how(net, backend=backend), slots)
     for batch in (14, 9, 20):
         compare(model, bare, batch, 4, device=slots[0])
     assert started
@@ -178,6 +189,19 @@ def test_replicas_on_one_device_share_what_is_compiled(started: list[tuple[str, 
     assert started == [("DYNAMO", "dataparallel-replica-0")]
 
 
+def test_entries_stay_in_their_order() -> None:
+    """An entry that moves while another thread goes through them is not found by that one."""
+    _, net = twins()
+    model = DataParallel(compile_whole(net, backend="eager", dynamic=False), ["cpu"] * 2)
+    entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    orders = []
+    for batch in (8, 12, 16, 8, 12):
+        model(torch.randn(batch, 4, dtype=torch.double))
+        orders.append([entry.compile_id for entry in entries(Net.forward)])
+    assert len(orders[2]) == 3
+    assert orders[2] == orders[3] == orders[4]
+
+
 # --- functions -------------------------------------------------------------------------------
 
 
@@ -192,7 +216,8 @@ class CallsFunction(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scaled(self.layer(x), self.layer.bias)
+        output: Tensor = scaled(self.layer(x), self.layer.bias)
+        return output
 
 
 class HoldsFunction(nn.Module):
@@ -204,6 +229,10 @@ class HoldsFunction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.function(x)
         return output
+
+
+def nested_functions() -> nn.Module:
+    return compile_whole(HoldsFunction(), backend="eager")
 
 
 class DecoratedForward(nn.Module):
@@ -227,7 +256,9 @@ class HidesFunction(CallsFunction):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "virtual"])
-@pytest.mark.parametrize("build", [CallsFunction, HoldsFunction, DecoratedForward])
+@pytest.mark.parametrize(
+    "build", [CallsFunction, HoldsFunction, nested_functions, DecoratedForward]
+)
 def test_compiled_functions(
     build: Callable[[], nn.Module], kind: str, started: list[tuple[str, str]]
 ) -> None:
@@ -264,11 +295,11 @@ def test_what_is_compiled() -> None:
 
 
 class Watched(nn.Module):
-    """Notes when its eager part runs, and may wait there for the other replica."""
+    """Notes when it runs, and may wait for the other replicas."""
 
-    def __init__(self, backend: Any = "eager") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.compile(nn.Linear(4, 4), backend=backend)
+        self.layer = torch.compile(nn.Linear(4, 4), backend="eager")
         self.spans: list[tuple[float, float]] = []
         self.barrier: threading.Barrier | None = None
 
@@ -276,14 +307,18 @@ class Watched(nn.Module):
         begin = time.monotonic()
         if self.barrier is not None:
             self.barrier.wait(10.0)
-        output: Tensor = self.layer(x)
+        output = self.work(x)
         time.sleep(0.01)
         self.spans.append((begin, time.monotonic()))
         return output
 
+    def work(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
     def overlapped(self) -> bool:
         spans, self.spans[:] = sorted(self.spans), []
-        return any(later[0] < earlier[1] for earlier, later in zip(spans, spans[1:], strict=False))
+        return any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 
 def test_one_after_another_at_first_and_then_at_the_same_time() -> None:
@@ -323,6 +358,9 @@ def test_what_is_not_compiled_does_not_wait() -> None:
 
 
 def test_replicas_that_meet(started: list[tuple[str, str]]) -> None:
+    def total(sizes: list[Tensor]) -> list[Tensor]:
+        return [torch.stack(sizes).sum(0)] * len(sizes)
+
     class Meets(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,18 +369,19 @@ def test_replicas_that_meet(started: list[tuple[str, str]]) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.first(x))
+            sizes = torch.tensor(x.shape)
             meeting = current_rendezvous()
-            total = x.shape[0]
             if meeting is not None:
-                total = meeting.exchange("size", total, lambda sizes: [sum(sizes)] * len(sizes))
-            output: Tensor = self.second(x) * total
+                sizes = meeting.exchange("sizes", sizes, total)
+            output: Tensor = self.second(x) * sizes[0]
             return output
 
     bare, net = twins(build=Meets)
     model = DataParallel(compile_in_place(net, backend="eager"), ["cpu"] * 3)
     for batch in (14, 14, 9, 20, 33):
         compare(model, bare, batch, 4)
-    assert started
+    # Nothing of the meeting itself is compiled.
+    assert len(started) <= 6
 
 
 @pytest.mark.parametrize("buffers", ["replica0", "sync"])
@@ -404,31 +443,25 @@ class Slow:
         self.disturbed += self.compiling or torch.compiler.is_compiling()
 
 
-factor = 1.0
+mode = "once"
+FACTORS = {"once": 1, "twice": 2, "thrice": 3}
 
 
-class Unpredictable(nn.Module):
+class Unpredictable(Watched):
     """Is compiled for the value of a global variable, which no argument tells."""
 
     def __init__(self, backend: Slow) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.function = torch.compile(self._function, backend=backend)
         self.look = backend.look
+        self.function = torch.compile(lambda x: self.layer(x) * FACTORS[mode], backend=backend)
 
-    def _function(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x) * factor
-        return output
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(5):
-            self.look()
-            time.sleep(0.001)
-        x = self.function(x)
+    def work(self, x: Tensor) -> Tensor:
+        output: Tensor = self.function(x)
         for _ in range(20):
             self.look()
             time.sleep(0.001)
-        return x
+        return output
 
 
 def test_nothing_runs_while_a_replica_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,17 +469,41 @@ def test_nothing_runs_while_a_replica_compiles(monkeypatch: pytest.MonkeyPatch) 
     module = Unpredictable(backend)
     model = DataParallel(module, ["cpu"] * 3)
     x = torch.randn(6, 4)
-    model(x), model(x)
+    model(x), module.overlapped(), model(x)
     assert backend.compiles == 1
-    for value in (2.0, 3.0):
-        monkeypatch.setitem(globals(), "factor", value)
+    assert module.overlapped()
+    for name in ("twice", "thrice"):
+        monkeypatch.setitem(globals(), "mode", name)
         with torch.no_grad():
-            expected = module.layer(x) * value
+            expected = module.layer(x) * FACTORS[name]
         torch.testing.assert_close(model(x).detach(), expected)
+        module.overlapped()
         # Then the replicas run one after another once more.
         torch.testing.assert_close(model(x).detach(), expected)
-    assert backend.compiles > 1
+        assert not module.overlapped()
+    assert backend.compiles >= 3
     assert backend.disturbed == 0
+
+
+def test_replicas_within_replicas() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.inner(self.first(x))
+            return output
+
+    bare, net = twins(build=Outer)
+    net.first = compile_whole(net.get_submodule("first"), backend="eager")
+    net.inner = DataParallel(
+        compile_whole(net.get_submodule("inner"), backend="eager"), ["cpu"] * 2
+    )
+    model = DataParallel(net, ["cpu"] * 2)
+    for _ in range(3):
+        compare(model, bare, 12, 4)
 
 
 def test_a_function_that_is_not_found_beforehand(started: list[tuple[str, str]]) -> None:
@@ -606,7 +663,7 @@ def test_what_draws_nothing_leaves_the_generator_alone(started: list[tuple[str, 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- the wrapper within something that is compiled -------------------------------------------------
+# --- the wrapper within something that is compiled -----------------------------------------------
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -645,6 +702,10 @@ def test_a_training_step_is_compiled(started: list[tuple[str, str]]) -> None:
             results.append([loss, *grads_of(module)])
         assert_all_close(results[1], results[0])
     assert {thread for _, thread in started} >= {"MainThread", "dataparallel-replica-0"}
+    torch._dynamo.reset()
+    whole = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="replicas run in threads"):
+        whole(model, x)
 
 
 # --- inductor ------------------------------------------------------------------------------------
@@ -693,11 +754,26 @@ def test_clones_are_let_go() -> None:
 
 
 def test_torchs_flag_is_as_before() -> None:
+    barrier = threading.Barrier(2)
+    meets: list[bool] = []
+
+    @compiled.untraced
+    def meet() -> None:
+        if meets:
+            barrier.wait(10.0)
+
+    class Meets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            meet()
+            return x + 1
+
     flags: Any = torch._dynamo.eval_frame
-    model = DataParallel(compile_whole(Net(), backend="eager"), ["cpu"] * 2)
-    for _ in range(4):
+    model = DataParallel(compile_whole(Meets(), backend="eager"), ["cpu"] * 2)
+    for _ in range(3):
         model(torch.randn(4, 4))
         assert flags._in_optimized_module is False
+        # From the second call on they run at the same time.
+        meets.append(True)
 
 
 def test_the_lock_is_put_in_place_once() -> None:

@@ -31,6 +31,7 @@ class Net(nn.Module):
 
     steps: Tensor
     turned: Tensor
+    rank = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.steps = self.steps + 1
+            self.steps = self.steps + 1 + self.rank
         output: Tensor = self.last(torch.relu(self.norm(self.first(x))))
         return output
 
@@ -164,6 +165,7 @@ def test_two_names_of_one_option_are_not_taken() -> None:
 
 def _forwards(rank: int, world_size: int, replicas: int, options: dict[str, Any]) -> list[State]:
     model = wrap(make_net(0), replicas, **options)
+    model.module.rank = rank
     states = []
     for step, kind in enumerate(["train", "train", "alone", "train", "eval", "train", "train"]):
         if kind == "alone":
@@ -284,6 +286,7 @@ def test_buffers_without_other_processes() -> None:
 
 def _copied(rank: int, world_size: int) -> State:
     model = copy.deepcopy(wrap(make_net(0), 1))
+    model.module.rank = rank
     model(batch(0, rank)).sum().backward()
     model(batch(1, rank)).sum().backward()
     return {name: b.clone() for name, b in model.module.named_buffers()}
@@ -384,6 +387,26 @@ def test_a_future_that_nobody_completes(cluster: Cluster) -> None:
     assert all(cluster.run(_never_done, 2))
 
 
+def _forwards_alone(rank: int, world_size: int) -> int:
+    model = wrap(make_net(0), 1, timeout=0.5)
+    forever: torch.futures.Future[Any] = torch.futures.Future()
+    calls = []
+
+    def hook(state: Any, buffers: dict[str, Tensor]) -> Any:
+        calls.append(len(buffers))
+        return forever
+
+    model._register_buffer_comm_hook(None, hook)
+    model(batch(0, rank))
+    with pytest.raises(CollectiveTimeout, match="a future of the hook for buffers"):
+        model(batch(1, rank))
+    return len(calls)
+
+
+def test_a_hook_is_not_called_before_the_last_one_has_ended(cluster: Cluster) -> None:
+    assert cluster.run(_forwards_alone, 2) == [1, 1]
+
+
 def test_what_cannot_be_a_hook() -> None:
     model = dp.DistributedDataParallel(Shift(0.0), ["cpu", "cpu"])
     with pytest.raises(TypeError, match=r"called as hook\(state, buffers\), but got 3"):
@@ -471,6 +494,21 @@ def test_messages_of_a_size(cluster: Cluster, message_bytes: int, count: int) ->
         [100.0, 101.0, 102.0],
         [103.0, 104.0, 104.0],
     ]
+
+
+def _other_sizes(rank: int, world_size: int) -> list[list[float]]:
+    link, broadcast = ProcessLink(purpose="test"), Broadcast()
+    found = []
+    for size in (2, 2, 3):
+        tensor = torch.full((size,), float(rank + size))
+        broadcast.run({"tensor": tensor}, 0, link, what="a tensor")
+        found.append(tensor.tolist())
+    link.close()
+    return found
+
+
+def test_tensors_of_other_sizes_than_last_time(cluster: Cluster) -> None:
+    assert cluster.run(_other_sizes, 2) == [[[2.0] * 2, [2.0] * 2, [3.0] * 3]] * 2
 
 
 def _sparse(rank: int, world_size: int) -> str:

@@ -352,16 +352,26 @@ def test_average_over_samples_is_that_of_the_samples_that_are_left(cluster: Clus
     assert_same(ours, [state_of(bare)] * 3)
 
 
-def _join_deterministic(rank: int, world_size: int) -> State:
-    model = wrap(1, deterministic=True, static_graph=True)
-    with model.join():
-        train(model, rank, (1, 3)[rank])
-    return state_of(model)
-
-
-def test_deterministic_sums_of_a_static_graph(cluster: Cluster) -> None:
-    ours = cluster.run(_join_deterministic, 2)
+@pytest.mark.parametrize("flag", [{"static_graph": True}, {"find_unused_parameters": False}])
+def test_who_has_no_gradients_breaks_no_promise(cluster: Cluster, flag: dict[str, bool]) -> None:
+    options = {"deterministic": True, **flag}
+    ours = cluster.run(_join, 2, 1, (1, 3), True, options)
     assert_same(ours, cluster.run(_join, 2, 0, (1, 3), True, {}))
+
+
+def _collectives(rank: int, world_size: int) -> tuple[int, int]:
+    model = wrap(1)
+    control = model._reduction.processes.control
+    at_first = control.launched["all_reduce"]
+    with model.join():
+        train(model, rank, 2 + rank)
+    return control.launched["all_reduce"] - at_first, control.launched["broadcast"]
+
+
+def test_number_of_small_collectives(cluster: Cluster) -> None:
+    # Per iteration the count, whose buffers, whether gradients are reduced, and the end of the
+    # round; no map of used parameters. Then a last count, and whose parameters.
+    assert cluster.run(_collectives, 2) == [(3 * 4 + 2, 1)] * 2
 
 
 def _grads_after(rank: int, world_size: int, view: bool) -> tuple[bool, list[Tensor]]:
@@ -416,6 +426,18 @@ def test_training_goes_on_after_the_block(cluster: Cluster, replicas: int) -> No
     assert same_parameters(cluster.run(_two_epochs, 2, replicas))
 
 
+def _filters(rank: int, world_size: int) -> bool:
+    model = wrap(1)
+    before = list(warnings.filters)
+    with model.join():
+        train(model, rank, rank)
+    return warnings.filters == before
+
+
+def test_filters_for_warnings_are_left_alone(cluster: Cluster) -> None:
+    assert cluster.run(_filters, 2) == [True, True]
+
+
 def _evaluate_in_block(rank: int, world_size: int) -> State:
     model = wrap(1)
     with model.join():
@@ -435,6 +457,7 @@ def test_forward_without_gradients_has_no_round(cluster: Cluster) -> None:
 def _same_block_again(rank: int, world_size: int) -> State:
     model = wrap(1)
     block = model.join()
+    assert not model._join_config.enable
     for counts in ((2, 1), (1, 2)):
         with block:
             train(model, rank, counts[rank])

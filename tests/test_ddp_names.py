@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
 from dataparallel.reducer.logging_data import LoggingData
@@ -263,6 +264,38 @@ def test_builtin_hooks(cluster: Cluster) -> None:
     ours, theirs = cluster.run(_builtin, 2, 1), cluster.run(_builtin, 2, 0)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+class Twice(nn.Module):
+    """Gets gradients for a layer twice in one backward, the second time too late for its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.before = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
+        return x
+
+
+def _late(rank: int, world_size: int, hooked: bool) -> list[list[Any]]:
+    model = dp.DistributedDataParallel(Twice(), ["cpu"], bucket_cap_mb=1e-5)
+    if hooked:
+        model._register_builtin_comm_hook("allreduce")
+    found = []
+    for number in range(3):
+        model.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    return found
+
+
+def test_a_hook_changes_nothing_for_gradients_that_come_late(cluster: Cluster) -> None:
+    torch.testing.assert_close(cluster.run(_late, 2, True), cluster.run(_late, 2, False))
 
 
 def _fused(rank: int, world_size: int, replicas: int) -> list[Tensor]:

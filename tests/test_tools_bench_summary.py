@@ -73,7 +73,7 @@ def test_processes_are_put_together() -> None:
     both = summary.measured_from(outcome)
     assert (both.seconds, both.losses, both.gradient_norms) == ((0.5, 0.7), (2.0,), (1.0,))
     assert (both.host_bytes, both.device_bytes, both.parameter_error) == (6, 10, 1e-6)
-    finished[0]["parameter_error"] = math.nan
+    finished[1]["parameter_error"] = math.nan
     assert math.isnan(summary.measured_from(outcome).parameter_error)
 
 

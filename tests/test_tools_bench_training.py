@@ -95,14 +95,6 @@ def test_memory_that_came_and_went_is_in_the_peak() -> None:
     assert gauge.device_peak() == 0
 
 
-def test_a_peak_can_be_forgotten() -> None:
-    gauge = MemoryGauge([torch.device("cpu")])
-    del_me = torch.ones(64 * 2**20 // 4)
-    del del_me
-    gauge.forget_peak()
-    assert gauge.host_peak() < 8 * 2**20
-
-
 @pytest.mark.parametrize("kind", ["bare", "ours"])
 def test_the_check_takes_no_memory_that_the_step_does_not(
     kind: str, trainer: Callable[[TrainTask], Trainer]

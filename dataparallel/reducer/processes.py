@@ -30,6 +30,8 @@ class ReducerProcesses:
         self.world_size = self.buckets.world_size
         #: Tells how many processes still have data, while some may have joined early.
         self.num_active: Callable[[], int] | None = None
+        # A communication hook divides by the number of processes; so much more it gets.
+        self._times = 1
 
     def exchange(
         self,
@@ -54,21 +56,21 @@ class ReducerProcesses:
             statistics: Where it is noted when buckets are sent and received.
         """
         sum_over = OrderedSum if deterministic else AllReduce
+        self._times = 1 if sender is None else self.world_size
         return Exchange(
             storages,
             describe,
             sender or sum_over(self.buckets, describe),
             self.buckets,
             self.control,
-            self._scale(average, weight, hooked=sender is not None),
+            self._scale(average, weight),
             statistics,
         )
 
-    def _scale(self, average: AverageKind, weight: float, *, hooked: bool) -> Callable[[], float]:
-        """What gradients are multiplied by; a hook that follows divides by the world size."""
+    def _scale(self, average: AverageKind, weight: float) -> Callable[[], float]:
         # Asked for in the round: while some have joined, the answer has to come from the others.
         num_active = self.num_active or (lambda: self.world_size)
-        times = self.world_size if hooked else 1
+        times = self._times
         if average != "samples":
             return lambda: scale_of(average, num_active(), weight=1, total=1) * times
         # Launched now and waited for before the first bucket.
@@ -95,7 +97,7 @@ class ReducerProcesses:
         Args:
             extra: What came late in this process, by the index of the parameter.
             originals: All parameters.
-            scale: What it is multiplied by.
+            scale: What the buckets of the round were multiplied by.
 
         Returns:
             What came late in all of them, by the index.
@@ -106,7 +108,7 @@ class ReducerProcesses:
         for index in late:
             total = torch.zeros_like(originals[index], requires_grad=False)
             if index in extra:
-                total.add_(extra[index], alpha=scale)
+                total.add_(extra[index], alpha=scale / self._times)
             self.buckets.all_reduce(total, what=f"late gradients of parameter {index}").wait()
             result[index] = total
         return result
