@@ -111,7 +111,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.split_lists = split_lists
         self._engine = ReplicaEngine(devices, self.buffer_policy)
         if len(devices) == 1:
-            module.to(devices[0])
+            self._place(module, devices[0])
+
+    def _place(self, module: ModuleT, device: torch.device) -> None:
+        module.to(device)
 
     # --- forward ---------------------------------------------------------------------------
 

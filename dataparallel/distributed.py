@@ -20,7 +20,7 @@ from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group, default_group
 from dataparallel.reducer.average import AverageKind, check_average
 from dataparallel.reduction import Reduction, ReductionSettings
-from dataparallel.replicate import check_placement
+from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
 from dataparallel.standing_clones import OtherParameters
 
@@ -47,7 +47,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
 
     Args:
         module: The module, on the first device.
-        device_ids: One device per replica of this process, repeats allowed. Default: without a
+        device_ids: One device per replica of this process, repeats allowed. A module whose layers
+            are on several devices is one replica, and stays where it is. Default: without a
             process group as for :class:`DataParallel`; with one, and several processes on the
             machine, the module's own device.
         output_device, dim: See :class:`DataParallel`.
@@ -87,6 +88,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
     """
 
     require_backward_grad_sync = True
+    # Whether the one replica is on several devices itself.
+    _spread = False
 
     def __init__(
         self,
@@ -165,7 +168,9 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
             self._hook,
             self._optimizers,
         )
-        self._reduction = Reduction(self.module, devices, self.buffer_policy, settings)
+        self._reduction = Reduction(
+            self.module, devices, self.buffer_policy, settings, spread=self._spread
+        )
         self._engine = self._reduction.engine
         self._wait_for_buffers()
         self._closed = False
@@ -177,7 +182,6 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
 
     def _rebuild(self, weight: float | None = None) -> None:
         """Make everything anew, for other processes or other parameters; a collective call."""
-        check_placement(self.module, self.src_device_obj)
         self._reduction.close()
         self._build()
         self._reduction.engine.weight = weight
@@ -221,6 +225,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         """Split the arguments; a single replica gets them whole, whatever they are."""
         if len(self.device_ids) > 1:
             return super().scatter(inputs, kwargs, device_ids)
+        if self._spread:
+            return [inputs], [dict(kwargs or {})]
         device = self.device_ids[0]
         return [move(inputs, device)], [move(dict(kwargs or {}), device)]
 
@@ -228,7 +234,15 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         """Put the outputs together; those of a single replica are left as they are."""
         if len(self.device_ids) > 1:
             return super().gather(outputs, output_device)
-        return list(outputs) if output_device == "each" else move(outputs[0], output_device)
+        if output_device == "each" or self._spread:
+            return list(outputs) if output_device == "each" else outputs[0]
+        return move(outputs[0], output_device)
+
+    def _place(self, module: ModuleT, device: torch.device) -> None:
+        # A module whose layers are on several devices moves its activations itself.
+        self._spread = is_spread(module)
+        if not self._spread:
+            super()._place(module, device)
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.devices import DeviceLike
+from dataparallel.replicate import is_spread
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -40,13 +41,15 @@ def chosen_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGrou
 def chosen_devices(
     device_ids: Sequence[DeviceLike] | None, module: nn.Module, group: dist.ProcessGroup | None
 ) -> Sequence[DeviceLike] | None:
-    """The devices that were passed; the module's own where other processes use the machine.
+    """The devices that were passed; the module's own if others use the machine, or it has several.
 
     Returns:
         None where all accelerators are to be taken.
     """
-    if device_ids is not None or group is None or not _shares_machine(group):
+    if device_ids is not None:
         return device_ids
+    if not is_spread(module) and (group is None or not _shares_machine(group)):
+        return None
     first = next(module.parameters(), None)
     return [torch.device("cpu") if first is None else first.device]
 

@@ -32,6 +32,7 @@ class ReducingEngine(ReplicaEngine):
         indices: Which of those the rounds are about, in their order.
         rounds: The reducer, or reducers.
         across_processes: Whether gradients are reduced over processes.
+        spread: Whether the one replica is on several devices itself.
         direct: Whether the module itself runs: there is nothing to reduce.
         convert: What becomes of each leaf of the arguments. Default: nothing.
     """
@@ -46,11 +47,13 @@ class ReducingEngine(ReplicaEngine):
         rounds: Rounds,
         *,
         across_processes: bool,
+        spread: bool = False,
         direct: bool = False,
         convert: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(devices, policy)
         self._direct = direct
+        self._spread = spread
         self._convert = convert
         self._module = module
         self.leaves = leaves
@@ -69,6 +72,7 @@ class ReducingEngine(ReplicaEngine):
             leaves,
             "none" if policy == "mean" else "first",
             keep=policy == "replica0",
+            spread=spread,
         )
         self._outside = OutsideTensors([leaves.of(i) for i in range(len(devices))])
         self.synchronise = True
@@ -89,7 +93,7 @@ class ReducingEngine(ReplicaEngine):
 
     def check(self, module: nn.Module) -> None:
         """Placement is looked at when the clones are filled."""
-        if self._direct:
+        if self._direct and not self._spread:
             super().check(module)
 
     def enter(

@@ -29,6 +29,7 @@ from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.trained import TrainedParameters, trained_parameters
 from dataparallel.reducing_engine import ReducingEngine
 from dataparallel.replica_parameters import ReplicaParameters
+from dataparallel.replicate import check_placement
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Reduction:
         devices: One device per replica.
         policy: What becomes of buffers.
         settings: How gradients are reduced.
+        spread: Whether the one replica is on several devices itself.
 
     Attributes:
         processes: The groups; None where there is no other process and no hook.
@@ -113,6 +115,8 @@ class Reduction:
         devices: Sequence[torch.device],
         policy: BufferPolicy,
         settings: ReductionSettings,
+        *,
+        spread: bool = False,
     ) -> None:
         ignored = ignored_names(module)
         trained = trained_parameters(module, without=ignored)
@@ -121,6 +125,8 @@ class Reduction:
                 "DistributedDataParallel is not needed when a module doesn't have any parameters "
                 "that require a gradient; call the module itself, or use DataParallel"
             )
+        if not spread:
+            check_placement(module, devices[0])
         self._settings = settings
         self._num_replicas = len(devices)
         self.processes = _processes(settings)
@@ -143,6 +149,7 @@ class Reduction:
             trained.indices + kept.indices,
             rounds,
             across_processes=self.processes is not None,
+            spread=spread,
             direct=alone
             and not settings.gradient_as_bucket_view
             and precision == FULL

@@ -61,6 +61,8 @@ class ReplicaParameters:
     ) -> None:
         self._originals = list(originals)
         self._home = devices[0]
+        # A single replica may be on several devices itself.
+        self._single = len(devices) == 1
         self._dtype = dtype
         self._state = self._state_of_originals()
         self._places: dict[torch.device, _Place] = {}
@@ -144,12 +146,16 @@ class ReplicaParameters:
         return fingerprint(tensors).cpu()
 
     def _make(self, device: torch.device) -> list[nn.Parameter]:
-        if device == self._home and self._dtype is None:
+        if self._dtype is None and (device == self._home or self._single):
             return [_leaf(original, original) for original in self._originals]
         if device not in self._places:
             with torch.inference_mode(False), torch.no_grad():
                 values = [
-                    torch.empty_like(original, dtype=self._dtype_of(original), device=device)
+                    torch.empty_like(
+                        original,
+                        dtype=self._dtype_of(original),
+                        device=original.device if self._single else device,
+                    )
                     for original in self._originals
                 ]
             self._places[device] = _Place(values)
@@ -173,7 +179,7 @@ class ReplicaParameters:
 
     def _can_follow(self, leaf: torch.Tensor, original: torch.Tensor) -> bool:
         return (
-            original.device == self._home
+            original.device == leaf.device
             and leaf.dtype == self._dtype_of(original)
             and leaf.shape == original.shape
             and leaf.stride() == original.stride()

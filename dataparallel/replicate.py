@@ -55,6 +55,11 @@ def replicate(
     return cast("list[ModuleT]", clones)
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether the parameters and buffers of a module are on several devices."""
+    return len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1
+
+
 def check_placement(module: nn.Module, device: torch.device) -> None:
     """Raise a ValueError that lists every parameter and buffer that is not on ``device``."""
     if _is_placed(module, device):

@@ -45,6 +45,7 @@ class StandingClones(ModuleClones):
         leaves: The parameters of the clones, in the order of ``module.parameters()``.
         buffer_sharing: Whose buffers are the original's.
         keep: Whether clones stay filled as long as nothing has changed.
+        spread: Whether the one clone is on several devices itself.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class StandingClones(ModuleClones):
         buffer_sharing: Sharing = "first",
         *,
         keep: bool = True,
+        spread: bool = False,
     ) -> None:
         self._leaves = leaves
         self._keep = keep
+        self._spread = spread
         self._filled = False
         self._detach = True
         self._all: list[dict[int, Any]] = [{} for _ in devices]
@@ -123,7 +126,8 @@ class StandingClones(ModuleClones):
     # --- filling ---------------------------------------------------------------------------------
 
     def _fill_all(self) -> None:
-        check_placement(self.module, self._devices[0])
+        if not self._spread:
+            check_placement(self.module, self._devices[0])
         parts = self._parts = Parts(self.module)
         known = {id(module) for module in self._modules}
         before = self._all
@@ -141,7 +145,7 @@ class StandingClones(ModuleClones):
             for module in parts.modules:
                 old = before[replica].get(id(module)) if id(module) in known else None
                 counterparts[id(module)] = blank(module) if old is None else old
-        self._give_tensors(self._buffer_copies, parts.buffers, detach=self._detach)
+        self._give_buffers(parts.buffers)
         self._give_loose()
         self._given = {}
         for index in range(len(parts.modules)):
@@ -170,7 +174,7 @@ class StandingClones(ModuleClones):
         """What may be another tensor at each forward, though the original is as it was."""
         parts = self.parts
         if parts.buffers:
-            self._give_tensors(self._buffer_copies, parts.buffers, detach=self._detach)
+            self._give_buffers(parts.buffers)
             for module in parts.modules:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
@@ -183,6 +187,12 @@ class StandingClones(ModuleClones):
             self._give_loose()
             for index in self._intricate:
                 self._fill_one(index)
+
+    def _give_buffers(self, buffers: list[torch.Tensor]) -> None:
+        if self._spread:
+            self._all[0].update((id(buffer), buffer) for buffer in buffers)
+        else:
+            self._give_tensors(self._buffer_copies, buffers, detach=self._detach)
 
     def _give_loose(self) -> None:
         home = self._devices[0]

@@ -10,7 +10,9 @@ import copy
 import functools
 import gc
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -607,6 +609,24 @@ def test_an_error_of_the_module() -> None:
     with pytest.raises(KeyError, match=r"(?s)two.*in replica 1"):
         model(torch.zeros(5, 1))
     assert model(torch.zeros(6, 1)).sum() == 6
+
+
+def test_an_interrupt_while_a_replica_compiles() -> None:
+    interrupts = [signal.SIGINT]
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        while interrupts:
+            os.kill(os.getpid(), interrupts.pop())
+            time.sleep(0.5)
+        return graph.forward
+
+    bare, net = twins()
+    model = DataParallel(compile_whole(net, backend=backend), ["cpu"] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(9, 4, dtype=torch.double))
+    for _ in range(2):
+        compare(model, bare, 9, 4)
+    assert turns._owner is None and not turns._running
 
 
 def test_replicas_that_wait_for_each_other_in_their_own_way(

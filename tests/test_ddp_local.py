@@ -325,3 +325,20 @@ def test_replicas_stay_equal_on_devices_of_their_own() -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.check_replicas()
+
+
+def test_a_wrapper_that_is_dropped_leaves_nothing_behind(slots: list[str]) -> None:
+    model = dp.DistributedDataParallel(Net(slots[0], two_layers), slots[:2])
+    for _ in range(3):
+        backward(model(batch(slots[0], 0)).sum())
+    reducer = weakref.ref(model.reducer)
+    leaf = weakref.ref(model._reduction.leaves.of(1)[0])
+    del model
+    gc.collect()
+    assert reducer() is None
+    assert leaf() is None
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="call the module once with an example input first"):
+        dp.DistributedDataParallel(nn.LazyLinear(3), ["cpu", "cpu"])

@@ -141,8 +141,8 @@ def test_bars_are_shown_as_met_or_missed() -> None:
     text = shown(report.build_comparison(verdict.compare(results(mlp=(0.9, 2)), "ddp", bars)))
     assert "…" not in text
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert lines[-2] == ["geometric", "mean", "0.95", "0.90..0.99", "0.80", "missed", "0.50"]
-    assert lines[-1] == ["worst", "0.95", "0.90..0.99", "1.00", "met", "0.50"]
+    assert lines[-2] == ["geometric", "mean", "0.945", "0.90..0.99", "0.80", "missed", "0.500"]
+    assert lines[-1] == ["worst", "0.945", "0.90..0.99", "1.00", "met", "0.500"]
     without = report.build_comparison(verdict.compare(results(mlp=(0.9, 2)), "ddp", Bars()))
     assert "bar" not in shown(without)
 

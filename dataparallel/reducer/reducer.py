@@ -15,9 +15,8 @@ that, as it does in a bare module. The exceptions are in Note [Gradients from be
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
+from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor, local_sum
 from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.original_hooks import OriginalHooks
@@ -84,7 +84,7 @@ class Reducer:
                 self._originals, self.names, processes.control, self._expect_sparse
             )
         self.accumulated = Accumulated(self._originals, options.average == "none")
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = LeafHooks(self)
         self._round: Round | None = None
         self._entrances = Entrances()
         self._user_hooks = OriginalHooks(self._originals)
@@ -122,15 +122,10 @@ class Reducer:
             if order is None:
                 for index, leaf in enumerate(leaves):
                     if leaf.requires_grad:
-                        self._watch(leaf, functools.partial(self._record, replica, index))
+                        self._hooks.add(leaf, Reducer._record, replica, index)
             else:
                 for leaf in self.buckets.sentinels(leaves):
-                    self._watch(leaf, functools.partial(self._arrived, replica))
-
-    def _watch(self, leaf: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-        # torch declares no types for it.
-        register: Any = torch.Tensor.register_post_accumulate_grad_hook
-        self._hooks.append(register(leaf, hook))
+                    self._hooks.add(leaf, Reducer._arrived, replica)
 
     def _record(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         self._current(index)
@@ -147,9 +142,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove_all()
 
     def close(self) -> None:
         """Remove all hooks, and give the process groups back."""
@@ -239,7 +232,8 @@ class Reducer:
         self._round = Round(
             self.buckets.gradients,
             self._complete,
-            eager=eager and bool(self.buckets.ordered),
+            # One thread at a time takes gradients of a replica that is on one device only.
+            eager=eager and self.buckets.ordered and len(set(self.buckets.homes)) == 1,
             left_to_the_end=frozenset(map(self.buckets.plan.bucket_of, self._late_parameters)),
         )
         return self._round
