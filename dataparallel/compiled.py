@@ -18,6 +18,10 @@ right, and the next call starts over with the replicas one after another.
 
 The clones are new objects at each forward, and share what was compiled for the first: torch.compile
 looks at the kind, the parameters' shapes and the attributes of a module, not at its identity.
+
+Not covered: a forward that is the first in the process to import the compiler compiles without any
+of this, once. Replicas that wait for each other by other means than ``current_rendezvous()`` cannot
+do so in a call in which they run one after another; they fail after ``turns.timeout`` seconds.
 """
 
 from __future__ import annotations

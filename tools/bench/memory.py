@@ -39,17 +39,13 @@ class MemoryGauge:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._process = psutil.Process()
         self._accelerators = [slot for slot in dict.fromkeys(slots) if devices.is_accelerator(slot)]
-        self._device_start = [devices.memory_allocated(slot) for slot in self._accelerators]
-        _give_back_free_memory()
-        self.forget_peak()
-        self._host_start = self._private()
-
-    def forget_peak(self) -> None:
-        """Begin a new search for the peak, from the memory there is now."""
         for device in self._accelerators:
             torch.accelerator.reset_peak_memory_stats(device)
+        self._device_start = [devices.memory_allocated(slot) for slot in self._accelerators]
+        _give_back_free_memory()
         if (_SELF / "clear_refs").exists():
             (_SELF / "clear_refs").write_text("5")
+        self._host_start = self._private()
 
     def _private(self) -> int:
         anonymous = _sizes("smaps_rollup", "Anonymous")

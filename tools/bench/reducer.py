@@ -192,8 +192,7 @@ def _print(
     from dataparallel.tools.bench.report import print_notes
 
     sizes = [
-        f"{name}: {len(GRADIENT_SETS[name].shapes)} tensors, "
-        f"{GRADIENT_SETS[name].numbers * 4 / 2**20:.1f} MiB"
+        f"{name} {len(GRADIENT_SETS[name].shapes)}, {GRADIENT_SETS[name].numbers * 4 / 2**20:.1f}"
         for name in arguments.gradients
     ]
     limit = arguments.bucket_cap_mb
@@ -201,7 +200,7 @@ def _print(
     cap = f"bucket_cap_mb={limit:g}" if limit else "their own bucket_cap_mb"
     console.print(build_rounds(rows))
     notes = [
-        "; ".join(sizes),
+        f"tensors and MiB: {'; '.join(sizes)}",
         f"PxR: P processes of R replicas; torch DDP: P*R processes; on {arguments.device}",
         f"medians of {arguments.rounds} interleaved rounds; ✓ all gradients are right",
         "bare: one replica, no wrapper; intra-op threads per replica: "
@@ -211,6 +210,7 @@ def _print(
     ]
     print_notes(notes, console)
     if overlaps:
+        console.print()
         console.print(build_overlap(overlaps))
         notes = [
             "communication: from the first bucket's launch to the last one's end; hidden: its",

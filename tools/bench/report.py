@@ -75,10 +75,11 @@ def build_comparison(comparison: Comparison) -> Table:
         low, high = time_verdict.low, time_verdict.high
         table.add_row(
             Text(name, style="bold"),
-            _number(time_verdict.value),
+            # One digit more, to be seen on which side of a bar it is.
+            _number(time_verdict.value, 3),
             f"{_number(low)}..{_number(high)}",
             *([_bar(time_verdict)] if with_bars else []),
-            _number(memory_verdict.value),
+            _number(memory_verdict.value, 3),
             *([_bar(memory_verdict)] if with_bars else []),
         )
     return table
@@ -124,8 +125,8 @@ def _ratio(value: Spread | None) -> str:
     return _number(value.median) if value else ""
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _bar(verdict: Verdict) -> Text:

@@ -78,9 +78,6 @@ class Trainer:
             optimizer.step()
             losses.append(self.seat.mean(loss.detach()))
             norms.append(_gradient_norm(self.model))
-        if self.task.kind == "bare":
-            # Accumulation takes memory that is not the measured step's.
-            self.memory.forget_peak()
         return {"losses": losses, "gradient_norms": norms}
 
     def _parameter_error(self) -> float:
