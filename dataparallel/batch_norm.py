@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel import comm
 from dataparallel.clones import ModuleClones
+from dataparallel.compiled import untraced
 from dataparallel.functions import apply_function
 from dataparallel.parallel_apply import current_replica
 from dataparallel.rendezvous import current_rendezvous
@@ -66,6 +67,7 @@ def synchronise(clones: ModuleClones) -> None:
             clones.override(module, "forward", forwards)
 
 
+@untraced
 def _forward(reference: weakref.ref[_BatchNorm], key: str, input: Tensor) -> Tensor:
     """What ``_BatchNorm.forward`` does, with statistics over all replicas."""
     layer = reference()

@@ -168,8 +168,18 @@ class ModuleClones:
         ]
 
     def written_buffers(self) -> list[torch.Tensor]:
-        """The originals of the buffers that a replica has written since :meth:`refresh`."""
-        return self._written(self.parts.buffers)
+        """The originals of the buffers that a replica has written since :meth:`refresh`.
+
+        Batch norm on the CPU writes its statistics without counting a version, so values that
+        differ count, too: replicas whose buffers are merged have them in memory of their own.
+        """
+        known = {id(buffer) for buffer in self._written(self.parts.buffers)}
+        return [
+            buffer
+            for buffer in self.parts.buffers
+            if id(buffer) in known
+            or any(_differs(c[id(buffer)], buffer) for c in self._counterparts)
+        ]
 
     def assigned_buffers(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
         """Buffers that every replica has assigned anew: clone of replica 0, name, the tensors."""
@@ -230,3 +240,9 @@ class ModuleClones:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
+    if value is original or value.layout != torch.strided or value.is_quantized:
+        return False
+    return not torch.equal(value.to(original.device), original)

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from dataparallel.compiled import untraced
 from dataparallel.functions import ReduceAddCoalesced, apply_function
 from dataparallel.outside_tensors import make_anchor, set_aside
 from dataparallel.wanted_gradients import WantedGradients, will_execute
@@ -131,6 +132,7 @@ class Cut(torch.autograd.Function):
         return tuple(output.detach() for replica in graphs.outputs for output in replica)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: MaybeTensor) -> Any:
         graphs: CutGraphs = ctx.graphs
         num_inputs = sum(len(replica) for replica in graphs.inputs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy, check_policy
+from dataparallel.compiled import untraced
 from dataparallel.context import refuse_transforms
 from dataparallel.criterion import Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
@@ -118,6 +119,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     # --- forward ---------------------------------------------------------------------------
 
+    @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs.
 
@@ -218,6 +220,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     # --- loss ------------------------------------------------------------------------------
 
+    @untraced
     def loss(
         self,
         criterion: Callable[..., Any],

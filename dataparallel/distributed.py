@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy
+from dataparallel.compiled import untraced
 from dataparallel.criterion import Weight
 from dataparallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.devices import DeviceLike
@@ -188,6 +189,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
 
     # --- forward ---------------------------------------------------------------------------------
 
+    @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs; see :class:`DataParallel`."""
         weight = self._reduction.engine.weight
@@ -197,6 +199,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         with self._around_forward():
             return super().forward(*inputs, **kwargs)
 
+    @untraced
     def loss(
         self,
         criterion: Callable[..., Any],

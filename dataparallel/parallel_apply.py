@@ -22,6 +22,7 @@ from torch.utils import _pytree
 
 from dataparallel import devices as _devices
 from dataparallel import generators, rendezvous
+from dataparallel.compiled import CompiledCalls
 from dataparallel.context import ThreadContext
 from dataparallel.workers import SecondaryError, WorkerPools, locate
 
@@ -72,6 +73,7 @@ def current_replica() -> Replica | None:
 
 # The pools of the function calls; each wrapper has its own.
 _shared_pools = WorkerPools()
+_compiled = CompiledCalls()
 
 
 def parallel_apply(
@@ -117,7 +119,10 @@ def parallel_apply(
         functools.partial(_call, module, args, named)
         for module, args, named in zip(modules, inputs, kwargs, strict=True)
     ]
-    return apply_replicas(calls, places)
+    if not calls:
+        return []
+    with _compiled.arranged(calls, places) as arranged:
+        return apply_replicas(arranged, places)
 
 
 def _call(module: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

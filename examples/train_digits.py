@@ -55,6 +55,10 @@ def main() -> int:
     losses, accuracies = train(model, (train_x, train_y), (test_x, test_y), options, clock)
     seconds = time.perf_counter() - begin
 
+    # Now, since the step below changes the statistics of batch norm.
+    checkpoint = options.output / "digits.safetensors"
+    if rank == 0:
+        save_checkpoint(checkpoint, model)
     x, y = next(shuffled_batches(train_x, train_y, options, epoch=0))
     model.train()
     spans = record_step(
@@ -68,8 +72,6 @@ def main() -> int:
     console.print(
         f"test accuracy {accuracies[-1]:.2%} of {len(test_x)} digits after {seconds:.1f} s"
     )
-    checkpoint = options.output / "digits.safetensors"
-    save_checkpoint(checkpoint, model)
     bare = build_net()
     load_checkpoint(checkpoint, bare)
     reloaded = accuracy(bare, test_x, test_y)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, current_replica
+from dataparallel import DataParallel, DistributedDataParallel, current_replica
 from tests.models import assert_all_close
 
 
@@ -234,3 +234,17 @@ def test_mean_of_buffers_that_are_assigned_anew(slots: list[str]) -> None:
     x = torch.randn(7, 3, device=slots[0])
     model(x)
     torch.testing.assert_close(model.module.mean, x.mean(0))
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_running_statistics_are_merged(slots: list[str], wrapper: Any) -> None:
+    with torch.device(slots[0]):
+        net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    x = torch.randn(8, 3, device=slots[0]) * 3 + 1
+    wrapper(net, slots[:2], buffers="mean")(x)
+    layers = [nn.BatchNorm1d(3) for _ in range(2)]
+    for layer, chunk in zip(layers, x.cpu().chunk(2), strict=True):
+        layer(chunk)
+    for name in ("running_mean", "running_var"):
+        first, second = (getattr(layer, name) for layer in layers)
+        torch.testing.assert_close(getattr(net[0], name).cpu(), (first + second) / 2)

@@ -225,38 +225,6 @@ def test_references_that_are_hard_to_follow(slots: list[str]) -> None:
     assert_all_close(grads_of(inner), grads_of(bare))
 
 
-def test_compiled_modules_are_refused_with_the_remedy(slots: list[str]) -> None:
-    compiled: Any = torch.compile(nn.Linear(4, 4).to(slots[0]), backend="eager")
-    with pytest.raises(TypeError, match=r"OptimizedModule.*wrap the module before it is"):
-        DataParallel(compiled, slots)(torch.randn(8, 4, device=slots[0]))
-
-
-def test_a_module_compiled_in_place_runs_as_itself_in_each_replica(slots: list[str]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.norm(self.layer(x)))
-
-    bare, inner = twins(Net, slots[0])
-    compilations: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
-        compilations.append(graph)
-        return graph.forward
-
-    inner.compile(backend=backend)
-    model = DataParallel(inner, slots[:2])
-    x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
-    torch.testing.assert_close(model(x)[:4], bare(x[:4]))
-    assert dict(inner.named_buffers())["norm.num_batches_tracked"].item() == 1
-    # Replicas run at the same time, and torch.compile does not bear that.
-    assert not compilations
-
-
 def test_one_thread_evaluates_while_another_trains(slots: list[str]) -> None:
     module = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4)).to(slots[0])
     model = DataParallel(module, slots[:2])

@@ -342,3 +342,19 @@ def test_a_wrapper_that_is_dropped_leaves_nothing_behind(slots: list[str]) -> No
 def test_a_module_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="call the module once with an example input first"):
         dp.DistributedDataParallel(nn.LazyLinear(3), ["cpu", "cpu"])
+
+
+# The compiler itself warns of what it does.
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_autograd() -> None:
+    net, bare = Net("cpu", two_layers), Net("cpu", two_layers)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"])
+    backward(bare(batch("cpu", 0)).pow(2).sum())
+    from torch._dynamo import compiled_autograd
+
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        for _ in range(3):
+            net.zero_grad()
+            backward(model(batch("cpu", 0)).pow(2).sum())
+    for mine, other in zip(net.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)

@@ -350,7 +350,7 @@ def _without_hooks(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
     step(model, rank)
     model.zero_grad()
     model._remove_autograd_hooks()
-    assert not model.reducer._hooks
+    assert len(model.reducer._hooks) == 0
     first = step(model, rank)
     other = wrap(2)
     step(other, rank)

@@ -30,6 +30,10 @@ class LeafHooks:
         self._owner = weakref.ref(owner)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
+    def __len__(self) -> int:
+        """How many hooks there are."""
+        return len(self._handles)
+
     def add(self, leaf: torch.Tensor, method: Callable[..., None], *arguments: Any) -> None:
         """Call ``method`` of the owner with ``arguments`` and the leaf."""
         # torch declares no types for it.
