@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.logged_state import LoggedState
+from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.hooks import check_hook
-from dataparallel.reducer.messages import listed
 from dataparallel.scatter_gather import move
 
 # The wrapper whose forward runs here; replicas' threads see it, too.
@@ -146,7 +146,7 @@ class TorchNames(LoggedState):
             if name not in self.reducer.names:
                 raise ValueError(
                     f"there is no parameter {name!r} to be reduced; there are "
-                    f"{listed(self.reducer.names)}"
+                    f"{describe_names(self.reducer.names)}"
                 )
             if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(

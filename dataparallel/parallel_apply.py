@@ -46,7 +46,7 @@ class Replica:
 
 
 # Unlike torch.autograd.profiler.record_function it is no operation, so dispatch modes don't see it.
-_record_function: Any = getattr(
+record_range: Any = getattr(
     torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function
 )
 
@@ -222,7 +222,7 @@ class _Task:
         rendezvous._current.set((self._meeting, replica.index))
         why = "failed"
         try:
-            with _record_function(f"replica {replica.index} on {replica.device}"):
+            with record_range(f"replica {replica.index} on {replica.device}"):
                 if self._draws is None:
                     result = self._call()
                 else:

@@ -358,3 +358,27 @@ def test_compiled_autograd() -> None:
             backward(model(batch("cpu", 0)).pow(2).sum())
     for mine, other in zip(net.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_profilers_show_each_reduction() -> None:
+    model = dp.DistributedDataParallel(Net("cpu", two_layers), ["cpu", "cpu"])
+    # The first backward tells the order in which the buckets are made anew.
+    backward(model(batch("cpu", 0)).sum())
+    experimental = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=experimental) as profile:
+        backward(model(batch("cpu", 0)).sum())
+    names = {event.key for event in profile.key_averages()}
+    assert {f"reduce {name}" for name in model.reducer.buckets.describe} <= names
+
+
+def test_the_plan_is_logged_where_torch_is_asked_to_tell_more(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataparallel.reducer.debug.level", lambda: "INFO")
+    with caplog.at_level("INFO", logger="dataparallel"):
+        model = dp.DistributedDataParallel(Net("cpu", two_layers), ["cpu", "cpu"])
+        backward(model(batch("cpu", 0)).sum())
+    plans = [message for message in caplog.messages if " buckets " in message]
+    assert "before the first backward" in plans[0]
+    assert "in the order of arrival" in plans[1]
+    assert any("(layers.0.weight)" in message for message in caplog.messages)

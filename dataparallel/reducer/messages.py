@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MOST_NAMES = 10
+from dataparallel.reducer.debug import describe_names
 
 PRIOR_NOT_FINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: another "
@@ -13,13 +13,6 @@ PRIOR_NOT_FINISHED = (
 )
 
 FAILED_MEANWHILE = "another part of this backward failed, so its gradients were dropped"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
-    shown = ", ".join(names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def outside_of_a_round(names: Sequence[str], index: int | None) -> str:
@@ -36,8 +29,8 @@ def marked_twice(names: Sequence[str]) -> str:
     """Parameters got gradients again after they were ready."""
     return (
         f"Expected to mark a variable ready only once, but these parameters got a gradient several "
-        f"times in one backward: {listed(names)}. A re-entrant checkpoint that is used several "
-        "times does so; leave find_unused_parameters at None, which handles it, pass "
+        f"times in one backward: {describe_names(names)}. A re-entrant checkpoint that is used "
+        "several times does so; leave find_unused_parameters at None, which handles it, pass "
         "static_graph=True if the graph never changes, or checkpoint with use_reentrant=False"
     )
 
@@ -47,7 +40,7 @@ def unused(names: Sequence[str]) -> str:
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one: "
         f"{len(names)} parameters got no gradient in this backward although "
-        f"find_unused_parameters=False says that all of them would: {listed(names)}. Leave "
+        f"find_unused_parameters=False says that all of them would: {describe_names(names)}. Leave "
         "find_unused_parameters at None, which handles it, or make sure that all outputs of "
         "forward take part in the loss"
     )
@@ -58,7 +51,7 @@ def graph_changed(names: Sequence[str]) -> str:
     return (
         "Your training graph has changed in this iteration, although static_graph=True says that "
         f"it never does: whether these parameters get a gradient differs from the first iteration: "
-        f"{listed(names)}. Leave static_graph at False"
+        f"{describe_names(names)}. Leave static_graph at False"
     )
 
 
@@ -75,5 +68,6 @@ def late_in_step(names: Sequence[str]) -> str:
     """Gradients came after the optimizer's step of their bucket."""
     return (
         f"these parameters got a gradient after the optimizer had taken their step in backward: "
-        f"{listed(names)}. Take the step after backward, or checkpoint with use_reentrant=False"
+        f"{describe_names(names)}. Take the step after backward, or checkpoint with "
+        "use_reentrant=False"
     )

@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from dataparallel import devices as _devices
+from dataparallel.parallel_apply import record_range
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
+from dataparallel.reducer.debug import log_plan
 from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
 from dataparallel.reducer.leaf_hooks import LeafHooks
@@ -117,6 +119,8 @@ class Reducer:
             expect_sparse=self._expect_sparse,
             order=order,
         )
+        when = "before the first backward" if order is None else "in the order of arrival"
+        log_plan(self.buckets.plan, self.names, when)
         self.remove_hooks()
         for replica, leaves in enumerate(self._leaves):
             if order is None:
@@ -252,6 +256,7 @@ class Reducer:
         """A bucket has come from all replicas: sum it up and send it."""
         assert self._round is not None
         with contextlib.ExitStack() as streams:
+            streams.enter_context(record_range(f"reduce {self.buckets.describe[number]}"))
             for stream in self._round.streams:
                 if stream is not None:
                     streams.enter_context(_devices.use_stream(stream))
