@@ -9,6 +9,7 @@ from torch import nn
 
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
+from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.gradients import StolenGradients, ViewedGradients
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.options import ReducerOptions
@@ -48,9 +49,17 @@ class Buckets:
         self.homes = [bucket[0].device for bucket in members]
         #: What error messages call each bucket.
         self.describe = [_describe(n, b, names) for n, b in enumerate(self.plan.buckets)]
+        composed = [n for n, o in zip(names, originals, strict=True) if _holds_tensors(o)]
+        if flat and composed:
+            raise ValueError(
+                f"the parameters {describe_names(composed)} are of a subclass that holds tensors, "
+                "whose gradients cannot be put into a flat bucket and sent to other processes; use "
+                "one process, or leave them out with _ddp_params_and_buffers_to_ignore"
+            )
         self._viewed = [
             options.gradient_as_bucket_view
             and not expect_sparse[bucket[0]]
+            and not any(_holds_tensors(originals[index]) for index in bucket)
             and all(leaf.dtype == original.dtype for leaf, original in _pairs(leaves, originals))
             for bucket in self.plan.buckets
         ]
@@ -261,6 +270,11 @@ def empty_sparse(like: torch.Tensor) -> torch.Tensor:
 def _describe(number: int, bucket: Sequence[int], names: Sequence[str]) -> str:
     first, last = names[bucket[0]], names[bucket[-1]]
     return f"bucket {number} ({first if first == last else f'{first} .. {last}'})"
+
+
+def _holds_tensors(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a subclass around other tensors, with no memory of its own."""
+    return hasattr(type(parameter), "__tensor_flatten__")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
