@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from dataparallel.scatter_gather import move
 from dataparallel.standing_clones import OtherParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+T = TypeVar("T")
 
 
 class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
@@ -192,12 +194,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs; see :class:`DataParallel`."""
-        weight = self._reduction.engine.weight
-        with contextlib.suppress(OtherParameters), self._around_forward():
-            return super().forward(*inputs, **kwargs)
-        self._rebuild(weight)
-        with self._around_forward():
-            return super().forward(*inputs, **kwargs)
+        return self._with_own_parameters(functools.partial(super().forward, *inputs, **kwargs))
 
     @untraced
     def loss(
@@ -212,12 +209,19 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
 
         See :meth:`DataParallel.loss`.
         """
-        given = self._reduction.engine.weight
-        with contextlib.suppress(OtherParameters), self._around_forward():
-            return super().loss(criterion, inputs, targets, weight=weight)
-        self._rebuild(given)
+        call = functools.partial(super().loss, criterion, inputs, targets, weight=weight)
+        return self._with_own_parameters(call)
+
+    def _with_own_parameters(self, call: Callable[[], T]) -> T:
+        """Run a forward, after making everything anew if the module has other parameters now."""
+        weight = self._reduction.engine.weight
+        try:
+            with self._around_forward():
+                return call()
+        except OtherParameters:
+            self._rebuild(weight)
         with self._around_forward():
-            return super().loss(criterion, inputs, targets, weight=weight)
+            return call()
 
     def scatter(
         self,
