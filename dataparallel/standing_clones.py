@@ -70,6 +70,7 @@ class StandingClones(ModuleClones):
         self._clone_tables: list[list[dict[str, Any]]] = []
         self._original_values: list[Any] = []
         self._clone_values: list[list[Any]] = []
+        self._is_forward = False
         self._empty: list[Any] = []
         self._intricate: list[int] = []
         self._parameter_versions: list[int] = []
@@ -79,9 +80,8 @@ class StandingClones(ModuleClones):
 
     def release(self) -> None:
         """End a forward. If it was not committed, nothing is known of the clones any more."""
-        if self._clone_values:
-            self._filled = False
-        self._clone_values = []
+        if self._is_forward:
+            self._filled = self._is_forward = False
 
     def commit(self) -> None:
         """Assign to the original what replica 0 has assigned to itself."""
@@ -90,7 +90,7 @@ class StandingClones(ModuleClones):
             self._filled = False
         elif self._intricate:
             self._take_back([self.parts.modules[i] for i in self._intricate])
-        self._clone_values = []
+        self._is_forward = False
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
         """Bring the clones up to date.
@@ -113,7 +113,11 @@ class StandingClones(ModuleClones):
         self._counterparts = self._all[:num_replicas]
         if not self._clone_tables or self._intricate:
             self._clone_tables = [_tables(self._clones_of(c)) for c in self._all]
-        self._clone_values = [_values(tables) for tables in self._clone_tables[:num_replicas]]
+            self._clone_values = []
+        # Otherwise they are as the forward before has left them.
+        if not self._clone_values or self.parts.buffers:
+            self._clone_values = [_values(tables) for tables in self._clone_tables]
+        self._is_forward = True
         self._parameter_versions = self._leaves.versions()
         self._touched = None
         self._steps_before = steps_taken()
@@ -214,7 +218,8 @@ class StandingClones(ModuleClones):
         """Whether a clone has other attributes than before its forward."""
         if self._touched is None:
             self._touched = not self._keep or any(self._empty)
-            for tables, before in zip(self._clone_tables, self._clone_values, strict=False):
+            taking_part = self._clone_tables[: len(self._counterparts)]
+            for tables, before in zip(taking_part, self._clone_values, strict=False):
                 now = _values(tables)
                 self._touched |= len(now) != len(before) or not all(map(is_, now, before))
         return self._touched
