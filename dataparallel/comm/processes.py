@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dataparallel.comm.launcher import Launcher, Pending
+from dataparallel.comm.operations import Wire, check_operation, plan_reduction
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
 from dataparallel.comm.process_group import (
     make_group,
@@ -26,15 +28,22 @@ from dataparallel.comm.process_group import (
     shared_store,
     unused_name,
 )
-from dataparallel.comm.staging import Carried, HostBuffers
+from dataparallel.comm.routing import (
+    Kind,
+    check_kinds,
+    kind_of,
+    meeting_place,
+    pack_parcels,
+    parcel_sizes,
+    unpack_parcels,
+)
+from dataparallel.comm.staging import Carried, Gathered, HostBuffers
 
 __all__ = ["DEFAULT_TIMEOUT", "CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 60.0
-
-_OPERATIONS = ("sum", "product", "min", "max")
 
 
 class ProcessLink:
@@ -87,7 +96,10 @@ class ProcessLink:
         self.timeout = timeout
         self._name = unused_name(store, purpose, self.rank)
         self._holder = [make_group(parent, store, self._name, timeout)]
-        self._devices = frozenset(device.type for device in self.group._device_types)
+        types = [device.type for device in self.group._device_types]
+        #: Names of the backends, by the type of device that they take.
+        self._backends = {t: str(self.group._get_backend(torch.device(t)).name()) for t in types}
+        self._devices = frozenset(types)
         self._buffers = HostBuffers()
         reports = Reports(store, self._name, self.rank, self.world_size)
         reports.clear()
@@ -130,33 +142,56 @@ class ProcessLink:
     # --- collectives -------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
-        """Replace a tensor, in every process, by the sum over all processes.
+        """Replace a tensor, in every process, by the sum over all processes, or another reduction.
 
-        Sums of float16 and bfloat16 are rounded at every process; see Note [What a backend takes].
+        Any dtype has a sum and a product: integers wrap around, and of bools they are
+        `or` and `and`. Sums and products of float16 and bfloat16 are rounded at every process,
+        those of types that the backend lacks once; see Note [What a backend takes] and
+        Note [Minimum and maximum].
 
         Args:
-            tensor: Of one shape and dtype in all processes, strided or sparse (COO; the result is
-                coalesced). Read and written on the current stream of its device, in place: not to
-                be used before the wait is over.
-            op: ``"sum"`` (default), ``"product"``, ``"min"`` or ``"max"``.
+            tensor: Of one shape and dtype in all processes, strided or sparse (COO, ``"sum"`` only
+                and not complex; the result is coalesced). Read and written on the current stream of
+                its device, in place: not to be used before the wait is over.
+            op: ``"sum"`` (default) and ``"product"`` of any dtype; ``"min"`` and ``"max"`` of any
+                that is not complex, and NaN where a process has NaN; ``"band"``, ``"bor"`` and
+                ``"bxor"``, bit by bit, of integers and bool.
             what: What the tensor is, for messages, for example ``"bucket 3 (a.weight .. b.bias)"``.
 
         Returns:
             What to wait for.
 
         Raises:
-            ValueError: ``op`` is unknown.
+            ValueError: ``op`` is unknown, or there is none for this dtype or layout.
             CollectiveError: The link is broken, or the backend refused.
         """
-        if op not in _OPERATIONS:
-            raise ValueError(f"op is one of {', '.join(_OPERATIONS)}, but got {op!r}")
-        reduction = getattr(dist.ReduceOp, op.upper())
-        carried = self._carry(tensor, computed=True)
+        check_operation(op, tensor, what)
+        self._check_open()
+        backend = self._backends.get(tensor.device.type) or self._backends.get("cpu")
+        plan = plan_reduction(op, tensor, backend)
+        if plan.gathered:
+            gathered = Gathered(
+                tensor,
+                self._devices,
+                self._buffers,
+                wire=plan.wire,
+                op=plan.op,
+                world_size=self.world_size,
+            )
+            return self._launcher.launch(
+                "all_reduce",
+                what,
+                gathered,
+                lambda: dist.all_gather(
+                    list(gathered.parts), gathered.sent, self.group, async_op=True
+                ),
+            )
+        carried = self._carry(tensor, wire=plan.wire)
         return self._launcher.launch(
             "all_reduce",
             what,
             carried,
-            lambda: dist.all_reduce(carried.sent, reduction, self.group, async_op=True),
+            lambda: dist.all_reduce(carried.sent, plan.of_torch, self.group, async_op=True),
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
@@ -177,7 +212,7 @@ class ProcessLink:
         if not 0 <= source < self.world_size:
             raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
         _check_strided(tensor, "broadcast", what)
-        carried = self._carry(tensor, computed=False, load=self.rank == source)
+        carried = self._carry(tensor, load=self.rank == source)
         return self._launcher.launch(
             "broadcast",
             what,
@@ -201,7 +236,7 @@ class ProcessLink:
             CollectiveError: The collective failed, or the link is broken.
         """
         _check_strided(tensor, "all_gather", what)
-        carried = self._carry(tensor, computed=False)
+        carried = self._carry(tensor)
         parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
         pending = self._launcher.launch(
             "all_gather",
@@ -212,6 +247,58 @@ class ProcessLink:
         pending.wait_for_backend()
         carried.drop()
         return [carried.restore(part) for part in parts]
+
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], *, what: str, like: Sequence[Kind]
+    ) -> list[torch.Tensor]:
+        """Send a tensor to each process and get one from each, in one collective.
+
+        Shapes and dtypes may differ from pair to pair, and bits arrive as they are.
+
+        Example::
+
+            # In process 0 of two: send two numbers to process 1, and get a flag from there.
+            kept, sent = torch.empty(0), torch.ones(2)
+            kinds = [kind_of(kept), (torch.Size([]), torch.bool, sent.device)]
+            _, flag = link.all_to_all([kept, sent], what="halves", like=kinds)
+
+        Args:
+            tensors: ``world_size`` strided tensors, the one at ``i`` for process ``i``. Read on the
+                current stream of their device.
+            what: What the tensors are, for messages.
+            like: ``world_size`` times the shape, the dtype and the device, at ``i`` those of the
+                tensor that process ``i`` has for this one; the device is where it is wanted here.
+                The bytes travel from device to device if all tensors here are on devices of one
+                type, which the backend takes, else through the host; the same in all processes.
+
+        Returns:
+            ``world_size`` new tensors, contiguous, the one at ``i`` from process ``i``.
+
+        Raises:
+            ValueError: Not one strided tensor and one kind per process; or what comes from a
+                process is not as in ``like``. (Gloo ends a process that gets more bytes than it
+                expects, so processes that may disagree tell each other the sizes first.)
+            CollectiveTimeout: Another process did not come in time.
+            CollectiveError: The collective failed, or the link is broken.
+        """
+        check_kinds(tensors, like, self.world_size, what)
+        self._check_open()
+        kinds = [kind_of(tensor) for tensor in tensors]
+        place = meeting_place([*kinds, *like], self._devices)
+        carried = self._carry(pack_parcels(tensors, place))
+        sizes = parcel_sizes(like)
+        arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
+        pending = self._launcher.launch(
+            "all_to_all",
+            what,
+            carried,
+            lambda: dist.all_to_all_single(
+                arrived, carried.sent, sizes, parcel_sizes(kinds), self.group, async_op=True
+            ),
+        )
+        pending.wait_for_backend()
+        senders = dist.get_process_group_ranks(self.group)
+        return unpack_parcels(arrived, like, senders, what)
 
     def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
         """The values of all processes, by rank: two small collectives, and no pickle.
@@ -256,11 +343,16 @@ class ProcessLink:
         self._launcher.wait_for_future(future, what)
         return future.wait()
 
-    def _carry(self, tensor: torch.Tensor, *, computed: bool, load: bool = True) -> Carried:
+    def _carry(
+        self, tensor: torch.Tensor, *, wire: Wire | None = None, load: bool = True
+    ) -> Carried:
+        self._check_open()
+        return Carried(tensor, self._devices, self._buffers, wire=wire, load=load)
+
+    def _check_open(self) -> None:
         if self.closed:
             raise CollectiveError(f"{self!r}: the link was closed; make a new one in every process")
         self._launcher.check()
-        return Carried(tensor, self._devices, self._buffers, computed=computed, load=load)
 
 
 def _check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:

@@ -4,35 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from dataparallel import devices as _devices
-
-# Note [What a backend takes]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Contiguous tensors of these types, on the devices for which the group has a backend. Gloo adds
-# float16 and bfloat16 in their own precision, rounded at every process on the way; torch's DDP
-# leaves it at that, and so do we: same numbers.
-#
-# Other types have no sum anywhere. Integers travel as int64, where the sum is exact and wraps on
-# return as it would have; small floats travel as float32, complex ones as complex64, and are
-# rounded once, on return. What is only moved travels as bytes.
-_TAKEN = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+from dataparallel.comm.operations import TAKEN, Wire, fold
 
 _HOST = torch.device("cpu")
 
@@ -65,11 +42,13 @@ class Carried:
         tensor: Where the result belongs.
         devices: Types of the devices that the backend takes.
         buffers: Where host memory comes from.
-        computed: Whether the backend computes with the values, or only moves them.
+        wire: How the values look while the backend computes with them. Default: they are only
+            moved, as they are.
         load: Whether the contents of ``tensor`` are sent. Default: True.
+        apart: Whether something else than the tensor is sent in any case. Default: False.
     """
 
-    __slots__ = ("_buffer", "_buffers", "sent", "tensor")
+    __slots__ = ("_buffer", "_buffers", "_wire", "sent", "tensor")
 
     def __init__(
         self,
@@ -77,8 +56,9 @@ class Carried:
         devices: frozenset[str],
         buffers: HostBuffers,
         *,
-        computed: bool,
+        wire: Wire | None = None,
         load: bool = True,
+        apart: bool = False,
     ) -> None:
         #: Where the result belongs.
         self.tensor = tensor.detach() if tensor.layout == torch.strided else tensor
@@ -87,19 +67,21 @@ class Carried:
         #: What the backend gets.
         self.sent = self.tensor
         taken = tensor.device.type in devices
+        self._wire = wire = wire or Wire(tensor.dtype)
         if tensor.layout != torch.strided:
             # Shares no changes with a detached one.
-            if not taken or tensor.requires_grad:
-                self._buffer = self.sent = tensor.detach().to(_HOST)
+            if not taken or tensor.requires_grad or wire.dtype != tensor.dtype:
+                place = tensor.device if taken else _HOST
+                self._buffer = self.sent = tensor.detach().to(place, wire.dtype)
             return
-        dtype = _substitute(tensor.dtype) if computed else tensor.dtype
-        if not taken or dtype != tensor.dtype or not tensor.is_contiguous():
-            self._buffer = self._allocate(tensor, dtype, taken)
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if apart or not taken or not plain or wire.dtype != tensor.dtype:
+            self._buffer = self._allocate(tensor, wire.dtype, taken)
             if load:
                 # Onto the host this blocks until the current stream got there.
-                self._buffer.view(tensor.shape).copy_(self.tensor)
+                wire.load(self._buffer, self.tensor)
             self.sent = self._buffer
-        if dtype not in _TAKEN:
+        if wire.dtype not in TAKEN:
             self.sent = self.sent.view(-1).view(torch.uint8)
 
     @property
@@ -120,12 +102,13 @@ class Carried:
             with torch.no_grad():
                 self.tensor.copy_(buffer)
         elif buffer.device == self.tensor.device:
-            self.tensor.copy_(buffer.view(self.tensor.shape))
+            self.tensor.copy_(self._wire.restore(buffer, self.tensor))
         else:
             # From memory that isn't pinned, so this blocks: for the one copy, not for what the
             # current stream computes meanwhile.
+            values = self._wire.restore(buffer, self.tensor)
             with _devices.use_stream(_devices.copy_stream(self.tensor.device)):
-                self.tensor.copy_(buffer.view(self.tensor.shape))
+                self.tensor.copy_(values)
         self._give_back(buffer)
 
     def restore(self, part: torch.Tensor) -> torch.Tensor:
@@ -151,10 +134,40 @@ class Carried:
         return self._buffers.take(tensor.numel(), dtype)
 
 
-def _substitute(dtype: torch.dtype) -> torch.dtype:
-    """The type in which to add values of type ``dtype``; see Note [What a backend takes]."""
-    if dtype in _TAKEN:
-        return dtype
-    if dtype.is_complex:
-        return torch.complex64
-    return torch.float32 if dtype.is_floating_point else torch.int64
+class Gathered(Carried):
+    """A tensor that every process reduces itself, out of those of all processes.
+
+    Args:
+        tensor: Where the result belongs.
+        devices: Types of the devices that the backend takes.
+        buffers: Where host memory comes from.
+        wire: How the values look on their way.
+        op: With what :func:`~dataparallel.comm.operations.fold` reduces them.
+        world_size: How many processes there are.
+    """
+
+    __slots__ = ("_op", "parts")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        devices: frozenset[str],
+        buffers: HostBuffers,
+        *,
+        wire: Wire,
+        op: str,
+        world_size: int,
+    ) -> None:
+        super().__init__(tensor, devices, buffers, wire=wire, apart=True)
+        self._op = op
+        #: Where the backend puts what comes from each process.
+        self.parts: Sequence[torch.Tensor] = [
+            torch.empty_like(self.sent) for _ in range(world_size)
+        ]
+
+    def deliver(self) -> None:
+        """As for a :class:`Carried`."""
+        if self._buffer is not None:
+            fold(self._op, self.parts, self._buffer)
+            self.parts = ()
+        super().deliver()

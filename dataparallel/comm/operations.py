@@ -1,0 +1,219 @@
+"""The operations with which tensors of several processes become one, and what travels for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+OPERATIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+
+_BITWISE = frozenset({"band", "bor", "bxor"})
+_EXTREMES = frozenset({"min", "max"})
+
+# Note [What a backend takes]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Contiguous tensors of these types, on the devices for which the group has a backend. Gloo adds
+# float16 and bfloat16 in their own precision, rounded at every process on the way; torch's DDP
+# leaves it at that, and so do we: same numbers.
+#
+# Other types have no sum anywhere. Integers travel as int64, where the sum is exact and wraps on
+# return as it would have; small floats travel as float32, complex ones as complex64, and are
+# rounded once, on return. What is only moved travels as bytes. Sparse tensors can be added by gloo
+# if they have one of few types, so they all travel as float32, float64 or int64.
+TAKEN = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+# Note [Minimum and maximum]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Gloo compares as C++ does, so that whether a NaN survives depends on the order of the processes,
+# and NCCL drops every NaN. An integer has no NaN: floats travel as the integers that stand in the
+# same order, with every NaN as the one that wins. They are the bits of the float, but negative ones
+# count downwards from -1, where their magnitudes count upwards. -0.0 is below 0.0. An unsigned
+# integer of 64 bits has no wider type; it travels as if it began at the lowest signed one.
+
+# Bool has no sum: gloo adds the bytes, and a bool whose byte is 2 is neither True nor False.
+_OF_BOOLS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
+
+# A backend that has the bitwise operations.
+_HAVE_BITWISE = frozenset({"gloo", "mpi"})
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How the values of a tensor look while a backend computes with them.
+
+    Args:
+        dtype: Of what travels.
+        op: ``"min"`` or ``"max"`` if integers travel in place of what they stand for; see
+            Note [Minimum and maximum]. Default: values travel as values.
+    """
+
+    dtype: torch.dtype
+    op: str | None = None
+
+    def load(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Write what travels for ``tensor`` to a flat ``buffer`` of :attr:`dtype`."""
+        values = self._values(buffer, tensor)
+        values.copy_(tensor)
+        if self.op is None:
+            return
+        if values.is_floating_point():
+            lost = values.view(-1).isnan()
+            _turn_negative(buffer)
+            limits = torch.iinfo(self.dtype)
+            buffer.masked_fill_(lost, limits.max if self.op == "max" else limits.min)
+        else:
+            buffer.bitwise_xor_(torch.iinfo(self.dtype).min)
+
+    def restore(self, buffer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """The values in a ``buffer``, in the shape of ``tensor``. Changes the buffer."""
+        values = self._values(buffer, tensor)
+        if self.op is not None:
+            if values.is_floating_point():
+                _turn_negative(buffer)
+            else:
+                buffer.bitwise_xor_(torch.iinfo(self.dtype).min)
+        return values
+
+    def _values(self, buffer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if self.op is None:
+            return buffer.view(tensor.shape)
+        meaning = tensor.dtype
+        if meaning.is_floating_point and meaning != torch.float64:
+            meaning = torch.float32
+        return buffer.view(meaning).view(tensor.shape)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How tensors of several processes become one.
+
+    Args:
+        op: One of :data:`OPERATIONS`, which the backend or :func:`fold` applies to what travels.
+        wire: What travels.
+        gathered: Whether every process gets the tensors of all, and reduces them itself.
+    """
+
+    op: str
+    wire: Wire
+    gathered: bool
+
+    @property
+    def of_torch(self) -> dist.ReduceOp.RedOpType:
+        """The operation under torch's name."""
+        found: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, self.op.upper())
+        return found
+
+
+def check_operation(op: str, tensor: torch.Tensor, what: str) -> None:
+    """Raise a ValueError if ``op`` is unknown, or not for tensors like this one."""
+    if op not in OPERATIONS:
+        raise ValueError(
+            f"op is one of sum, product, min, max, but got {op!r}; integers and bool also have "
+            "band, bor and bxor"
+        )
+    if tensor.layout != torch.strided:
+        _check_sparse(op, tensor, what)
+    if op in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"op {op!r} is for integers and bool, but {what} has the dtype {tensor.dtype}; "
+            "view it as integers of the same size"
+        )
+    if op in _EXTREMES and tensor.is_complex():
+        raise ValueError(
+            f"complex numbers have no order, but op is {op!r} for {what} with the dtype "
+            f"{tensor.dtype}; reduce its abs(), or torch.view_as_real of it"
+        )
+
+
+def _check_sparse(op: str, tensor: torch.Tensor, what: str) -> None:
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(
+            f"all_reduce takes strided tensors and sparse ones of the layout torch.sparse_coo, but "
+            f"{what} has the layout {tensor.layout}; use its to_sparse_coo() or to_dense()"
+        )
+    if op != "sum":
+        raise ValueError(
+            f"sparse tensors have a sum only, but op is {op!r} for {what} with the layout "
+            f"{tensor.layout}; use its to_dense()"
+        )
+    if tensor.is_complex():
+        # Torch would add up a copy, and leave the tensor as it was.
+        raise ValueError(
+            f"sparse complex tensors have no sum, but {what} has the layout {tensor.layout} and "
+            f"the dtype {tensor.dtype}; use its to_dense()"
+        )
+
+
+def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduction:
+    """Decide how a reduction is done: the same wherever dtype, layout and backend are the same.
+
+    Args:
+        op: One of :data:`OPERATIONS`, checked for ``tensor``.
+        tensor: What is reduced.
+        backend: Name of the backend that does it; ``None`` if none takes the device.
+
+    Returns:
+        The plan.
+    """
+    dtype = tensor.dtype
+    if tensor.layout != torch.strided:
+        wide = torch.float32 if dtype.is_floating_point else torch.int64
+        return Reduction(op, Wire(dtype if dtype == torch.float64 else wide), gathered=False)
+    if dtype == torch.bool:
+        op = _OF_BOOLS.get(op, op)
+    if op in _EXTREMES and dtype.is_floating_point:
+        narrow = dtype != torch.float64
+        return Reduction(op, Wire(torch.int32 if narrow else torch.int64, op), gathered=False)
+    if op in _EXTREMES and dtype == torch.uint64:
+        return Reduction(op, Wire(torch.int64, op), gathered=False)
+    # No backend multiplies complex numbers.
+    gathered = op == "product" and dtype.is_complex
+    gathered |= op in _BITWISE and backend not in _HAVE_BITWISE
+    return Reduction(op, Wire(_substitute(dtype)), gathered)
+
+
+def fold(op: str, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """Reduce the parts, in their order, into ``total``, of the same shape and dtype."""
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        if op == "product":
+            total.mul_(part)
+        elif op == "band":
+            total.bitwise_and_(part)
+        elif op == "bor":
+            total.bitwise_or_(part)
+        else:
+            assert op == "bxor", f"{op} is not gathered"
+            total.bitwise_xor_(part)
+
+
+def _turn_negative(bits: torch.Tensor) -> None:
+    """From the bits of floats to integers in the same order, in place; its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    bits.bitwise_xor_((bits >> (limits.bits - 1)).bitwise_and_(limits.max))
+
+
+def _substitute(dtype: torch.dtype) -> torch.dtype:
+    """The type in which to add values of type ``dtype``; see Note [What a backend takes]."""
+    if dtype in TAKEN:
+        return dtype
+    if dtype.is_complex:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point else torch.int64
