@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
-from dataparallel.reducer.logging_data import LoggingData
 from tests.cluster import Cluster
+from tests.ddp_name_cases import make_net, step, wrap
 
 #: Names of torch's class that ours does not have: how its reducer is made and driven.
 NOT_HERE = {
@@ -56,23 +51,6 @@ NO_ATTRIBUTE = {
     "skip_all_reduce_unused_params": "nothing depends on it",
     "use_side_stream_for_tensor_copies": "copies have a stream of their own",
 }
-
-
-def make_net() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2, dtype=torch.float32))
-
-
-def wrap(replicas: int, **options: Any) -> Any:
-    if replicas:
-        return dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, **options)
-    return nn.parallel.DistributedDataParallel(make_net(), **options)
-
-
-def step(model: Any, rank: int = 0) -> list[Tensor]:
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
-    model(x).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters()]
 
 
 # --- which names there are -------------------------------------------------------------------
@@ -156,85 +134,6 @@ def test_attributes_have_the_values_of_torch(cluster: Cluster) -> None:
             assert ours[name] == value, name
 
 
-def _logging(rank: int, world_size: int, replicas: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    model = wrap(replicas, find_unused_parameters=False)
-    model._set_ddp_runtime_logging_sample_rate(2)
-    first = dict(model._get_ddp_logging_data())
-    for _ in range(3):
-        step(model, rank)
-    data = model.logger._get_ddp_logging_data()
-    assert {**data.strs_map, **data.ints_map}.keys() == model._get_ddp_logging_data().keys()
-    return first, dict(model._get_ddp_logging_data())
-
-
-#: What is measured, or is about another way to reduce.
-_DIFFERENT = {
-    # Torch's first plan is one bucket, since it does not look for unused parameters.
-    "bucket_sizes",
-    "initial_bucket_size_limits",
-    "gloo_num_threads",
-    "iteration",
-}
-
-
-def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
-    for ours, theirs in zip(cluster.run(_logging, 2, 1), cluster.run(_logging, 2, 0), strict=True):
-        for mine, other in zip(ours, theirs, strict=True):
-            timed = {name for name in other if "time" in name}
-            assert {n: mine.get(n) for n in other.keys() - timed - _DIFFERENT} == {
-                n: other[n] for n in other.keys() - timed - _DIFFERENT
-            }
-            assert all(mine.get(name, -1) >= 0 for name in timed)
-        after = ours[1]
-        assert after["forward_compute_time"] > 0 and after["backward_compute_time"] > 0
-        assert after["iteration"] == 3 and after["num_buckets_reduced"] == 1
-
-
-def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]:
-    model = wrap(2)
-    model.register_comm_hook(None, "allreduce")
-    with model.join():
-        step(model, rank)
-    return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
-
-
-def test_logging_data_as_a_record(cluster: Cluster) -> None:
-    for rank, (data, of_copy) in enumerate(cluster.run(_whole_record, 2)):
-        assert (data.rank, data.world_size, data.num_replicas) == (rank, 2, 2)
-        assert data.comm_hook == "allreduce" and data.join_uneven_inputs
-        assert data.has_rebuilt_buckets and data.rebuilt_per_bucket_param_indices
-        assert json.loads(data.to_json())["devices"] == ["cpu", "cpu"]
-        assert data.unused_parameter_size == 0
-        assert not of_copy.has_rebuilt_buckets and of_copy.num_buckets_reduced == 0
-
-
-def test_logging_data_without_processes() -> None:
-    model = wrap(2)
-    model.module[2].bias.requires_grad_()
-    x = torch.randn(4, 3)
-    model(x).sum().backward()
-    data = model.get_ddp_logging_data()
-    assert (data.world_size, data.rank, data.backend_name) == (1, 0, "")
-    assert data.timings.forward_compute_time > 0
-    with torch.no_grad():
-        model(x)
-    # Only what trains is an iteration, as in torch.
-    assert model.reducer.statistics.iteration == 1
-
-
-def test_errors_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    model = wrap(2)
-    with pytest.raises(ValueError, match="it is broken"):
-        model._log_and_throw(ValueError, "it is broken")
-    assert "it is broken" in caplog.text
-    flat = model._get_ddp_logging_data()
-    assert flat["has_error"] == 1 and "it is broken" in str(flat["error"])
-    model.logger._set_comm_hook_name("mine")
-    model.logger._set_uneven_input_join()
-    data = model.get_ddp_logging_data()
-    assert data.comm_hook == "mine" and data.join_uneven_inputs
-
-
 def _static(rank: int, world_size: int) -> bool:
     model = wrap(1)
     model._set_static_graph()
@@ -251,140 +150,6 @@ def _static(rank: int, world_size: int) -> bool:
 
 def test_static_graph_is_set_before_the_first_backward(cluster: Cluster) -> None:
     assert cluster.run(_static, 2) == [True, True]
-
-
-def _builtin(rank: int, world_size: int, replicas: int) -> list[Tensor]:
-    model = wrap(replicas)
-    kinds: Any = getattr(dist, "BuiltinCommHookType")  # noqa: B009 (torch does not declare it)
-    model._register_builtin_comm_hook(kinds.FP16_COMPRESS)
-    return step(model, rank)
-
-
-def test_builtin_hooks(cluster: Cluster) -> None:
-    ours, theirs = cluster.run(_builtin, 2, 1), cluster.run(_builtin, 2, 0)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-class Twice(nn.Module):
-    """Gets gradients for a layer twice in one backward, the second time too late for its bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.before = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for _ in range(2):
-            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
-        return x
-
-
-def _late(rank: int, world_size: int, hooked: bool) -> list[list[Any]]:
-    model = dp.DistributedDataParallel(Twice(), ["cpu"], bucket_cap_mb=1e-5)
-    if hooked:
-        model._register_builtin_comm_hook("allreduce")
-    found = []
-    for number in range(3):
-        model.zero_grad()
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
-        model(x).sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    return found
-
-
-def test_a_hook_changes_nothing_for_gradients_that_come_late(cluster: Cluster) -> None:
-    torch.testing.assert_close(cluster.run(_late, 2, True), cluster.run(_late, 2, False))
-
-
-def _fused(rank: int, world_size: int, replicas: int) -> list[Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = wrap(replicas)
-        model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
-        for number in range(3):
-            model.zero_grad()
-            step(model, rank + 2 * number)
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_overlapped_optimizers_of_torch(cluster: Cluster) -> None:
-    ours, theirs = cluster.run(_fused, 2, 1), cluster.run(_fused, 2, 0)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-    assert not torch.equal(ours[0][0], next(make_net().parameters()))
-
-
-def test_what_is_no_hook() -> None:
-    with pytest.raises(TypeError, match="must be callable"):
-        wrap(2)._check_comm_hook(3)
-
-
-def _regrouped(rank: int, world_size: int) -> list[Tensor]:
-    model = wrap(1)
-    step(model, rank)
-    model.zero_grad()
-    pair = dist.new_group([0, 1])
-    model._update_process_group(pair)
-    if rank == 2:
-        model.close()
-        return []
-    return step(model, rank)
-
-
-def test_processes_that_are_not_in_a_new_group_keep_the_old_one(cluster: Cluster) -> None:
-    first, second, third = cluster.run(_regrouped, 3)
-    whole = make_net()
-    x = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    # In eval mode for batch norm the halves would not matter; here each has its own statistics.
-    sum(whole(each).square().mean() / 2 for each in x).backward()
-    assert third == []
-    for mine, other, p in zip(first, second, whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, p.grad)
-        torch.testing.assert_close(other, p.grad)
-
-
-def _without_hooks(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    model = wrap(2)
-    step(model, rank)
-    model.zero_grad()
-    model._remove_autograd_hooks()
-    assert len(model.reducer._hooks) == 0
-    first = step(model, rank)
-    other = wrap(2)
-    step(other, rank)
-    other.zero_grad()
-    return first, step(other, rank)
-
-
-def test_gradients_are_reduced_without_hooks_too(cluster: Cluster) -> None:
-    for without, usual in cluster.run(_without_hooks, 2):
-        torch.testing.assert_close(without, usual)
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ArithmeticError("between two forwards")
-
-
-def test_a_backward_that_did_not_end_is_found() -> None:
-    model = dp.DistributedDataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
-    model(torch.ones(2, 2)).sum().backward()
-    model._check_reducer_finalized()
-    # The second forward runs backward first; the error comes before the first one's turn.
-    inner = _Fails.apply(model(torch.ones(2, 2)))
-    with pytest.raises(ArithmeticError, match="between two forwards"):
-        model(inner).sum().backward()
-    with pytest.raises(RuntimeError, match=r"did not end it.* call reset_state\(\)"):
-        model._check_reducer_finalized()
-    model.reset_state()
-    model._check_reducer_finalized()
 
 
 def test_sparse_metadata_is_checked() -> None:

@@ -1,0 +1,130 @@
+"""Hooks for buffers: before or after a forward, as under torch's wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+import dataparallel as dp
+from dataparallel.comm.processes import CollectiveTimeout
+from tests.cluster import Cluster
+from tests.ddp_buffer_cases import Shift, State, assert_equal, batch, make_net, wrap
+
+
+def _mean(state: Any, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        if buffer.dtype == torch.float32:
+            assert state == "state", name
+            dist.all_reduce(buffer)
+            buffer.div_(dist.get_world_size())
+
+
+def _mean_later(state: Any, buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    size = dist.get_world_size()
+    # Not those of batch norm, which backward may be using meanwhile.
+    chosen = [buffers["torch_float32"], buffers["turned"]]
+    works = [dist.all_reduce(buffer, async_op=True) for buffer in chosen]
+    return [
+        work.get_future().then(lambda done, b=buffer: b.div_(size))
+        for work, buffer in zip(works, chosen, strict=True)
+    ]
+
+
+def _hooked(
+    rank: int, world_size: int, replicas: int, hook: Callable[..., Any], location: Location
+) -> list[State]:
+    net = make_net(0)
+    # Other values in each process, after what is sent at first.
+    model = wrap(net, replicas)
+    net.turned.add_(rank)
+    model._register_buffer_comm_hook("state", hook, location)
+    states = []
+    for step in range(4):
+        output = model(batch(step, rank))
+        if hook is _mean:
+            states.append({name: b.clone() for name, b in model.module.named_buffers()})
+        output.sum().backward()
+        states.append({name: b.clone() for name, b in model.module.named_buffers()})
+    return states
+
+
+@pytest.mark.parametrize(
+    "hook, location",
+    [
+        (_mean, Location.PRE_FORWARD),
+        (_mean, Location.POST_FORWARD),
+        # Before a forward, it would change buffers while that uses them.
+        (_mean_later, Location.POST_FORWARD),
+    ],
+)
+def test_hooks_do_what_they_do_in_torch(
+    cluster: Cluster, hook: Callable[..., Any], location: Location
+) -> None:
+    ours = cluster.run(_hooked, 2, 1, hook, location)
+    theirs = cluster.run(_hooked, 2, 0, hook, location)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_equal(mine, other, exactly=False)
+
+
+def _sees(rank: int, world_size: int, devices: Sequence[str]) -> list[list[float]]:
+    model = dp.DistributedDataParallel(Shift(float(rank)).to(devices[0]), devices)
+
+    def set_to_step(state: Any, buffers: dict[str, Tensor]) -> None:
+        buffers["shift"].fill_(next(state))
+
+    model._register_buffer_comm_hook(iter((3.0, 4.0, 5.0)), set_to_step, Location.PRE_FORWARD)
+    return [model(torch.zeros(2, 1, device=devices[0])).flatten().tolist() for _ in range(3)]
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["virtual:0", "virtual:1"]], ids=str)
+def test_all_replicas_see_what_a_hook_has_done(cluster: Cluster, devices: list[str]) -> None:
+    for outputs in cluster.run(_sees, 1, devices, virtual=devices[0] != "cpu"):
+        assert outputs == [[3.0, 3.0], [4.0, 4.0], [5.0, 5.0]]
+
+
+def _never_done(rank: int, world_size: int) -> str:
+    model = wrap(make_net(0), 1, timeout=0.5)
+    forever: torch.futures.Future[Any] = torch.futures.Future()
+    model._register_buffer_comm_hook(None, lambda state, buffers: forever)
+    loss = model(batch(0, rank)).sum()
+    with pytest.raises(CollectiveTimeout, match="a future of the hook for buffers") as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_a_future_that_nobody_completes(cluster: Cluster) -> None:
+    assert all(cluster.run(_never_done, 2))
+
+
+def _forwards_alone(rank: int, world_size: int) -> int:
+    model = wrap(make_net(0), 1, timeout=0.5)
+    forever: torch.futures.Future[Any] = torch.futures.Future()
+    calls = []
+
+    def hook(state: Any, buffers: dict[str, Tensor]) -> Any:
+        calls.append(len(buffers))
+        return forever
+
+    model._register_buffer_comm_hook(None, hook)
+    model(batch(0, rank))
+    with pytest.raises(CollectiveTimeout, match="a future of the hook for buffers"):
+        model(batch(1, rank))
+    return len(calls)
+
+
+def test_a_hook_is_not_called_before_the_last_one_has_ended(cluster: Cluster) -> None:
+    assert cluster.run(_forwards_alone, 2) == [1, 1]
+
+
+def test_what_cannot_be_a_hook() -> None:
+    model = dp.DistributedDataParallel(Shift(0.0), ["cpu", "cpu"])
+    with pytest.raises(TypeError, match=r"called as hook\(state, buffers\), but got 3"):
+        model._register_buffer_comm_hook(None, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"PRE_FORWARD or POST_FORWARD .* but got 'before'"):
+        model._register_buffer_comm_hook(None, _mean, "before")  # type: ignore[arg-type]

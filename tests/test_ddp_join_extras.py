@@ -1,0 +1,211 @@
+"""Training with uneven inputs: what goes beyond torch's wrapper."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel.comm.processes import CollectiveTimeout
+from tests.cluster import Cluster
+from tests.ddp_join_cases import (
+    State,
+    assert_same,
+    batch,
+    joined_state,
+    make_net,
+    same_parameters,
+    state_of,
+    train,
+    wrap,
+)
+
+
+def _join_samples(rank: int, world_size: int, counts: Sequence[int]) -> State:
+    model = dp.DistributedDataParallel(
+        make_net(), ["cpu"] * (rank + 1), average="samples", broadcast_buffers=False
+    )
+    model.eval()
+    with model.join():
+        train(model, rank, counts[rank], size=3 + rank)
+    return state_of(model)
+
+
+def test_average_over_samples_is_that_of_the_samples_that_are_left(cluster: Cluster) -> None:
+    counts = (4, 2, 1)
+    ours = cluster.run(_join_samples, 3, counts)
+    bare = make_net().eval()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    for step in range(max(counts)):
+        batches = [batch(step, r, 3 + r) for r in range(3) if step < counts[r]]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        nn.functional.mse_loss(bare(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(ours, [state_of(bare)] * 3)
+
+
+@pytest.mark.parametrize("flag", [{"static_graph": True}, {"find_unused_parameters": False}])
+def test_who_has_no_gradients_breaks_no_promise(cluster: Cluster, flag: dict[str, bool]) -> None:
+    options = {"deterministic": True, **flag}
+    ours = cluster.run(joined_state, 2, 1, (1, 3), True, options)
+    assert_same(ours, cluster.run(joined_state, 2, 0, (1, 3), True, {}))
+
+
+def _collectives(rank: int, world_size: int) -> tuple[int, int]:
+    model = wrap(1)
+    control = model._reduction.processes.control
+    at_first = control.launched["all_reduce"]
+    with model.join():
+        train(model, rank, 2 + rank)
+    return control.launched["all_reduce"] - at_first, control.launched["broadcast"]
+
+
+def test_number_of_small_collectives(cluster: Cluster) -> None:
+    # Per iteration the count, whose buffers, whether gradients are reduced, and the end of the
+    # round; no map of used parameters. Then a last count, and whose parameters.
+    assert cluster.run(_collectives, 2) == [(3 * 4 + 2, 1)] * 2
+
+
+def _grads_after(rank: int, world_size: int, view: bool) -> tuple[bool, list[Tensor]]:
+    model = wrap(1, gradient_as_bucket_view=view)
+
+    def backward(step: int) -> None:
+        x, y = batch(step, rank)
+        nn.functional.mse_loss(model(x), y).backward()
+
+    backward(0)
+    model.zero_grad()
+    with model.no_sync():
+        backward(1)
+    before = [p.grad.clone() for p in model.parameters()]
+    with model.join():
+        for step in range(2, 2 + 2 * rank):
+            model.zero_grad()
+            backward(step)
+    kept = all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    if rank == 1:
+        model.zero_grad()
+    # What was not reduced before the block is reduced after it.
+    backward(5)
+    return kept, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_joined_process_keeps_its_gradients(cluster: Cluster, view: bool) -> None:
+    (kept, first), (_, second) = cluster.run(_grads_after, 2, view)
+    assert kept
+    for grad, other in zip(first, second, strict=True):
+        assert torch.equal(grad, other)
+
+
+def _two_epochs(rank: int, world_size: int, replicas: int) -> State:
+    model = wrap(replicas)
+    for counts in ((3, 1), (1, 2)):
+        with model.join():
+            train(model, rank, counts[rank])
+        if rank == 0 and replicas:
+            # Alone: after the block nothing is told to others any more.
+            model.require_forward_param_sync = False
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+        model.require_forward_param_sync = True
+    train(model, rank, 1)
+    return state_of(model)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_goes_on_after_the_block(cluster: Cluster, replicas: int) -> None:
+    assert same_parameters(cluster.run(_two_epochs, 2, replicas))
+
+
+def _filters(rank: int, world_size: int) -> bool:
+    model = wrap(1)
+    before = list(warnings.filters)
+    with model.join():
+        train(model, rank, rank)
+    return warnings.filters == before
+
+
+def test_filters_for_warnings_are_left_alone(cluster: Cluster) -> None:
+    assert cluster.run(_filters, 2) == [True, True]
+
+
+def _evaluate_in_block(rank: int, world_size: int) -> State:
+    model = wrap(1)
+    with model.join():
+        for step in range((1, 3)[rank]):
+            x, y = batch(step, rank)
+            with torch.no_grad():
+                model(x)
+            nn.functional.mse_loss(model(x), y).backward()
+    return state_of(model)
+
+
+def test_forward_without_gradients_has_no_round(cluster: Cluster) -> None:
+    first, second = cluster.run(_evaluate_in_block, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _same_block_again(rank: int, world_size: int) -> State:
+    model = wrap(1)
+    block = model.join()
+    assert not model._join_config.enable
+    for counts in ((2, 1), (1, 2)):
+        with block:
+            train(model, rank, counts[rank])
+    return state_of(model)
+
+
+def test_a_block_may_be_entered_again(cluster: Cluster) -> None:
+    first, second = cluster.run(_same_block_again, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _never_joins(rank: int, world_size: int) -> str:
+    model = wrap(1, timeout=0.5)
+    if rank == 1:
+        dist.barrier()
+        return ""
+    try:
+        with pytest.raises(CollectiveTimeout, match=r"rank 1") as caught, model.join():
+            train(model, 0, 0)
+    finally:
+        dist.barrier()
+    return str(caught.value)
+
+
+def test_waiting_for_others_ends(cluster: Cluster) -> None:
+    message, _ = cluster.run(_never_joins, 2)
+    assert "how many processes have inputs left" in message
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ArithmeticError("no gradient")
+
+
+def _fails_elsewhere(rank: int, world_size: int) -> str:
+    model = wrap(1)
+    model.module.register_forward_hook(lambda module, args, output: _Fails.apply(output))
+    with pytest.raises((ArithmeticError, RuntimeError)) as caught, model.join():
+        if rank == 1:
+            model(batch(0, rank)[0]).sum().backward()
+    return str(caught.value)
+
+
+def test_failure_of_a_backward_reaches_those_that_have_joined(cluster: Cluster) -> None:
+    joined, failed = cluster.run(_fails_elsewhere, 2)
+    assert "no gradient" in failed
+    assert "the backward of rank 1 failed" in joined

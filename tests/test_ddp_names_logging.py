@@ -1,0 +1,93 @@
+"""The names of torch's wrapper for logging data: with torch's entries, and as a record."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel.reducer.logging_data import LoggingData
+from tests.cluster import Cluster
+from tests.ddp_name_cases import step, wrap
+
+
+def _logging(rank: int, world_size: int, replicas: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrap(replicas, find_unused_parameters=False)
+    model._set_ddp_runtime_logging_sample_rate(2)
+    first = dict(model._get_ddp_logging_data())
+    for _ in range(3):
+        step(model, rank)
+    data = model.logger._get_ddp_logging_data()
+    assert {**data.strs_map, **data.ints_map}.keys() == model._get_ddp_logging_data().keys()
+    return first, dict(model._get_ddp_logging_data())
+
+
+#: What is measured, or is about another way to reduce.
+_DIFFERENT = {
+    # Torch's first plan is one bucket, since it does not look for unused parameters.
+    "bucket_sizes",
+    "initial_bucket_size_limits",
+    "gloo_num_threads",
+    "iteration",
+}
+
+
+def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
+    for ours, theirs in zip(cluster.run(_logging, 2, 1), cluster.run(_logging, 2, 0), strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            timed = {name for name in other if "time" in name}
+            assert {n: mine.get(n) for n in other.keys() - timed - _DIFFERENT} == {
+                n: other[n] for n in other.keys() - timed - _DIFFERENT
+            }
+            assert all(mine.get(name, -1) >= 0 for name in timed)
+        after = ours[1]
+        assert after["forward_compute_time"] > 0 and after["backward_compute_time"] > 0
+        assert after["iteration"] == 3 and after["num_buckets_reduced"] == 1
+
+
+def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]:
+    model = wrap(2)
+    model.register_comm_hook(None, "allreduce")
+    with model.join():
+        step(model, rank)
+    return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
+
+
+def test_logging_data_as_a_record(cluster: Cluster) -> None:
+    for rank, (data, of_copy) in enumerate(cluster.run(_whole_record, 2)):
+        assert (data.rank, data.world_size, data.num_replicas) == (rank, 2, 2)
+        assert data.comm_hook == "allreduce" and data.join_uneven_inputs
+        assert data.has_rebuilt_buckets and data.rebuilt_per_bucket_param_indices
+        assert json.loads(data.to_json())["devices"] == ["cpu", "cpu"]
+        assert data.unused_parameter_size == 0
+        assert not of_copy.has_rebuilt_buckets and of_copy.num_buckets_reduced == 0
+
+
+def test_logging_data_without_processes() -> None:
+    model = wrap(2)
+    model.module[2].bias.requires_grad_()
+    x = torch.randn(4, 3)
+    model(x).sum().backward()
+    data = model.get_ddp_logging_data()
+    assert (data.world_size, data.rank, data.backend_name) == (1, 0, "")
+    assert data.timings.forward_compute_time > 0
+    with torch.no_grad():
+        model(x)
+    # Only what trains is an iteration, as in torch.
+    assert model.reducer.statistics.iteration == 1
+
+
+def test_errors_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = wrap(2)
+    with pytest.raises(ValueError, match="it is broken"):
+        model._log_and_throw(ValueError, "it is broken")
+    assert "it is broken" in caplog.text
+    flat = model._get_ddp_logging_data()
+    assert flat["has_error"] == 1 and "it is broken" in str(flat["error"])
+    model.logger._set_comm_hook_name("mine")
+    model.logger._set_uneven_input_join()
+    data = model.get_ddp_logging_data()
+    assert data.comm_hook == "mine" and data.join_uneven_inputs
