@@ -5,6 +5,7 @@ from dataparallel import virtual as virtual
 virtual.enable_from_environment()
 
 # After the virtual devices exist: what is imported here may ask which devices there are.
+from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
 from dataparallel.data_parallel import data_parallel as data_parallel  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "Replica",
     "Replicate",
     "ShardedOptimizer",
+    "collectives",
     "comm",
     "compute_bucket_assignment_by_size",
     "current_replica",

@@ -33,7 +33,7 @@ from dataparallel.clone import (
 )
 from dataparallel.gradient_edges import connect
 from dataparallel.parts import Parts
-from dataparallel.tensor_copies import Sharing, TensorCopies, last_step_of
+from dataparallel.tensor_copies import Sharing, TensorCopies, is_being_stepped, last_step_of
 
 
 class ModuleClones:
@@ -152,7 +152,8 @@ class ModuleClones:
             id(parameter)
             for parameter in self._written(self.parts.parameters)
             # Otherwise another thread trains the module meanwhile, which is its own affair.
-            if last_step_of(parameter) == self._steps[id(parameter)]
+            if not is_being_stepped(parameter)
+            and last_step_of(parameter) == self._steps[id(parameter)]
         }
         if not written:
             return []

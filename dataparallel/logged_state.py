@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.join import UnevenInputs
 from dataparallel.reducer.buckets import make_plan
 from dataparallel.reducer.logging_data import LoggingData, LoggingValue, environment
@@ -17,6 +18,8 @@ from dataparallel.reducer.trained import TrainedParameters, trained_parameters
 from dataparallel.reduction_methods import ReductionMethods
 
 _log = logging.getLogger("dataparallel")
+
+_SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
 
 
 class TorchData(NamedTuple):
@@ -102,7 +105,7 @@ class LoggedState(UnevenInputs, ReductionMethods):
             static_graph=options.static_graph,
             average=options.average,
             bucket_cap_bytes=(limits,) if isinstance(limits, int) else limits,
-            has_sync_bn=any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
+            has_sync_bn=any(isinstance(part, _SYNCHRONISED) for part in module.modules()),
             dtypes=tuple(sorted({_name(p.dtype) for p in trained.parameters})),
             num_parameter_tensors=len(trained.parameters),
             total_parameter_size_bytes=sum(p.nbytes for p in trained.parameters),

@@ -6,11 +6,12 @@ A module may compute with tensors that require grad and are neither its paramete
 a closure over a learned temperature, an attribute that another module has computed. Their graphs
 are then parts of the replicas' graphs, and replicas that run at the same time cannot each have a
 backward of their own. They are found by going over the graphs from the outputs to the leaves, and
-what is not a leaf of the replica is from outside. The cut takes these leaves as inputs, so whatever
+what is not a leaf of a replica is from outside. The cut takes these leaves as inputs, so whatever
 lies between them and the replicas is a part of the replicas' backward.
 
 That walk takes about a microsecond per node. It is left out if the replicas have made as many nodes
-as in an earlier forward in which nothing was found. A tensor from outside that began to require
+as in an earlier forward in which nothing was found, and have not met: what they compute together
+when they meet is a node of several graphs, too. A tensor from outside that began to require
 grad without one node more is missed then: replicas that share nodes which keep something for
 backward get torch's error that this was freed, and gradients of gradients lack it.
 """
@@ -45,25 +46,34 @@ class OutsideTensors:
         self._without: set[tuple[int, ...]] = set()
 
     def find(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[Sequence[torch.Tensor]]
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        *,
+        met: bool = False,
     ) -> tuple[list[torch.Tensor], bool]:
         """Go over the graphs of one forward.
 
         Args:
             outputs: Per replica, the outputs that require grad.
             inputs: Per replica, the leaves that stand for its inputs.
+            met: Whether the replicas met in this forward.
 
         Returns:
-            The leaves from outside, and whether replicas share a node.
+            The leaves from outside, and whether a node leads to leaves of several replicas.
         """
         sizes = tuple(self._size(i, replica) for i, replica in enumerate(outputs))
-        if sizes in self._without:
+        if sizes in self._without and not met:
             return [], False
         found: dict[int, torch.Tensor] = {}
         owner: dict[Any, int] = {}
         shared = False
+        replica_of = {
+            key: index
+            for index, (own, given) in enumerate(zip(self._own, inputs, strict=False))
+            for key in own.union(map(id, given))
+        }
         for index, replica in enumerate(outputs):
-            own = self._own[index].union(map(id, inputs[index]))
             pending = [torch.autograd.graph.get_gradient_edge(output).node for output in replica]
             while pending:
                 node = pending.pop()
@@ -74,9 +84,13 @@ class OutsideTensors:
                 edges = node.next_functions
                 pending.extend([after for after, _ in edges if after is not None])
                 leaf = None if edges else getattr(node, "variable", None)
-                if leaf is None or id(leaf) in own or hasattr(leaf, "_dataparallel_anchor"):
+                if leaf is None or hasattr(leaf, "_dataparallel_anchor"):
                     continue
-                found[id(leaf)] = leaf
+                if id(leaf) in replica_of:
+                    # That of another replica, where this one alone uses what they have in common.
+                    shared |= replica_of[id(leaf)] != index
+                else:
+                    found[id(leaf)] = leaf
         if not found and not shared and len(self._without) < _MOST_SIZES:
             self._without.add(sizes)
         return list(found.values()), shared

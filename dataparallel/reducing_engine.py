@@ -14,6 +14,7 @@ from dataparallel.cut import CutGraphs, CutTerms, Rounds
 from dataparallel.devices import has_backward_thread
 from dataparallel.engine import ReplicaCall, ReplicaEngine
 from dataparallel.outside_tensors import OutsideTensors
+from dataparallel.rendezvous import count_meetings
 from dataparallel.replica_parameters import ReplicaParameters
 from dataparallel.standing_clones import StandingClones
 from dataparallel.tree import flatten
@@ -118,9 +119,11 @@ class ReducingEngine(ReplicaEngine):
         inputs: list[list[torch.Tensor]],
         outputs: list[list[torch.Tensor]],
         weight: float,
+        *,
+        met: bool,
     ) -> list[list[torch.Tensor]]:
         """Cut off the graphs of one forward; returns what stands for the outputs."""
-        outside, shared = self._outside.find(outputs, inputs)
+        outside, shared = self._outside.find(outputs, inputs, met=met)
         if outside:
             outer_inputs = [[*outer_inputs[0], *outside], *outer_inputs[1:]]
             inputs = [[*inputs[0], *outside], *inputs[1:]]
@@ -146,6 +149,7 @@ class _CutCall(ReplicaCall):
     ) -> None:
         self._engine = engine
         self._weight = weight
+        self._meetings = count_meetings()
         self._outer: list[list[torch.Tensor]] = []
         self._inner: list[list[torch.Tensor]] = []
         pairs = [self._detached(pair) for pair in zip(args, kwargs, strict=True)]
@@ -173,7 +177,8 @@ class _CutCall(ReplicaCall):
         ]
         if not any(followed):
             return outputs
-        connected = self._engine.cut(self._outer, self._inner, followed, self._weight)
+        met = count_meetings() != self._meetings
+        connected = self._engine.cut(self._outer, self._inner, followed, self._weight, met=met)
         result = []
         for (leaves, structure), replica in zip(flat, connected, strict=True):
             new = iter(replica)

@@ -27,7 +27,7 @@ from dataparallel.clones import ModuleClones
 from dataparallel.parts import REGISTRIES, Parts
 from dataparallel.replica_parameters import ReplicaParameters
 from dataparallel.replicate import check_placement
-from dataparallel.tensor_copies import Sharing, steps_taken
+from dataparallel.tensor_copies import Sharing, is_being_stepped, steps_taken
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, set})
 
@@ -237,7 +237,8 @@ class StandingClones(ModuleClones):
         count = len(self.parts.parameters)
         pairs = enumerate(zip(now, before, strict=True))
         written = {i % count for i, (version, earlier) in pairs if version != earlier}
-        ids = {id(self.parts.parameters[i]) for i in written}
+        parameters = [self.parts.parameters[i] for i in written]
+        ids = {id(parameter) for parameter in parameters if not is_being_stepped(parameter)}
         return [name for name, p in self.module.named_parameters() if id(p) in ids]
 
 

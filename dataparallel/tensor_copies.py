@@ -37,9 +37,23 @@ _Signature: TypeAlias = tuple[Any, ...]
 _steps = itertools.count(1)
 _steps_taken = 0
 _last_step_of: dict[int, int] = {}
+# Parameters that an optimizer is writing just now, in some thread.
+_being_stepped: set[int] = set()
 
 
-def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        _being_stepped.update(map(id, group["params"]))
+    _count_step(optimizer)
+
+
+def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _count_step(optimizer)
+    for group in optimizer.param_groups:
+        _being_stepped.difference_update(map(id, group["params"]))
+
+
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
     global _steps_taken
     # Several threads may count at the same time, and no number may come twice.
     _steps_taken = number = next(_steps)
@@ -48,13 +62,21 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 # Before, too: what another thread copies in the middle of a step is then a change after it.
-register_optimizer_step_pre_hook(_count_step)
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)
 
 
 def steps_taken() -> int:
     """A number that changes with each step of any optimizer."""
     return _steps_taken
+
+
+def is_being_stepped(tensor: torch.Tensor) -> bool:
+    """Whether an optimizer step that has ``tensor`` among its parameters has begun and not ended.
+
+    After a step that raised it stays so until the next one ends.
+    """
+    return id(tensor) in _being_stepped
 
 
 def last_step_of(tensor: torch.Tensor) -> int | None:

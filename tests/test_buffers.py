@@ -96,16 +96,34 @@ def test_sync_keeps_precision_when_the_mean_is_large(slots: list[str]) -> None:
     torch.testing.assert_close(model(x), bare(x), rtol=1e-3, atol=1e-3)
 
 
-def test_sync_recomputed_by_a_checkpoint_is_a_clear_error(slots: list[str]) -> None:
+def test_sync_under_a_checkpoint_is_a_clear_error(slots: list[str]) -> None:
     class Checkpointed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
     model = DataParallel(Checkpointed().to(slots[0]), slots[:2], buffers="sync")
-    loss = model(torch.randn(6, 2, 5, 5, device=slots[0])).sum()
+    x = torch.randn(6, 2, 5, 5, device=slots[0])
     with pytest.raises(RuntimeError, match=r"batch norm 'norm'.*activation checkpointing"):
-        loss.backward()
-    assert model(torch.randn(6, 2, 5, 5, device=slots[0])).shape == (6, 4)
+        model(x)
+    assert model.eval()(x).shape == (6, 4)
+
+
+def test_a_synchronised_layer_outside_of_its_forward_is_a_clear_error(slots: list[str]) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.norm)
+            output: torch.Tensor = self.norm(x)
+            return output
+
+    kept: list[nn.Module] = []
+    x = torch.randn(4, 3, device=slots[0])
+    DataParallel(Keeps().to(slots[0]), slots[:2], buffers="sync")(x)
+    with pytest.raises(RuntimeError, match=r"batch norm 'norm' .* called outside of their forward"):
+        kept[0](x)
 
 
 def test_sync_of_a_single_value_is_refused_as_torch_refuses_it(slots: list[str]) -> None:

@@ -10,6 +10,7 @@ import gc
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, DistributedDataParallel
 from tests.models import assert_all_close, grads_of, placed, twins
 
 
@@ -264,3 +265,37 @@ def test_gradients_turned_on_inside_a_forward(slots: list[str]) -> None:
     with torch.no_grad():
         torch.testing.assert_close(DataParallel(module, slots[:1])(x), module(x))
         assert DataParallel(module, slots)(x).shape == (8, 4)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_a_step_that_another_thread_is_taking_is_not_the_replicas_doing(
+    wrapper: Callable[..., nn.Module], slots: list[str]
+) -> None:
+    begun, in_forward, written, over = (threading.Event() for _ in range(4))
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            begun.set()
+            assert in_forward.wait(60)
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            written.set()
+            assert over.wait(60)
+
+    class Waits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            in_forward.set()
+            assert written.wait(60)
+            return super().forward(x)
+
+    module = Waits(4, 3).to(slots[0])
+    model = wrapper(module, slots[:2])
+    other = threading.Thread(target=Slow(module.parameters(), 0.1).step)
+    other.start()
+    assert begun.wait(60)
+    try:
+        with torch.no_grad():
+            model(torch.ones(4, 4, device=slots[0]))
+    finally:
+        over.set()
+        other.join(60)

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import dataparallel
-from dataparallel import comm, virtual
+from dataparallel import collectives, comm, virtual
 from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -32,6 +34,8 @@ NOT_RUN: dict[str, str] = {}
 
 #: Public objects that show no example, and why.
 NO_EXAMPLE = {
+    "collectives.Group": "a type",
+    "collectives.traceable_collective_remaps": "a table; the docs show it",
     "Replica": "a record; the example of current_replica shows it",
     "DataParallel.__init__": "the example of the class",
     "DataParallel.forward": "the example of the class",
@@ -41,7 +45,7 @@ NO_EXAMPLE = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Everything that users call, with its qualified name."""
-    for module in (dataparallel, comm, virtual):
+    for module in (dataparallel, collectives, comm, virtual):
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.ismodule(value):
@@ -171,7 +175,32 @@ def test_example_of_a_docstring(name: str) -> None:
     names = names_for(code)
     if name.startswith("comm."):
         names |= {each: getattr(comm, each) for each in comm.__all__}
-    run(code, names, name)
+    if name.startswith("collectives."):
+        names |= {each: getattr(collectives, each) for each in collectives.__all__}
+        in_processes = name.endswith("_inplace") or "AsyncCollectiveTensor" in name
+        (run_in_a_process if in_processes else run_in_replicas)(code, names, name)
+    else:
+        run(code, names, name)
+
+
+def run_in_replicas(code: str, names: dict[str, Any], where: str) -> None:
+    names |= dict.fromkeys(("x", "y", "chunk", "batch", "tokens", "grad"), torch.ones(8, 4))
+    names |= dict.fromkeys(("weight", "loss", "count"), torch.tensor(1.0))
+    names |= {"grad_of_a": torch.ones(8, 3), "grad_of_b": torch.ones(3, 8)}
+    names |= {"group": "local", "counts_in": [2] * 4, "counts_out": [2] * 4}
+    replicas: list[Any] = [lambda: run(code, dict(names), where)] * 4
+    dataparallel.parallel_apply(replicas, [()] * 4)
+
+
+def run_in_a_process(code: str, names: dict[str, Any], where: str) -> None:
+    names |= {name: torch.ones(3) for name in ("x", "mine", "batch", "chunk", "tokens", "grad")}
+    names |= {"lengths": [3], "counts_in": [3], "counts_out": [3], "dist": dist}
+    names["compute_something_else"] = lambda: torch.ones(3)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        run(code, names | {"group": dist.group.WORLD}, where)
+    finally:
+        dist.destroy_process_group()
 
 
 # --- pages -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ EXPORTED = {
         "Replica",
         "Replicate",
         "ShardedOptimizer",
+        "collectives",
         "comm",
         "compute_bucket_assignment_by_size",
         "current_replica",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dataparallel.rendezvous import (
     RendezvousError,
     RendezvousKeyError,
     RendezvousTimeout,
+    count_meetings,
     current_rendezvous,
 )
 
@@ -74,6 +76,73 @@ def test_combine_runs_once_in_the_thread_of_replica_0() -> None:
     for _ in range(5):
         replicas(call, call, call)
     assert ran == [(0, True)] * 5
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [1, 0, 2]])
+def test_combine_may_run_in_the_thread_that_comes_last(order: list[int]) -> None:
+    came = [threading.Event() for _ in order]
+    join = Rendezvous._join
+    ran: list[int] = []
+
+    def joins(self: Rendezvous, *args: Any) -> Any:
+        joined = join(self, *args)
+        came[order.index(index())].set()
+        return joined
+
+    def combine(values: list[Any]) -> list[Any]:
+        ran.append(index())
+        return [value * 10 for value in values]
+
+    def call() -> Any:
+        place = order.index(index())
+        assert place == 0 or came[place - 1].wait(30)
+        rendezvous = current_rendezvous()
+        assert rendezvous is not None
+        return rendezvous.exchange("key", index(), combine, by_last=True)
+
+    with mock.patch.object(Rendezvous, "_join", joins):
+        assert replicas(call, call, call) == [0, 10, 20]
+    assert ran == [order[-1]]
+
+
+def test_a_combine_that_takes_too_long_is_named() -> None:
+    released = threading.Event()
+    seen: list[str] = []
+
+    def combine(values: list[Any]) -> list[Any]:
+        assert released.wait(30)
+        return values
+
+    def waits() -> None:
+        rendezvous = current_rendezvous()
+        assert rendezvous is not None
+        try:
+            rendezvous.exchange("key", 0, combine, timeout=0.2)
+        except RendezvousTimeout as error:
+            seen.append(str(error))
+            released.set()
+            raise
+
+    with pytest.raises(RendezvousTimeout, match="replica 0 has not finished combining within"):
+        replicas(waits, waits)
+    assert len(seen) == 2
+
+
+def test_the_caller_counts_the_meetings_of_its_calls() -> None:
+    before = count_meetings()
+    replicas(int, int)
+    assert count_meetings() == before
+    inner: list[int] = []
+
+    def call() -> None:
+        meet("key", 0)
+        replicas(lambda: meet("key", 0), lambda: meet("key", 0))
+        inner.append(count_meetings())
+
+    replicas(call, call)
+    # Those of calls in replicas are theirs.
+    assert count_meetings() == before + 1
+    assert all(count >= 1 for count in inner)
 
 
 def test_one_autograd_node_with_n_inputs_and_outputs() -> None:

@@ -55,6 +55,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "workers",
         }
     ),
+    frozenset({"collectives"}),
     frozenset({"reducer"}),
     frozenset(
         {

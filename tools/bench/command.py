@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command
-from dataparallel.tools.bench import reducer, train
+from dataparallel.tools.bench import collectives, reducer, train
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
@@ -17,8 +17,13 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "bench",
         summary="Measure speed and memory beside a peer, interleaved in one run.",
-        examples=["dataparallel bench train --help", "dataparallel bench reducer --help"],
+        examples=[
+            "dataparallel bench train --help",
+            "dataparallel bench reducer --help",
+            "dataparallel bench collectives --help",
+        ],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
     train.add_to(subjects)
     reducer.add_to(subjects)
+    collectives.add_to(subjects)

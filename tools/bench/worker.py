@@ -25,7 +25,7 @@ def begin(subject: str, task: dict[str, Any]) -> Measurement:
     """Set up what a task asks for.
 
     Args:
-        subject: ``"train"`` or ``"reducer"``.
+        subject: ``"train"``, ``"reducer"`` or ``"collectives"``.
         task: The fields of the subject's task.
     """
     if subject == "train":
@@ -33,6 +33,11 @@ def begin(subject: str, task: dict[str, Any]) -> Measurement:
         from dataparallel.tools.bench.trainer import Trainer
 
         return Trainer(TrainTask(**task))
+    if subject == "collectives":
+        from dataparallel.tools.bench.collectives_seats import take_seat
+        from dataparallel.tools.bench.collectives_tasks import CollectivesTask
+
+        return take_seat(CollectivesTask(**task))
     from dataparallel.tools.bench.contestants import ReducerTask
     from dataparallel.tools.bench.reduction import Reduction
 

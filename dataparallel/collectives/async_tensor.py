@@ -1,0 +1,377 @@
+"""A result that waits for itself before its first use.
+
+Note [A tensor that waits]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+An AsyncCollectiveTensor has the shape of the result and no memory. Every operation arrives in its
+``__torch_dispatch__``, below autograd, which waits and hands on the plain tensor. Views are made of
+the plain tensor without waiting, and wrapped again.
+
+For autograd it is a view of the plain tensor, and what ``wait()`` returns is a view of it. So all
+of them share one history and one version counter: a change in place through any of them has the
+right gradient in all, or is the error that it is for plain tensors. The view is made by torch's own
+``alias``, whose result a dispatch mode replaces.
+
+Operators that torch composes of others arrive whole where autograd is off (inference mode), and
+their signature says "may be a view" of ``to`` and ``contiguous``. They are taken apart first; only
+what is a view for any arguments counts as one.
+
+It is an instance of torch's class of that name, since torch's own code asks for that and then calls
+``trigger_wait()``: compiled functions do, for their arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as _TorchAsync
+
+from dataparallel.collectives import pending
+from dataparallel.collectives.operator_kinds import VIEWS, is_composite
+from dataparallel.collectives.pending import Claim
+from dataparallel.collectives.tracing import is_tracing
+
+_aten = torch.ops.aten
+_push_mode: Any = torch._C._push_on_torch_dispatch_stack
+_pop_mode: Any = torch._C._pop_torch_dispatch_stack
+_AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def can_wrap(tensor: Tensor) -> bool:
+    """Whether :func:`wrap` may wrap this tensor; an operator has to wait for it otherwise.
+
+    Example::
+
+        return wrap(result) if can_wrap(result) else torch.ops.dataparallel.wait_tensor(result)
+
+    Args:
+        tensor: The result of a collective.
+
+    Returns:
+        False while tracing, and for other tensor subclasses: theirs is the memory of the tensors
+        inside of them, which only their own dispatch reaches.
+    """
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_tracing()
+
+
+def wrap(tensor: Tensor) -> Tensor:
+    """A tensor that waits, before its first use, for the work that writes ``tensor``.
+
+    Example::
+
+        total = wrap(result)
+        shape = total.view(-1).shape    # does not wait
+        print(total)                    # waits
+
+    Args:
+        tensor: Plain, on any device. Must not be used afterwards.
+
+    Returns:
+        An :class:`AsyncCollectiveTensor` with the same memory and history; ``tensor`` itself if
+        nothing is under way for it, or if it cannot be wrapped (see :func:`can_wrap`).
+    """
+    return wrap_result(tensor) if can_wrap(tensor) else tensor
+
+
+def wrap_result(tensor: Tensor) -> Tensor:
+    """What :func:`wrap` does, for a tensor that can be wrapped."""
+    claim = pending.claim(tensor)
+    if claim is None:
+        return tensor
+    if tensor.is_conj() or tensor.is_neg():
+        claim.wait()
+        return tensor
+    with _as_itself(tensor):
+        _push_mode(_Wrapping(claim))
+        try:
+            wrapped: Tensor = _aten.alias.default(tensor)
+        finally:
+            _pop_mode(None)
+    return wrapped
+
+
+class AsyncCollectiveTensor(_TorchAsync):
+    """The result of a collective that may still be under way; see :func:`wrap`.
+
+    A use waits; metadata and views do not. The results of operations are plain tensors, and so are
+    views once the wait is over.
+
+    Example::
+
+        total = all_reduce(x, "sum", group)
+        y = compute_something_else()
+        y += total                          # waits here
+    """
+
+    elem: Tensor
+    _claim: Claim
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    # --- waiting -----------------------------------------------------------------------------
+
+    @property
+    def completed(self) -> bool:  # type: ignore[override]
+        """Whether a use by this thread would not wait."""
+        return self._claim.completed
+
+    def wait(self) -> Tensor:
+        """Wait, and return the plain tensor, which has the same memory and history."""
+        while True:
+            self._claim.wait()
+            base = self._base
+            if base is not None and not self.requires_grad and _is_all_of(self, base):
+                return base
+            with _as_itself(self):
+                plain: Tensor = _aten.alias.default(self)
+            if not isinstance(plain, AsyncCollectiveTensor):
+                return plain
+            # Another thread started a further work on it meanwhile.
+
+    def trigger_wait(self) -> Tensor:
+        """The same as :meth:`wait`, by torch's name."""
+        return self.wait()
+
+    # --- operations --------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*_ready(args), **_ready(kwargs))
+        packet = func.overloadpacket
+        if packet in VIEWS and isinstance(args[0], AsyncCollectiveTensor):
+            return _view(func, args[0], args[1:], kwargs)
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if func._schema.is_mutable:
+            return _mutate(func, args, kwargs)
+        return func(*_ready(args), **_ready(kwargs))
+
+    # --- what reads memory without an operator -----------------------------------------------
+
+    def _finished(self) -> Tensor:
+        """The plain tensor after the wait, without the history."""
+        self._claim.wait()
+        return self.elem
+
+    def data_ptr(self) -> int:
+        return self._finished().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._finished().untyped_storage()
+
+    def storage(self) -> Any:
+        return self._finished().storage()  # type: ignore[no-untyped-call]
+
+    def _typed_storage(self) -> Any:
+        return self._finished()._typed_storage()  # type: ignore[no-untyped-call]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.wait().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.wait().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wait().__dlpack__(*args, **kwargs)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.wait().__cuda_array_interface__
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.wait()!r})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.wait(), format_spec) if format_spec else str(self)
+
+    # --- copies ------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            # Says that only leaves can be copied.
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        twin = memo[id(self)] = copy.deepcopy(self._leaf(), memo)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def _leaf(self) -> Tensor:
+        """The plain tensor without a history, as a copy of it starts."""
+        leaf = self._finished().detach().requires_grad_(self.requires_grad)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return torch.nn.Parameter(leaf, self.requires_grad) if is_parameter else leaf
+
+    # --- what would leave the plain tensor behind --------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        """The plain tensor without its history; waits, since it may be assigned to another's."""
+        return self.wait().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(_metadata_message("assigning .data"))
+
+    # --- compilation -------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        self._claim.wait()
+        return ["elem"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Mapping[str, Tensor], meta: None, outer_size: Any, outer_stride: Any
+    ) -> AsyncCollectiveTensor:
+        elem = inner_tensors["elem"]
+        return _make(elem, pending.nothing(elem.device))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_metadata: Any, expected_type: type | None = None
+    ) -> Tensor | None:
+        return self.wait() if expected_type is Tensor else None
+
+
+class _Wrapping:
+    """A dispatch mode that wraps what an operator returns; see Note [A tensor that waits].
+
+    Not derived from torch's class, which costs several times what this does.
+    """
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _make(func(*args, **(kwargs or {})), self._claim)
+
+
+def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
+    if elem.is_inference() != torch.is_inference_mode_enabled():
+        with torch.inference_mode(elem.is_inference()):
+            return _make(elem, claim)
+    make: Any = Tensor._make_wrapper_subclass
+    made: AsyncCollectiveTensor = make(
+        AsyncCollectiveTensor,
+        elem.size(),
+        strides=elem.stride(),
+        storage_offset=elem.storage_offset(),
+        dtype=elem.dtype,
+        layout=elem.layout,
+        device=elem.device,
+    )
+    # Code in C++ that asks for memory gets an error instead of a null pointer.
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.elem, made._claim = elem, claim
+    return made
+
+
+def _as_itself(tensor: Tensor) -> AbstractContextManager[None]:
+    """Modes in which a view of ``tensor`` can do whatever ``tensor`` can.
+
+    A view that was made while gradients were off may not be changed once they are on again.
+    """
+    if tensor.is_inference() == torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        return _AS_IT_IS
+    return _modes_of(tensor)
+
+
+@contextlib.contextmanager
+def _modes_of(tensor: Tensor) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if tensor.is_inference() != torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(tensor.is_inference()))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def _is_all_of(view: AsyncCollectiveTensor, base: Tensor) -> bool:
+    """Whether the plain tensor of which ``view`` is a view is the same, without a history."""
+    return (
+        not base.requires_grad
+        and type(base) is Tensor
+        and base.shape == view.shape
+        and base.stride() == view.stride()
+        and base.dtype == view.dtype
+        and base.storage_offset() == view.storage_offset()
+    )
+
+
+def _view(
+    func: Any, tensor: AsyncCollectiveTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    claim = tensor._claim
+    # `Parameter` insists on a `detach` that keeps the class.
+    if claim.completed and func is not _aten.detach.default:
+        return func(tensor.elem, *args, **kwargs)
+    views = func(tensor.elem, *args, **kwargs)
+    if isinstance(views, Tensor):
+        return _make(views, claim)
+    return [_make(view, claim) for view in views]
+
+
+def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator that changes some of its arguments, and returns some of those."""
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], AsyncCollectiveTensor):
+        raise RuntimeError(_metadata_message(f"{func.overloadpacket.__name__}()"))
+    wrappers: dict[int, AsyncCollectiveTensor] = {}
+    result = func(*_ready(args, wrappers), **_ready(kwargs, wrappers))
+    for wrapper in wrappers.values():
+        if wrapper.shape != wrapper.elem.shape:
+            raise RuntimeError(
+                f"out has shape {tuple(wrapper.shape)}, but the result has shape "
+                f"{tuple(wrapper.elem.shape)}, and an AsyncCollectiveTensor cannot be resized; "
+                "call .wait() on it and use what that returns"
+            )
+    return _replaced(result, wrappers)
+
+
+def _ready(value: Any, wrappers: dict[int, AsyncCollectiveTensor] | None = None) -> Any:
+    """The value with all tensors waited for and unwrapped; ``wrappers`` gets what they were."""
+    if isinstance(value, AsyncCollectiveTensor):
+        value._claim.wait()
+        if wrappers is not None:
+            wrappers[id(value.elem)] = value
+        return value.elem
+    if isinstance(value, (list, tuple)):
+        return type(value)([_ready(item, wrappers) for item in value])
+    if isinstance(value, dict):
+        return {key: _ready(item, wrappers) for key, item in value.items()}
+    return value
+
+
+def _replaced(value: Any, wrappers: Mapping[int, AsyncCollectiveTensor]) -> Any:
+    if isinstance(value, Tensor):
+        return wrappers.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(item, wrappers) for item in value])
+    return value
+
+
+def _metadata_message(what: str) -> str:
+    return (
+        f"{what} would change the shape or the memory of an AsyncCollectiveTensor, which belong to "
+        "a collective; call .wait() on it and use what that returns"
+    )

@@ -1,0 +1,190 @@
+"""Which members take part: everything that users may pass as ``group``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.parallel_apply import current_replica
+
+#: What functions take as ``group``: a process group (None: the default one), its name, a list of
+#: the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and one of its
+#: dimensions, a group of replicas, or ``"local"`` or ``"hybrid"``.
+Group: TypeAlias = Any
+
+_BY_NAME = {"local": LocalGroup(), "hybrid": HybridGroup()}
+
+# How the process groups that this package makes for itself are described; nobody else may use them.
+_OURS = "dataparallel/"
+
+
+def resolve(group: Group, tag: str = "") -> str | LocalGroup:
+    """The name of a process group, or the group of replicas, that ``group`` stands for.
+
+    Ranks are those of the default group. Lists of ranks stand for a group that exists.
+
+    Example::
+
+        resolve("local")                # the replicas of this process
+        resolve(dist.group.WORLD)       # its name
+        resolve([[0, 1], [2, 3]])       # the name of the group over the list with this process
+        resolve((mesh, "data"))         # the name of the group of this process in one dimension
+
+    Args:
+        group: See :data:`Group`.
+        tag: Tells groups over the same ranks apart, as in torch.
+
+    Returns:
+        What :mod:`dataparallel.collectives.process_ops` takes as a name, or the group itself.
+
+    Raises:
+        ValueError: There is no such group, or this process is not in it.
+        TypeError: ``group`` is of a type that stands for no group.
+        RuntimeError: A process group was named within one of several replicas, or
+            ``torch.distributed`` is not initialised.
+    """
+    if isinstance(group, LocalGroup):
+        return group
+    if isinstance(group, str) and group in _BY_NAME:
+        return _BY_NAME[group]
+    if not torch.compiler.is_compiling():
+        _refuse_in_replicas()
+        _check_exists(group)
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, str):
+        return group
+    if isinstance(group, tuple):
+        return _name_in_mesh(*_mesh_and_dim(group))
+    if isinstance(group, Sequence):
+        return _name_of_ranks(group, tag)
+    if hasattr(group, "ndim") and hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a mesh as a group has one dimension, but this one has {group.ndim}; pass "
+                "(mesh, dim)"
+            )
+        return _name_in_mesh(group, 0)
+    raise TypeError(
+        "group is a ProcessGroup, the name of one, a list of ranks, a list of such lists, a "
+        "DeviceMesh of one dimension, (DeviceMesh, dim), a LocalGroup, a HybridGroup, 'local' or "
+        f"'hybrid', but got {type(group).__name__}"
+    )
+
+
+def _refuse_in_replicas() -> None:
+    replica = current_replica()
+    if replica is not None and replica.num_replicas > 1:
+        raise RuntimeError(
+            f"a collective over processes was called in replica {replica.index} of "
+            f"{replica.num_replicas}: every replica would take part for the whole process; pass "
+            "group='hybrid' for all replicas of all processes, or 'local' for those of this one"
+        )
+
+
+def _check_exists(group: Group) -> None:
+    """Raise if a group was destroyed, has no place for this process, or can't exist at all."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "a collective over processes needs torch.distributed; call "
+            "torch.distributed.init_process_group() first, or pass group='local' for the replicas "
+            f"of this process (group is {group!r})"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group (new_group has returned "
+            "GroupMember.NON_GROUP_MEMBER here); call the collective in the processes of the "
+            "group only"
+        )
+    if isinstance(group, dist.ProcessGroup):
+        import torch.distributed.distributed_c10d as c10d
+
+        if group not in c10d._world.pg_map:
+            raise ValueError(
+                f"the process group {group.group_name!r} was destroyed, or not made by "
+                "torch.distributed; pass one from new_group() or init_device_mesh()"
+            )
+
+
+# --- meshes ----------------------------------------------------------------------------------
+
+
+def _mesh_and_dim(group: tuple[Any, ...]) -> tuple[Any, Any]:
+    if len(group) == 2 and hasattr(group[0], "get_group"):
+        return group[0], group[1]
+    kinds = ", ".join(type(entry).__name__ for entry in group)
+    raise ValueError(
+        f"a tuple as a group is (DeviceMesh, dim), but got ({kinds}); ranks come in a list"
+    )
+
+
+def _name_in_mesh(mesh: Any, dim: Any) -> str:
+    if not torch.compiler.is_compiling():
+        names: tuple[str, ...] = mesh.mesh_dim_names or ()
+        # Counted from the front only, as by DeviceMesh itself.
+        if not (dim in names if isinstance(dim, str) else dim in range(mesh.ndim)):
+            called = f" called {', '.join(map(repr, names))}" if names else ""
+            raise ValueError(
+                f"dim is one of the {mesh.ndim} dimensions of the mesh{called}, but got {dim!r}"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; call "
+                "the collective in the processes of the mesh only"
+            )
+    name: str = mesh.get_group(dim).group_name
+    return name
+
+
+# --- ranks -----------------------------------------------------------------------------------
+
+
+def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
+    ranks = _list_of_this_process(given)
+    import torch.distributed.distributed_c10d as c10d
+
+    # Torch marks tags that users have given.
+    marked = tag if not tag or tag.startswith(("ptd:", "user:")) else f"user:{tag}"
+    for group in c10d._world.tags_to_pg.get(marked, []):
+        same = sorted(dist.get_process_group_ranks(group)) == sorted(ranks)
+        if same and not group.group_desc.startswith(_OURS):
+            name: str = group.group_name
+            return name
+    tagged = f" with the tag {tag!r}" if tag else ""
+    raise ValueError(
+        f"there is no process group over the ranks {sorted(ranks)}{tagged}; make it once, in "
+        f"every process, with torch.distributed.new_group({sorted(ranks)}), and pass that or the "
+        "ranks"
+    )
+
+
+def _list_of_this_process(given: Sequence[Any]) -> list[int]:
+    """The ranks with which this process communicates, out of one list or several."""
+    nested = [isinstance(entry, Sequence) and not isinstance(entry, str) for entry in given]
+    if any(nested) and not all(nested):
+        raise ValueError(f"a group is a list of ranks, or a list of such lists, not {given!r}")
+    lists = [list(entry) for entry in given] if all(nested) and given else [list(given)]
+    every = [rank for ranks in lists for rank in ranks]
+    wrong = [rank for rank in every if not isinstance(rank, int) or isinstance(rank, bool)]
+    if wrong:
+        raise TypeError(f"a group in a list consists of ranks, but got {wrong[0]!r} in {given!r}")
+    world_size, here = dist.get_world_size(), dist.get_rank()
+    faults = []
+    if outside := sorted({rank for rank in every if not 0 <= rank < world_size}):
+        faults.append(f"the ranks {outside} do not exist (there are 0 to {world_size - 1})")
+    if double := sorted({rank for rank in every if every.count(rank) > 1}):
+        faults.append(f"the ranks {double} occur more than once")
+    if len({len(ranks) for ranks in lists}) > 1:
+        faults.append(f"the lists have different lengths, {[len(ranks) for ranks in lists]}")
+    if here not in every:
+        faults.append(f"this process, rank {here}, is not in it")
+    if faults:
+        raise ValueError(f"{given!r} is no group: {'; '.join(faults)}")
+    return next(ranks for ranks in lists if here in ranks)

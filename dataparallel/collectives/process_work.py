@@ -1,0 +1,195 @@
+"""A collective that the backend of a process group is doing.
+
+Note [Whose memory]
+~~~~~~~~~~~~~~~~~~~
+Memory of an accelerator belongs to the stream on which it was allocated. So what is left to do when
+the backend has finished is queued on the stream on which the collective was launched, whoever waits
+on whatever stream; the waiter's stream then waits for that one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dataparallel.comm.process_errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    Place,
+    Reports,
+    failure,
+)
+from dataparallel.comm.process_group import shared_store
+from dataparallel.devices import (
+    NullStream,
+    current_stream,
+    is_accelerator,
+    use_stream,
+    wait_stream,
+)
+
+#: Gives a collective to the backend, when called with ``async_op=True``.
+Start: TypeAlias = Callable[..., Any]
+
+# The time between two looks at Ctrl-C, which a wait in the backend does not notice.
+_SLICE = datetime.timedelta(seconds=0.5)
+
+# What backends write when nothing but their time limit was reached.
+_TIME_IS_OVER = ("timed out", "timeout")
+
+_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class ProcessWork:
+    """A collective of a process group, from its launch to its result; a ``pending.Work``.
+
+    The backend ends what takes longer than the time limit of the group.
+
+    Args:
+        group: Who takes part.
+        operation: Its name, for messages.
+        given: What this process gives, for messages.
+        sent: What the backend computes with.
+        device: Where the result will be.
+        start: Gives the collective to the backend.
+        finish: What remains to be done when the backend has finished.
+
+    Raises:
+        CollectiveTimeout, CollectiveError: The backend refused.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_device",
+        "_finish",
+        "_group",
+        "_operation",
+        "_sequence",
+        "_shape",
+        "_start",
+        "_started",
+        "_stream",
+        "_work",
+    )
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        operation: str,
+        given: Tensor,
+        sent: Tensor,
+        device: torch.device,
+        start: Start,
+        finish: Callable[[], object] | None,
+    ) -> None:
+        self._group = group
+        self._operation = operation
+        self._shape = (given.dtype, given.shape)
+        self._device = device
+        self._stream = current_stream(device)
+        self._blocks = not is_accelerator(sent.device)
+        self._finish = finish
+        # Holds what the backend reads and writes.
+        self._start: Start | None = start
+        self._sequence = _next_number(group)
+        self._started = time.monotonic()
+        try:
+            work = start(async_op=True)
+        except RuntimeError as error:
+            raise self._error(error) from error
+        assert work is not None, "this process is in the group"
+        self._work = work
+
+    def done(self) -> bool:
+        """Whether a wait would return, or raise, without waiting for another process."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Wait for the result: the host on the CPU, the current stream on an accelerator.
+
+        Raises:
+            CollectiveTimeout: Another process did not come in time; the message says which.
+            CollectiveError: The collective failed.
+        """
+        if isinstance(self._stream, NullStream):
+            self._complete()
+            return
+        # See Note [Whose memory].
+        with use_stream(self._stream):
+            self._complete()
+        wait_stream(current_stream(self._device), self._stream)
+
+    def _complete(self) -> None:
+        self._wait_for_backend()
+        finish, self._finish = self._finish, self._was_interrupted
+        if finish is not None:
+            finish()
+        self._finish = self._start = None
+
+    def _wait_for_backend(self) -> None:
+        try:
+            while not self._wait_a_little():
+                pass
+        except RuntimeError as error:
+            raise self._error(error) from error
+
+    def _wait_a_little(self) -> bool:
+        if not self._blocks:
+            self._work.wait()
+            return True
+        try:
+            self._work.wait(_SLICE)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # Raises if it was more than the end of this short wait.
+            self._work.wait()
+        return True
+
+    def _was_interrupted(self) -> None:
+        raise RuntimeError(
+            f"{self._place()} was interrupted while its result was written; it is lost"
+        )
+
+    def _place(self) -> Place:
+        dtype, shape = self._shape
+        what = f"a tensor {tuple(shape)} of {str(dtype).removeprefix('torch.')}"
+        return Place(self._sequence, self._operation, what)
+
+    def _error(self, error: RuntimeError) -> CollectiveError | CollectiveTimeout:
+        seconds = time.monotonic() - self._started
+        timed_out = any(word in str(error).lower() for word in _TIME_IS_OVER)
+        group, place = self._group, self._place()
+        link = f"process group {group.group_name}/collectives"
+        ranks = list(range(group.size()))
+        reports: object = "the process group was destroyed"
+        if _is_alive(group):
+            ranks = dist.get_process_group_ranks(group)
+            mine = Reports(shared_store(group), link, group.rank(), group.size())
+            reports = mine.exchange(place, timed_out)
+        assert isinstance(reports, (dict, str))
+        reason = None if timed_out else str(error)
+        return failure(place, link, ranks, group.rank(), reports, seconds, timed_out, reason)
+
+
+def _next_number(group: dist.ProcessGroup) -> int:
+    numbers = _sequences.get(group)
+    if numbers is None:
+        numbers = _sequences.setdefault(group, itertools.count(1))
+    return next(numbers)
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    import torch.distributed.distributed_c10d as c10d
+
+    return group in c10d._world.pg_map

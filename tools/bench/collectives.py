@@ -1,0 +1,242 @@
+"""The `bench collectives` subcommand: collectives of replicas and processes, beside torch's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataparallel.tools.arguments import add_command, count, device_names, names_in
+from dataparallel.tools.bench.collectives_summary import (
+    CollectiveRow,
+    MemoryRow,
+    judge,
+    summarise_memory,
+    summarise_process,
+    summarise_replicas,
+)
+from dataparallel.tools.bench.collectives_tasks import (
+    FORMS,
+    HYBRID_PROCESSES,
+    OPERATIONS,
+    SIZES,
+    CollectivesTask,
+    plan_members,
+    sizes,
+)
+from dataparallel.tools.bench.output import environment, progress, teller, write_json
+from dataparallel.tools.bench.rounds import Outcome, measure
+from dataparallel.tools.bench.train import above_zero
+from dataparallel.tools.bench.verdict import Verdict
+from dataparallel.tools.extras import needs_extra
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dataparallel.tools.arguments import Subparsers
+
+
+def add_to(subjects: Subparsers) -> None:
+    """Add the subcommand to `bench`."""
+    parser = add_command(
+        subjects,
+        "collectives",
+        summary="Latency of collectives of replicas and of processes, beside torch's.",
+        examples=[
+            "dataparallel bench collectives",
+            "dataparallel bench collectives --bar 0.5 --bar-process 1.1 --check",
+            "dataparallel bench collectives --forms local --devices cpu,cpu,cpu,cpu",
+            "dataparallel bench collectives --forms hybrid --sizes 64KiB,1MiB",
+            "dataparallel bench collectives --forms process --operations all_reduce,"
+            "all_gather_tensor",
+            "dataparallel bench collectives --sizes 1KiB,1MiB --rounds 3 --json results.json",
+        ],
+        run=_run,
+    )
+    add = parser.add_argument
+    add("--forms", type=names_in(FORMS), default=list(FORMS[:2]), metavar="LIST",
+        help="local: all_reduce of replicas in one process beside torch's in place between "
+        "processes; process: ours beside torch's functional ones in the same processes; "
+        f"hybrid: as local, but the replicas of {HYBRID_PROCESSES} processes; default: "
+        "local,process")  # fmt: skip
+    add("--sizes", type=sizes, default=sizes(SIZES), metavar="LIST",
+        help="of each member's input, float32; default: 1KiB to 64MiB by factors of 4")  # fmt: skip
+    add("--operations", type=names_in(OPERATIONS), default=[OPERATIONS[0]], metavar="LIST",
+        help=f"of the process form: {','.join(OPERATIONS)}; default: {OPERATIONS[0]}")  # fmt: skip
+    add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
+        help="one device per replica of a process; torch gets one process per replica, on "
+        "its device; default: cpu,cpu")  # fmt: skip
+    add("--threads-per-replica", type=count, default=1, metavar="N",
+        help="intra-op threads of each replica and process; default: 1")  # fmt: skip
+    add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
+    add("--steps", type=count, default=None, metavar="N",
+        help="repetitions of the largest size per turn; smaller ones get more, up to 200; "
+        "default: about half a second's worth")  # fmt: skip
+    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
+    bars = parser.add_argument_group(
+        "bars", "upper limits of geometric means over the sizes, shown as met or missed"
+    )
+    add = bars.add_argument
+    add(
+        "--bar", type=above_zero, metavar="R", help="replicas / torch's processes, local and hybrid"
+    )
+    add("--bar-process", type=above_zero, metavar="R",
+        help="our process form / torch's functional form, each operation")  # fmt: skip
+    add("--check", action="store_true", help="exit with status 1 if a bar is missed")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """One form beside torch's."""
+
+    form: str
+    rows: list[CollectiveRow]
+    verdicts: list[Verdict]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with needs_extra("tools"):
+        from rich.console import Console
+    _check(arguments)
+    # The tables must not mix with JSON on the standard output.
+    console = Console(stderr=arguments.json == "-")
+    task = CollectivesTask(
+        "ours",
+        (),
+        threads=arguments.threads_per_replica,
+        sizes=tuple(arguments.sizes),
+        forms=tuple(arguments.forms),
+        operations=tuple(arguments.operations),
+    )
+    outcomes, steps = _measure(task, arguments, console)
+    compared = [_compare(form, task, outcomes, arguments) for form in task.forms]
+    memory = summarise_memory(task, outcomes) if "memory" in outcomes else []
+    if arguments.json != "-":
+        _print(compared, memory, arguments, console)
+    if arguments.json:
+        content = _record(compared, memory, arguments)
+        content["steps_per_round"] = steps
+        content["measured"] = [_measured(each) for each in outcomes.values()]
+        write_json(arguments.json, content)
+    right = all(row.agrees for each in compared for row in each.rows)
+    missed = any(verdict.met is False for each in compared for verdict in each.verdicts)
+    return int(not right or (arguments.check and missed))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.check and not (arguments.bar or arguments.bar_process):
+        raise ValueError("--check needs a bar to check, for example --bar 0.5")
+    for option, bar, forms in (
+        ("--bar", arguments.bar, ("local", "hybrid")),
+        ("--bar-process", arguments.bar_process, ("process",)),
+    ):
+        if bar and not set(forms) & set(arguments.forms):
+            raise ValueError(
+                f"{option} is for the form {' or '.join(forms)}, but --forms is "
+                f"{','.join(arguments.forms)}; add {forms[0]} or leave the bar out"
+            )
+
+
+def _measure(
+    task: CollectivesTask, arguments: argparse.Namespace, console: Console
+) -> tuple[dict[str, Outcome], int]:
+    with tempfile.TemporaryDirectory() as folder:
+        task = dataclasses.replace(task, meeting_point=str(pathlib.Path(folder) / "meeting"))
+        contestants = plan_members(task, arguments.devices)
+        with progress(console, arguments.rounds * len(contestants)) as tell:
+            on_turn = teller(tell, "collectives")
+            outcomes, steps = measure(contestants, arguments.rounds, arguments.steps, on_turn)
+    return {each.contestant.name: each for each in outcomes}, steps
+
+
+def _compare(
+    form: str, task: CollectivesTask, outcomes: dict[str, Outcome], arguments: argparse.Namespace
+) -> _Comparison:
+    if form == "process":
+        rows = summarise_process(task, outcomes["processes"])
+        return _Comparison(form, rows, judge(rows, arguments.bar_process))
+    rows = summarise_replicas(task, form, outcomes)
+    return _Comparison(form, rows, judge(rows, arguments.bar))
+
+
+def _print(
+    compared: Sequence[_Comparison],
+    memory: Sequence[MemoryRow],
+    arguments: argparse.Namespace,
+    console: Console,
+) -> None:
+    from dataparallel.tools.bench.collectives_report import (
+        build_comparison,
+        build_memory,
+        conclusion,
+    )
+    from dataparallel.tools.bench.report import print_notes
+
+    members = len(arguments.devices)
+    for each in compared:
+        for verdict in each.verdicts:
+            own = [row for row in each.rows if row.operation == verdict.case]
+            title = _title(each.form, verdict.case, arguments.devices)
+            console.print(build_comparison(own, title))
+            console.print(conclusion(verdict))
+            console.print()
+    if memory:
+        title = f"memory bandwidth of {members} threads, and what all_reduce uses of it"
+        console.print(build_memory(memory, title))
+    print_notes(_notes(arguments), console)
+
+
+def _title(form: str, operation: str, devices: Sequence[str]) -> str:
+    members = len(devices)
+    if form == "process":
+        return f"process: {operation}, {members} processes\nours beside torch's functional form"
+    processes = 1 if form == "local" else HYBRID_PROCESSES
+    return (
+        f"{form}: {operation}, replicas on {processes} x ({', '.join(devices)})\n"
+        f"beside torch's in place, {members * processes} processes"
+    )
+
+
+def _notes(arguments: argparse.Namespace) -> Sequence[str]:
+    notes = [
+        f"medians of {arguments.rounds} interleaved rounds; a call and its wait, of the slowest "
+        "member",
+        "size: float32 input of each member; ✓ every element of every result is right",
+        f"intra-op threads of each replica and process: {arguments.threads_per_replica}",
+    ]
+    if "local" in arguments.forms:
+        notes += [
+            "uses: bytes that an all_reduce must move (each input read, each result written)",
+            "per second, as a share of the faster of copy and sum of that size",
+        ]
+    return notes
+
+
+def _record(
+    compared: Sequence[_Comparison], memory: Sequence[MemoryRow], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    names = ("forms", "sizes", "operations", "devices", "threads_per_replica", "rounds")
+    return {
+        "setting": {**environment(), **{name: getattr(arguments, name) for name in names}},
+        "comparisons": [
+            {
+                "form": each.form,
+                "rows": [{**dataclasses.asdict(row), "agrees": row.agrees} for row in each.rows],
+                "verdicts": [{**dataclasses.asdict(v), "met": v.met} for v in each.verdicts],
+            }
+            for each in compared
+        ],
+        "memory": [dataclasses.asdict(row) for row in memory],
+    }
+
+
+def _measured(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "contestant": outcome.contestant.name,
+        "seconds": outcome.seconds,
+        "checked": outcome.checked,
+        "finished": outcome.finished,
+    }
