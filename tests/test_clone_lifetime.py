@@ -274,7 +274,7 @@ def test_a_step_that_another_thread_is_taking_is_not_the_replicas_doing(
     begun, in_forward, written, over = (threading.Event() for _ in range(4))
 
     class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             begun.set()
             assert in_forward.wait(60)
             with torch.no_grad():
