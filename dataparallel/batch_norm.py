@@ -1,4 +1,4 @@
-"""Batch statistics over all replicas of one process, with no process group.
+"""Batch statistics over all replicas of a wrapper.
 
 How they are computed is in ``collectives/batch_statistics.py``; here the batch norm layers of the
 clones are made to do so.
@@ -20,16 +20,15 @@ from dataparallel.compiled import untraced
 from dataparallel.parallel_apply import current_replica
 from dataparallel.rendezvous import current_rendezvous
 
-_REPLICAS = LocalGroup()
 
-
-def synchronise(clones: ModuleClones) -> None:
+def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
     """Let the batch norm layers of some clones use the statistics of the whole batch.
 
     Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group.
 
     Args:
         clones: Refreshed clones; the change lasts until their next refresh.
+        group: The replicas that have the batch.
     """
     for module in clones.parts.modules:
         if isinstance(module, nn.DataParallel):
@@ -47,14 +46,16 @@ def synchronise(clones: ModuleClones) -> None:
             layers = [replica[id(module)] for replica in clones.counterparts]
             # Weak, since the layer is to hold this, and would hold itself through it.
             forwards = [
-                functools.partial(_forward, weakref.ref(layer), f"batch norm {name!r}")
+                functools.partial(_forward, weakref.ref(layer), group, f"batch norm {name!r}")
                 for layer in layers
             ]
             clones.override(module, "forward", forwards)
 
 
 @untraced
-def _forward(reference: weakref.ref[_BatchNorm], label: str, input: Tensor) -> Tensor:
+def _forward(
+    reference: weakref.ref[_BatchNorm], group: LocalGroup, label: str, input: Tensor
+) -> Tensor:
     """What ``_BatchNorm.forward`` does, with statistics over all replicas."""
     layer = reference()
     assert layer is not None
@@ -66,6 +67,6 @@ def _forward(reference: weakref.ref[_BatchNorm], label: str, input: Tensor) -> T
             "for example recomputed by activation checkpointing, where the other replicas cannot "
             "take part; leave synchronised layers out of the checkpointed part"
         )
-    if not uses_batch or is_alone(_REPLICAS, label):
+    if not uses_batch or is_alone(group, label):
         return type(layer).forward(layer, input)
-    return batch_norm(layer, input, _REPLICAS, label)
+    return batch_norm(layer, input, group, label)

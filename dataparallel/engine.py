@@ -14,6 +14,7 @@ from dataparallel import intra_op
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
+from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
 from dataparallel.parallel_apply import apply_replicas
@@ -75,11 +76,19 @@ class ReplicaEngine:
     Args:
         devices: One device per slot.
         policy: What becomes of buffers.
+        batch_group: Who has the parts of the batch of which ``"sync"`` takes the statistics.
+            Default: the replicas of this process.
     """
 
-    def __init__(self, devices: Sequence[torch.device], policy: BufferPolicy) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        policy: BufferPolicy,
+        batch_group: LocalGroup | None = None,
+    ) -> None:
         self._devices = tuple(devices)
         self._policy = policy
+        self._batch_group = batch_group or LocalGroup()
         self._pools = WorkerPools()
         self._compiled = CompiledCalls()
         self._idle: list[ModuleClones] = []
@@ -120,7 +129,7 @@ class ReplicaEngine:
         try:
             entries = clones.refresh(num_replicas, detach=detach)
             if self._policy == "sync":
-                synchronise(clones)
+                synchronise(clones, self._batch_group)
         except BaseException:
             self._idle.append(clones)
             raise

@@ -10,6 +10,7 @@ from torch import nn
 
 from dataparallel.buffers import BufferPolicy
 from dataparallel.clones import ModuleClones
+from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.cut import CutGraphs, CutTerms, Rounds
 from dataparallel.devices import has_backward_thread
 from dataparallel.engine import ReplicaCall, ReplicaEngine
@@ -36,6 +37,8 @@ class ReducingEngine(ReplicaEngine):
         spread: Whether the one replica is on several devices itself.
         direct: Whether the module itself runs: there is nothing to reduce.
         convert: What becomes of each leaf of the arguments. Default: nothing.
+        batch_group: Who has the parts of the batch of which ``"sync"`` takes the statistics.
+            Default: the replicas of this process.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class ReducingEngine(ReplicaEngine):
         spread: bool = False,
         direct: bool = False,
         convert: Callable[[Any], Any] | None = None,
+        batch_group: LocalGroup | None = None,
     ) -> None:
-        super().__init__(devices, policy)
+        super().__init__(devices, policy, batch_group)
         self._direct = direct
         self._spread = spread
         self._convert = convert

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.buffers import BufferPolicy
+from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.cut import Rounds
 from dataparallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
@@ -129,6 +130,8 @@ class Reduction:
             check_placement(module, devices[0])
         self._settings = settings
         self._num_replicas = len(devices)
+        if policy == "sync":
+            _check_weights(settings)
         self.processes = _processes(settings)
         precision = settings.precision
         self.leaves = ReplicaParameters(list(module.parameters()), devices, precision.param_dtype)
@@ -141,6 +144,9 @@ class Reduction:
         if self.local is not None:
             rounds = ChainedReducers(self.reducer, self.local)
         alone = len(devices) == 1 and self.processes is None
+        self._batch_group: HybridGroup | None = None
+        if policy == "sync" and self.processes is not None:
+            self._batch_group = HybridGroup(settings.process_group, settings.timeout)
         self.engine = ReducingEngine(
             module,
             devices,
@@ -155,6 +161,7 @@ class Reduction:
             and precision == FULL
             and settings.optimizers is None,
             convert=precision.convert_input if precision.param_dtype else None,
+            batch_group=self._batch_group,
         )
 
     def _make_reducer(
@@ -179,9 +186,22 @@ class Reduction:
     def close(self) -> None:
         """End the worker threads, remove all hooks and give the process groups back."""
         self.engine.close()
+        if self._batch_group is not None:
+            self._batch_group.close()
         for reducer in (self.reducer, self.local):
             if reducer is not None:
                 reducer.close()
+
+
+def _check_weights(settings: ReductionSettings) -> None:
+    group = settings.process_group
+    if settings.average == "samples" and group is not None and dist.get_world_size(group) > 1:
+        raise ValueError(
+            "buffers='sync' over several processes and average='samples' do not go together: the "
+            "weights would come after backward, when gradients have gone through the statistics to "
+            "other processes; multiply the loss by its process's share of the samples, and use "
+            "average='none'"
+        )
 
 
 def _processes(settings: ReductionSettings) -> ReducerProcesses | None:
