@@ -28,8 +28,9 @@ T = TypeVar("T")
 INTERRUPT_GRACE = 2.0
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
-# On Windows a wait for a lock without a timeout cannot be interrupted by Ctrl-C.
-_WAIT = -1.0 if os.name == "posix" else 0.2
+# Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
+# elsewhere a signal that comes just before the wait begins does not end it.
+_WAIT = 0.2
 
 _set_thread_name: Any = getattr(torch._C, "_set_thread_name", None)
 
