@@ -59,16 +59,19 @@ def record_step(
     Returns:
         Spans of the caller and of each replica, of the shortest step.
     """
-    steps = [_record_once(model, loss_of, optimizer) for _ in range(5)]
+    # The same hooks for all: new ones would make each step the first of its kind.
+    recorder = _Recorder(model.module)
+    steps = [_record_once(recorder, loss_of, optimizer) for _ in range(5)]
+    recorder.remove_hooks()
     return min(steps, key=lambda spans: max(span.end for span in spans))
 
 
 def _record_once(
-    model: dataparallel.DataParallel[Any],
+    recorder: _Recorder,
     loss_of: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> list[Span]:
-    recorder = _Recorder(model.module)
+    recorder.restart()
     begin = recorder.now()
     optimizer.zero_grad()
     loss = loss_of()
@@ -77,7 +80,6 @@ def _record_once(
     backward_done = recorder.now()
     optimizer.step()
     step_done = recorder.now()
-    recorder.remove_hooks()
     spans = recorder.spans()
     forwards = [span for span in spans if span.what == "forward"]
     backwards = [span for span in spans if span.what == "backward"]
@@ -102,6 +104,13 @@ class _Recorder:
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave),
         ]
+        self._of_tensors: list[Any] = []
+
+    def restart(self) -> None:
+        """Forget the step before, and begin to count time."""
+        _remove(self._of_tensors)
+        self._times.clear()
+        self._start = time.perf_counter()
 
     def now(self) -> float:
         if torch.accelerator.is_available():
@@ -126,7 +135,7 @@ class _Recorder:
             if tensor.requires_grad:
                 handle = tensor.register_hook(note)
                 with self._lock:
-                    self._handles.append(handle)
+                    self._of_tensors.append(handle)
 
     def spans(self) -> list[Span]:
         return [
@@ -135,8 +144,13 @@ class _Recorder:
         ]
 
     def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
+        _remove(self._of_tensors)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _row() -> str:
