@@ -33,12 +33,12 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
     Scatter,
 )
+from dataparallel.comm.operations import EXTREMES
 
 #: Runs a collective: one tensor per member of this process in, one out; differentiable.
 Run: TypeAlias = Callable[[Collective, Sequence[Tensor]], Sequence[Tensor]]
 
-_NEED_INPUTS = frozenset({"product", "min", "max"})
-_NO_DERIVATIVE = frozenset({"band", "bor", "bxor"})
+_NEED_INPUTS = EXTREMES | {"product"}
 
 
 def needs_inputs(collective: Collective) -> bool:
@@ -114,7 +114,7 @@ def _times_factor(
             total * _product_of_others(all_inputs, member).conj()
             for total, all_inputs, member in zip(totals, stacked, members, strict=True)
         ]
-    assert op not in _NO_DERIVATIVE, "integers have no gradient"
+    assert op in EXTREMES, "integers have no gradient"
     with torch.no_grad():
         extrema = run(AllReduce(op), [x.detach() for x in inputs])
         hits = [_is_same(x, e).to(x.dtype) for x, e in zip(inputs, extrema, strict=True)]

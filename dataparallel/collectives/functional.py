@@ -325,7 +325,7 @@ def member_of(group: Group, tag: str = "") -> tuple[int, int]:
     target = resolve(group, tag)
     if isinstance(target, str):
         return process_ops.group_rank(target), process_ops.group_size(target)
-    return target.rank(), target.size()
+    return target.place()
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -92,12 +92,12 @@ class HybridGroup(LocalGroup):
     @untraced
     def size(self) -> int:
         """How many members the group has: a collective of its own, which all members come to."""
-        return self._place()[0]
+        return self.place()[1]
 
     @untraced
     def rank(self) -> int:
         """The member that this is, from 0 to ``size() - 1``: a collective as :meth:`size` is."""
-        return self._place()[1]
+        return self.place()[0]
 
     @untraced
     def run(self, collective: Collective, tensor: Tensor) -> Tensor:
@@ -146,17 +146,18 @@ class HybridGroup(LocalGroup):
                 self._turns[rendezvous] = turn
         return results
 
-    def _place(self) -> tuple[int, int]:
-        """The number of members, and which of them this is."""
+    @untraced
+    def place(self) -> tuple[int, int]:
+        """``rank()`` and ``size()``, with one collective for both."""
         if self._link.is_alone():
-            return super().size(), super().rank()
+            return super().rank(), super().size()
         text = "the number of members"
 
         def places(nothing: Sequence[None]) -> list[tuple[int, int]]:
             with self._link.lock:
                 counts = self._link.agree(len(nothing), text, wants=False).counts
                 members = HybridMembers(self._link.current(), counts)
-            return [(members.size, member) for member in members.indices]
+            return [(member, members.size) for member in members.indices]
 
         return self._meet(text, text, None, places)
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dataparallel import comm
 from dataparallel.collectives.collective import (
     AllGather,
     AllReduce,
@@ -25,7 +24,7 @@ from dataparallel.collectives.collective import (
     Reduce,
     ReduceScatter,
 )
-from dataparallel.collectives.members import bring
+from dataparallel.collectives.members import bring, spread
 from dataparallel.collectives.reductions import mean_of, reduce_terms
 from dataparallel.comm.processes import ProcessLink
 
@@ -71,7 +70,7 @@ class HybridMembers:
         self.link.all_reduce(total, op=_begun(op), what=what).wait()
         if op == "avg":
             mean_of(total, self.size)
-        return _spread(total, inputs)
+        return spread(total, [x.device for x in inputs])
 
     def _broadcast(self, root: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         source = next(rank for rank, members in enumerate(self._of_rank) if root in members)
@@ -81,7 +80,7 @@ class HybridMembers:
             value = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         what = f"one of {self.size} members"
         self.link.broadcast(value, source, what=what).wait()
-        return _spread(value, inputs)
+        return spread(value, [x.device for x in inputs])
 
     def _all_gather(self, collective: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
         device = inputs[0].device
@@ -93,7 +92,9 @@ class HybridMembers:
         pieces = [
             row for part, n in zip(parts, self.counts, strict=True) for row in part[:n].unbind()
         ]
-        return _spread(collective.combine(pieces, self.indices[0], inputs[0]), inputs)
+        return spread(
+            collective.combine(pieces, self.indices[0], inputs[0]), [x.device for x in inputs]
+        )
 
     def _reduced(
         self, collective: Reduce | ReduceScatter, op: str, inputs: Sequence[Tensor]
@@ -217,12 +218,3 @@ def _plain(x: Tensor) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().reshape(-1)
-
-
-def _spread(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The value for every replica of this process, each in memory of its own; takes ``value``."""
-    results: list[Tensor] = []
-    for copy in comm.broadcast(value, [x.device for x in inputs]):
-        shared = any(copy.data_ptr() == result.data_ptr() for result in results)
-        results.append(copy.clone() if shared else copy)
-    return results

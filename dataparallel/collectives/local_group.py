@@ -61,6 +61,10 @@ class LocalGroup:
         replica = current_replica()
         return 0 if replica is None else replica.index
 
+    def place(self) -> tuple[int, int]:
+        """``rank()`` and ``size()``."""
+        return self.rank(), self.size()
+
     @untraced
     def run(self, collective: Collective, tensor: Tensor) -> Tensor:
         """The result of this member; waits for the others.

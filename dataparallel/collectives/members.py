@@ -64,22 +64,31 @@ class LocalMembers:
 
     def _same_for_all(self, collective: AllReduce, inputs: Sequence[Tensor]) -> list[Tensor]:
         devices = [x.device for x in inputs]
-        if devices.count(devices[0]) == len(devices):
-            total = self.result(collective, inputs, 0)
-            return [total, *(total.clone() for _ in inputs[1:])]
-        if collective.op in ("sum", "avg"):
+        if collective.op in ("sum", "avg") and len(set(devices)) > 1:
             total = comm.reduce_add([_settled(x, devices[0]) for x in inputs], devices[0])
             if collective.op == "avg":
                 mean_of(total, len(inputs))
         else:
             total = self.result(collective, inputs, 0)
-        # Results on one device share memory, and each replica may write to its own.
-        taken: set[torch.device] = set()
-        results = []
-        for copy in comm.broadcast(total, devices):
-            results.append(copy.clone() if copy.device in taken else copy)
-            taken.add(copy.device)
-        return results
+        return spread(total, devices)
+
+
+def spread(value: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """The value on each device, each in memory of its own.
+
+    Args:
+        value: Becomes one of the results where a device is its own.
+        devices: One per result; repeats allowed.
+    """
+    if all(device == value.device for device in devices):
+        return [value, *(value.clone() for _ in devices[1:])]
+    # Copies on one device share memory, and each replica may write to its own.
+    taken: set[torch.device] = set()
+    results = []
+    for copy in comm.broadcast(value, devices):
+        results.append(copy.clone() if copy.device in taken else copy)
+        taken.add(copy.device)
+    return results
 
 
 def bring(piece: Tensor, device: torch.device) -> Tensor:

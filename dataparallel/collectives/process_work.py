@@ -9,7 +9,6 @@ on whatever stream; the waiter's stream then waits for that one.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import time
 import weakref
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel.comm.launcher import SLICE, is_time_limit, wait_briefly
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -38,12 +38,6 @@ from dataparallel.devices import (
 
 #: Gives a collective to the backend, when called with ``async_op=True``.
 Start: TypeAlias = Callable[..., Any]
-
-# The time between two looks at Ctrl-C, which a wait in the backend does not notice.
-_SLICE = datetime.timedelta(seconds=0.5)
-
-# What backends write when nothing but their time limit was reached.
-_TIME_IS_OVER = ("timed out", "timeout")
 
 _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
@@ -147,14 +141,7 @@ class ProcessWork:
         if not self._blocks:
             self._work.wait()
             return True
-        try:
-            self._work.wait(_SLICE)
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-            # Raises if it was more than the end of this short wait.
-            self._work.wait()
-        return True
+        return wait_briefly(self._work, SLICE)
 
     def _was_interrupted(self) -> None:
         raise RuntimeError(
@@ -168,7 +155,7 @@ class ProcessWork:
 
     def _error(self, error: RuntimeError) -> CollectiveError | CollectiveTimeout:
         seconds = time.monotonic() - self._started
-        timed_out = any(word in str(error).lower() for word in _TIME_IS_OVER)
+        timed_out = is_time_limit(str(error))
         group, place = self._group, self._place()
         link = f"process group {group.group_name}/collectives"
         ranks = list(range(group.size()))

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataparallel.comm.operations import BITWISE, COMBINED, EXTREMES
+
 #: All operations, by torch's names.
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
-_BITWISE = frozenset({"band", "bor", "bxor"})
-_ORDERED = frozenset({"min", "max"})
-
-_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+# A mean begins as a sum.
+_COMBINED = COMBINED | {"avg": COMBINED["sum"]}
 
 
 def op_name(op: Any) -> str:
@@ -51,9 +42,9 @@ def check_dtype(op: str, tensor: Tensor) -> None:
     """Raise a ValueError if ``op`` is not defined for tensors of this type."""
     dtype = tensor.dtype
     exact = not dtype.is_floating_point and not dtype.is_complex
-    if op in _BITWISE and not exact:
+    if op in BITWISE and not exact:
         reason = "combines the bits of integers and booleans; use sum, avg, product, min or max"
-    elif op in _ORDERED and dtype.is_complex:
+    elif op in EXTREMES and dtype.is_complex:
         reason = "needs an order, which complex numbers do not have; reduce their absolute values"
     elif op == "avg" and dtype == torch.bool:
         reason = "has no mean of booleans; convert to a floating-point type, or use sum (or)"

@@ -32,7 +32,7 @@ from dataparallel.comm.process_errors import (
 from dataparallel.comm.staging import Carried
 
 # Seconds between two looks at Ctrl-C, which a wait in the backend does not notice.
-_SLICE = 0.5
+SLICE = 0.5
 # Shorter waits are not possible: for gloo, 0 ms mean forever.
 _SHORTEST = 0.001
 # Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
@@ -41,6 +41,27 @@ _MARGIN = 0.5
 
 # What backends write when nothing but their time limit was reached.
 _TIME_IS_OVER = ("timed out", "timeout")
+
+
+def wait_briefly(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective for at most so many seconds, and tell whether it has ended.
+
+    Raises:
+        RuntimeError: The collective failed.
+    """
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # Raises if it was more than the end of this short wait.
+        work.wait()
+    return True
+
+
+def is_time_limit(message: str) -> bool:
+    """Whether this is what a backend writes when nothing but its time limit was reached."""
+    return any(word in message.lower() for word in _TIME_IS_OVER)
 
 
 class Pending:
@@ -116,14 +137,7 @@ class Pending:
         return outer
 
     def _wait_briefly(self, seconds: float) -> bool:
-        try:
-            self._work.wait(datetime.timedelta(seconds=seconds))
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-            # Raises if it was more than the end of this short wait.
-            self._work.wait()
-        return True
+        return wait_briefly(self._work, seconds)
 
     def _deliver(self) -> None:
         # The future is completed in a thread of the backend.
@@ -207,7 +221,7 @@ class Launcher:
         while True:
             remaining = deadline - time.monotonic()
             try:
-                if wait(max(_SHORTEST, min(_SLICE, remaining))):
+                if wait(max(_SHORTEST, min(SLICE, remaining))):
                     return
             except RuntimeError as error:
                 raise self._failed(place, started, str(error)) from error
@@ -231,7 +245,7 @@ class Launcher:
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a collective that failed; from now on the link is broken."""
         seconds = time.monotonic() - started
-        if reason is not None and any(word in reason.lower() for word in _TIME_IS_OVER):
+        if reason is not None and is_time_limit(reason):
             reason = None
         timed_out = reason is None or seconds >= self._timeout
         with self._failing:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-OPERATIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
-
-_BITWISE = frozenset({"band", "bor", "bxor"})
-_EXTREMES = frozenset({"min", "max"})
+#: What each does with two tensors of one shape and dtype.
+COMBINED: dict[str, Any] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+OPERATIONS = tuple(COMBINED)
+BITWISE = frozenset({"band", "bor", "bxor"})
+EXTREMES = frozenset({"min", "max"})
 
 # Note [What a backend takes]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -130,12 +140,12 @@ def check_operation(op: str, tensor: torch.Tensor, what: str) -> None:
         )
     if tensor.layout != torch.strided:
         _check_sparse(op, tensor, what)
-    if op in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
+    if op in BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f"op {op!r} is for integers and bool, but {what} has the dtype {tensor.dtype}; "
             "view it as integers of the same size"
         )
-    if op in _EXTREMES and tensor.is_complex():
+    if op in EXTREMES and tensor.is_complex():
         raise ValueError(
             f"complex numbers have no order, but op is {op!r} for {what} with the dtype "
             f"{tensor.dtype}; reduce its abs(), or torch.view_as_real of it"
@@ -178,14 +188,14 @@ def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduct
         return Reduction(op, Wire(dtype if dtype == torch.float64 else wide), gathered=False)
     if dtype == torch.bool:
         op = _OF_BOOLS.get(op, op)
-    if op in _EXTREMES and dtype.is_floating_point:
+    if op in EXTREMES and dtype.is_floating_point:
         narrow = dtype != torch.float64
         return Reduction(op, Wire(torch.int32 if narrow else torch.int64, op), gathered=False)
-    if op in _EXTREMES and dtype == torch.uint64:
+    if op in EXTREMES and dtype == torch.uint64:
         return Reduction(op, Wire(torch.int64, op), gathered=False)
     # No backend multiplies complex numbers.
     gathered = op == "product" and dtype.is_complex
-    gathered |= op in _BITWISE and backend not in _HAVE_BITWISE
+    gathered |= op in BITWISE and backend not in _HAVE_BITWISE
     return Reduction(op, Wire(_substitute(dtype)), gathered)
 
 
@@ -193,15 +203,7 @@ def fold(op: str, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
     """Reduce the parts, in their order, into ``total``, of the same shape and dtype."""
     total.copy_(parts[0])
     for part in parts[1:]:
-        if op == "product":
-            total.mul_(part)
-        elif op == "band":
-            total.bitwise_and_(part)
-        elif op == "bor":
-            total.bitwise_or_(part)
-        else:
-            assert op == "bxor", f"{op} is not gathered"
-            total.bitwise_xor_(part)
+        COMBINED[op](total, part, out=total)
 
 
 def _turn_negative(bits: torch.Tensor) -> None:
