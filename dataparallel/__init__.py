@@ -7,6 +7,7 @@ virtual.enable_from_environment()
 # After the virtual devices exist: what is imported here may ask which devices there are.
 from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
+from dataparallel import distributed_autograd as distributed_autograd  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
 from dataparallel.data_parallel import data_parallel as data_parallel  # noqa: E402
 from dataparallel.distributed import (  # noqa: E402
@@ -38,6 +39,7 @@ __all__ = [
     "compute_bucket_assignment_by_size",
     "current_replica",
     "data_parallel",
+    "distributed_autograd",
     "gather",
     "parallel_apply",
     "replicate",

@@ -31,6 +31,7 @@ import torch
 
 from dataparallel.compiled import untraced
 from dataparallel.functions import ReduceAddCoalesced, apply_function
+from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
 from dataparallel.wanted_gradients import WantedGradients, will_execute
 
@@ -73,6 +74,8 @@ class CutTerms:
     anchor: torch.Tensor = field(default_factory=make_anchor)
     #: Cuts whose backward may still come.
     outstanding: weakref.WeakSet[CutGraphs] = field(default_factory=weakref.WeakSet)
+    #: The backward whose round ends when it does, since it has graphs that are not cut off.
+    attached_task: int | None = None
 
 
 @dataclass(eq=False)
@@ -181,19 +184,21 @@ class _Backward:
 
         def backward() -> None:
             try:
-                self._each(self._accumulate)
+                with outside_of_contexts():
+                    self._each(self._accumulate)
             finally:
                 for replica in graphs.inputs:
                     for leaf in replica:
                         found.append(leaf.grad)
                         leaf.grad = None
 
+        task = torch._C._current_graph_task_id()
         parameters = graphs.terms.rounds.reduce(
             backward,
             synchronise=graphs.synchronise,
             weight=graphs.weight,
-            task=torch._C._current_graph_task_id(),
-            last=not self._others,
+            task=task,
+            last=not self._others and task != graphs.terms.attached_task,
         )
         return self._of_inputs(found), parameters
 

@@ -36,7 +36,9 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` that may have several devices per
     process, and needs no process group when there is one process. Replicas compute with parameters
     of their own; their gradients are summed bucket by bucket while backward goes on, all-reduced
-    over the processes, and added to ``.grad`` of the module's own parameters.
+    over the processes, and added to ``.grad`` of the module's own parameters. In a backward of
+    :mod:`dataparallel.distributed_autograd` they are reduced in its context in the same way, and
+    ``.grad`` is left alone; the module may call other workers in its forward.
 
     Example::
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from dataparallel.bucket_steps import PerBucket, PerParameter, is_of_a_bucket
+from dataparallel.gradient_home import IN_GRAD, GradientHome
 from dataparallel.optimizer_part import Group, check_divisible, view_of
 
 _STATE_HOOKS = (
@@ -104,16 +105,24 @@ class InBackwardOptimizers(Optimizer):
 
     # --- what the reducer calls ----------------------------------------------------------------
 
-    def begin(self, *, synchronised: bool = True) -> None:
+    def begin(self, *, synchronised: bool = True, home: GradientHome = IN_GRAD) -> None:
         """Say that a backward begins.
 
         Args:
             synchronised: Whether its gradients will be reduced: not so within ``no_sync()``.
+            home: Where they will be.
 
         Raises:
             RuntimeError: Gradients are to be accumulated: this backward is not synchronised, or
-                there are gradients of an earlier one.
+                there are gradients of an earlier one. Or they are not to be in ``.grad``.
         """
+        if home is not IN_GRAD:
+            raise RuntimeError(
+                "a distributed autograd backward leaves gradients in its context, where optimizers "
+                "in backward would not find them: they step with what is in .grad; use an ordinary "
+                "optimizer with get_gradients(context_id), or distributed_autograd."
+                "DistributedOptimizer"
+            )
         remedy = (
             "every backward is a step of the optimizers in backward, so gradients cannot be "
             "accumulated over several; use an ordinary optimizer for that"

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dataparallel.attached_graphs import AttachedGraphs, makes_calls
 from dataparallel.buffers import BufferPolicy
 from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
@@ -71,6 +72,7 @@ class ReducingEngine(ReplicaEngine):
             run=self.run,
             across_processes=across_processes,
         )
+        self._attached = AttachedGraphs(self._terms, self._originals)
         self._clones = StandingClones(
             module,
             devices,
@@ -126,7 +128,15 @@ class ReducingEngine(ReplicaEngine):
         *,
         met: bool,
     ) -> list[list[torch.Tensor]]:
-        """Cut off the graphs of one forward; returns what stands for the outputs."""
+        """Cut off the graphs of one forward; returns what stands for the outputs.
+
+        They stay where they are if they lead to other workers, see
+        :class:`dataparallel.attached_graphs.AttachedGraphs`.
+        """
+        if makes_calls(outputs):
+            return self._attached.connect(
+                outputs, inputs, synchronise=self.synchronise, weight=weight
+            )
         outside, shared = self._outside.find(outputs, inputs, met=met)
         if outside:
             outer_inputs = [[*outer_inputs[0], *outside], *outer_inputs[1:]]

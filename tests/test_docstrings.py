@@ -10,18 +10,23 @@ import inspect
 import os
 import pathlib
 import re
+import subprocess
+import sys
+import tempfile
 import textwrap
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as torch_rpc
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import dataparallel
-from dataparallel import collectives, comm, virtual
+from dataparallel import collectives, comm, distributed_autograd, virtual
 from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,6 +36,9 @@ PAGES = [
 
 #: Blocks of pages that are not run, by their first line, and why.
 NOT_RUN: dict[str, str] = {}
+
+#: How the first line of a script begins that is run in several processes.
+LAUNCHED = "# torchrun "
 
 #: Public objects that show no example, and why.
 NO_EXAMPLE = {
@@ -45,7 +53,7 @@ NO_EXAMPLE = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Everything that users call, with its qualified name."""
-    for module in (dataparallel, collectives, comm, virtual):
+    for module in (dataparallel, collectives, comm, distributed_autograd, virtual):
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.ismodule(value):
@@ -179,6 +187,11 @@ def test_example_of_a_docstring(name: str) -> None:
         names |= {each: getattr(collectives, each) for each in collectives.__all__}
         in_processes = name.endswith("_inplace") or "AsyncCollectiveTensor" in name
         (run_in_a_process if in_processes else run_in_replicas)(code, names, name)
+    elif name.startswith("distributed_autograd."):
+        names |= {
+            each: getattr(distributed_autograd, each) for each in distributed_autograd.__all__
+        }
+        run_on_a_worker(code, names, name)
     else:
         run(code, names, name)
 
@@ -203,6 +216,24 @@ def run_in_a_process(code: str, names: dict[str, Any], where: str) -> None:
         dist.destroy_process_group()
 
 
+def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
+    """One worker, which calls itself."""
+    names |= {name: torch.ones(3) for name in ("x", "x0", "x1")}
+    names["w"] = torch.ones(3, requires_grad=True)
+    names |= {"front": nn.Linear(3, 2), "back": lambda hidden, y: hidden.sum() * y.sum()}
+    with tempfile.TemporaryDirectory() as folder:
+        options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        with warnings.catch_warnings():
+            # What init_rpc itself does with its process group.
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            torch_rpc.init_rpc("main", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            run(code, names, where)
+            assert not any(distributed_autograd.debug_info().values())
+        finally:
+            torch_rpc.shutdown()
+
+
 # --- pages -----------------------------------------------------------------------------------
 
 
@@ -221,5 +252,25 @@ def test_examples_of_a_page(
     for line, code in blocks_of(page):
         if page.name == "README.md":
             names = names_for(code)
-        if code.split("\n", 1)[0] not in NOT_RUN:
+        first = code.split("\n", 1)[0]
+        if first.startswith(LAUNCHED):
+            launch(first, code, tmp_path)
+        elif first not in NOT_RUN:
             run(code, names, str(page), line)
+
+
+def launch(command: str, code: str, folder: pathlib.Path) -> None:
+    """Run a script as its first line says."""
+    *options, script = command.removeprefix(LAUNCHED).split()
+    (folder / script).write_text(code)
+    # On the loopback interface: the machine's name may lead elsewhere, or nowhere.
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, script],
+        cwd=folder,
+        env=os.environ | {"TP_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from torch.nn.parallel import comm as their_comm
 from torch.nn.parallel.scatter_gather import scatter_kwargs as their_scatter_kwargs
 
 import dataparallel
-from dataparallel import comm, virtual
+from dataparallel import comm, distributed_autograd, virtual
 
 EXPORTED = {
     dataparallel: [
@@ -34,6 +34,7 @@ EXPORTED = {
         "compute_bucket_assignment_by_size",
         "current_replica",
         "data_parallel",
+        "distributed_autograd",
         "gather",
         "parallel_apply",
         "replicate",
@@ -48,6 +49,19 @@ EXPORTED = {
         "reduce_add",
         "reduce_add_coalesced",
         "scatter",
+    ],
+    distributed_autograd: [
+        "DistributedOptimizer",
+        "LocalWorkers",
+        "RRef",
+        "WorkerError",
+        "backward",
+        "context",
+        "debug_info",
+        "get_gradients",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
     ],
     virtual: [
         "counters",

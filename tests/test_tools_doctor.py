@@ -202,9 +202,9 @@ def test_virtual_devices_need_a_compiler_and_headers(tmp_path: pathlib.Path) -> 
     ]
     assert all(check.remedy for check in missing)
 
-    build = SimpleNamespace(cache_directory=lambda: tmp_path)
+    native = SimpleNamespace(cache_directory=lambda: tmp_path)
     probe = fake_probe(
-        module={"dataparallel.virtual.build": build}.get,
+        module={"dataparallel.native": native}.get,
         environment={"CXX": "clang++-19 -stdlib=libc++"}.get,
         which=lambda name: "/usr/bin/clang++-19" if name == "clang++-19" else None,
         output=lambda *command: "clang 19.1\nTarget: somewhere",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from dataparallel.gradient_home import GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.reducer.debug import describe_names
@@ -16,6 +18,8 @@ from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.original_hooks import OriginalHooks
 from dataparallel.reducer.original_views import OriginalViews
 from dataparallel.reducer.storage import BucketStorage
+
+T = TypeVar("T")
 
 
 class Buckets:
@@ -95,6 +99,10 @@ class Buckets:
             return StolenGradients(members)
         return ViewedGradients(members, storage if replica == 0 else BucketStorage(members))
 
+    def arranged(self, values: Sequence[T]) -> list[list[T]]:
+        """One value for each parameter, bucket by bucket."""
+        return [[values[index] for index in bucket] for bucket in self.plan.buckets]
+
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The last leaf of each bucket that can tell, since it is trained, that all have come."""
         trained = [[leaves[i] for i in b if leaves[i].requires_grad] for b in self.plan.buckets]
@@ -104,20 +112,23 @@ class Buckets:
         """Whether the gradients of a bucket are views of its flat tensor."""
         return self._viewed[number]
 
-    def attach(self, accumulated: Accumulated | None, hooked: Collection[int] = ()) -> None:
+    def attach(
+        self, accumulated: Accumulated, hooked: Collection[int] = (), *, reduces: bool
+    ) -> None:
         """Make everything ready for a round.
 
         Args:
-            accumulated: What ``.grad`` holds; None if the round does not reduce over processes.
+            accumulated: The gradients that the originals have.
             hooked: Parameters for which :meth:`complete_views` runs hooks.
+            reduces: Whether the round reduces over processes.
         """
         storages = {s.flat.untyped_storage().data_ptr() for s in self.storages if s is not None}
         for views in self._views:
             if views is not None:
-                views.keep(storages)
+                views.keep(storages, accumulated.home)
         for number, views in enumerate(self._views):
             if views is not None:
-                views.attach(accumulated, hooked)
+                views.attach(accumulated if reduces else None, hooked)
             for replica, gradients in enumerate(row[number] for row in self.gradients):
                 if isinstance(gradients, ViewedGradients) and replica > 0:
                     gradients.storage.flat.zero_()
@@ -163,16 +174,16 @@ class Buckets:
                 view.add_(extra[index])
 
     def publish(self, number: int, used: Sequence[int]) -> None:
-        """Set ``.grad`` of the originals of a viewed bucket."""
+        """Set the gradients of the originals of a viewed bucket."""
         views = self._views[number]
         assert views is not None
         views.publish(used)
 
-    def forget_views(self) -> None:
-        """Leave no ``.grad`` that is a part of a bucket whose content is not known."""
+    def forget_views(self, home: GradientHome) -> None:
+        """Leave no gradient that is a part of a bucket whose content is not known."""
         for views in self._views:
             if views is not None:
-                views.forget()
+                views.forget(home)
 
     def received(
         self, number: int, flat: torch.Tensor, sums: Sequence[MaybeTensor], used: Sequence[int]

@@ -224,6 +224,14 @@ class Exchange:
             # The error to report is the first one; the links remember that they are broken.
             add_note(error, f"and the other processes could not be told: {failure}")
 
+    def abandon(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
+        """End a round that has failed: :meth:`give_up` unless that is too late, then settle."""
+        try:
+            if not self.concluded:
+                self.give_up(likes, error)
+        finally:
+            self.settle()
+
     def settle(self) -> None:
         """After a failure, wait for all that was sent: its memory is used in the next round."""
         for sent in self._sent:

@@ -1,4 +1,4 @@
-"""``.grad`` of the originals as views of the buckets (``gradient_as_bucket_view``)."""
+"""Gradients of the originals as views of the buckets (``gradient_as_bucket_view``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from dataparallel.gradient_home import IN_GRAD, GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.original_hooks import OriginalHooks
 from dataparallel.reducer.storage import BucketStorage
@@ -31,17 +32,21 @@ class OriginalViews:
         self._storage = storage
         self._aside: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}
+        self._home = IN_GRAD
         self._grads: list[torch.Tensor | None] = []
         self._versions: dict[int, int] = {}
         self._sources: dict[int, torch.Tensor] = {}
 
-    def keep(self, storages: Collection[int]) -> None:
-        """Note what ``.grad`` holds; before any bucket is written.
+    def keep(self, storages: Collection[int], home: GradientHome) -> None:
+        """Note what gradients there are; before any bucket is written.
 
         Args:
             storages: Addresses of the memory of all buckets.
+            home: Where the gradients are.
         """
-        self._grads = [original.grad for original in self._originals]
+        self._home = home
+        home.make_way(self._originals, storages)
+        self._grads = home.read(self._originals)
         self._versions = {}
         self._sources = {}
         members = zip(self._indices, self._grads, self._storage.views, strict=True)
@@ -103,43 +108,46 @@ class OriginalViews:
         self._before = {}
 
     def publish(self, used: Sequence[int]) -> None:
-        """Set ``.grad`` of each parameter that has a gradient, or had one before, to its view.
+        """Show each parameter that has a gradient, or had one before, its view as that.
 
         Args:
             used: Per parameter of the module, whether it has a gradient.
         """
-        members = zip(self._indices, self._originals, self._grads, self._storage.views, strict=True)
-        for index, original, before, view in members:
+        now = self._home.read(self._originals)
+        members = zip(
+            self._indices, self._originals, self._grads, now, self._storage.views, strict=True
+        )
+        for index, original, before, grad, view in members:
             if index in self._aside:
                 with torch.no_grad():
                     view.add_(self._aside[index])
             version = self._versions.get(index)
-            if original.grad is not before or (
+            if grad is not before or (
                 before is not None and version not in (None, before._version)
             ):
-                self._add_meanwhile(original, before, view)
-            if used[index] or original.grad is not None:
-                original.grad = view
+                self._add_meanwhile(grad, before, view)
+            if used[index] or grad is not None:
+                self._home.show(original, view)
         self._aside = {}
         self._grads = []
+        self._home = IN_GRAD
 
-    def forget(self) -> None:
-        """Set ``.grad`` to None where it is a view; a round has failed that was writing to it."""
-        for original, view in zip(self._originals, self._storage.views, strict=True):
-            if original.grad is not None and original.grad.data_ptr() == view.data_ptr():
-                original.grad = None
+    def forget(self, home: GradientHome) -> None:
+        """Show no views any more; a round has failed that was writing to them."""
+        self._home, self._grads = IN_GRAD, []
+        home.take_back(self._originals, self._storage.views)
 
     def _add_meanwhile(
-        self, original: torch.nn.Parameter, before: torch.Tensor | None, view: torch.Tensor
+        self, grad: torch.Tensor | None, before: torch.Tensor | None, view: torch.Tensor
     ) -> None:
-        """Keep what something else has put into ``.grad`` since the round began."""
-        if original.grad is None:
+        """Keep what something else has put into the gradient since the round began."""
+        if grad is None:
             return
         if before is not None:
             raise RuntimeError(
-                ".grad of a parameter was changed during the backward that computes it, by a hook "
-                "or another wrapper of the module; with gradient_as_bucket_view=True gradients "
-                "are added up in one place, so leave it at False"
+                "the gradient of a parameter was changed during the backward that computes it, by "
+                "a hook or another wrapper of the module; with gradient_as_bucket_view=True "
+                "gradients are added up in one place, so leave it at False"
             )
         with torch.no_grad():
-            view.add_(original.grad)
+            view.add_(grad)

@@ -9,7 +9,8 @@ graphs off (see Note [The cut]), which is told what to pass on to the originals:
         -> outcome of the round in all processes -> gradients of the originals
 
 What ``.grad`` of an original held before has no part in it; the autograd engine adds the result to
-that, as it does in a bare module. The exceptions are in Note [Gradients from before a round].
+that, as it does in a bare module. The exceptions are in Note [Gradients from before a round]. In a
+distributed autograd context its gradient takes the place of ``.grad``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 from torch import nn
 
 from dataparallel import devices as _devices
+from dataparallel.gradient_home import IN_GRAD, current_home
 from dataparallel.parallel_apply import record_range
 from dataparallel.reducer import messages
-from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.debug import log_plan
 from dataparallel.reducer.delivery import Delivery, add
@@ -85,7 +87,8 @@ class Reducer:
             verify_across_processes(
                 self._originals, self.names, processes.control, self._expect_sparse
             )
-        self.accumulated = Accumulated(self._originals, options.average == "none")
+        self.accumulations = Accumulations(self._originals, options.average == "none")
+        self._accumulated = self.accumulations.of(IN_GRAD)
         self._hooks = LeafHooks(self)
         self._round: Round | None = None
         self._entrances = Entrances()
@@ -212,14 +215,15 @@ class Reducer:
             self._entrances.leave(ended=ended)
 
     def _begin(self, synchronise: bool, weight: float, *, eager: bool) -> Round:
+        self._accumulated = self.accumulations.of(current_home())
         if self.optimizers is not None:
-            self.optimizers.begin(synchronised=synchronise)
+            self.optimizers.begin(synchronised=synchronise, home=self._accumulated.home)
         self._exchange = None
         self._user_hooks.guard()
         self.usage.begin_round()
         self._sums = [[] for _ in self.buckets.plan.buckets]
         if self.processes is not None and synchronise:
-            self.accumulated.notice_zeroed()
+            self._accumulated.notice_zeroed()
             self._exchange = self.processes.exchange(
                 self.buckets.storages,
                 self.buckets.describe,
@@ -230,9 +234,9 @@ class Reducer:
                 deterministic=self.options.deterministic,
             )
         elif self.processes is not None:
-            self.accumulated.before_unsynchronised()
-        held = None if self._exchange is None else self.accumulated
-        self.buckets.attach(held, self._user_hooks.with_gradient_hooks)
+            self._accumulated.before_unsynchronised()
+        hooked = self._user_hooks.with_gradient_hooks
+        self.buckets.attach(self._accumulated, hooked, reduces=self._exchange is not None)
         self._round = Round(
             self.buckets.gradients,
             self._complete,
@@ -247,9 +251,8 @@ class Reducer:
             return None
         from dataparallel.reducer.pending_hook import HookSender
 
-        members = self.buckets.plan.buckets
-        parameters = [[self._originals[index] for index in bucket] for bucket in members]
-        names = [[self.names[index] for index in bucket] for bucket in members]
+        parameters = self.buckets.arranged(self._originals)
+        names = self.buckets.arranged(self.names)
         return HookSender(self.hook, parameters, names, processes.timeout)
 
     def _complete(self, number: int, rows: list[list[MaybeTensor]]) -> None:
@@ -282,18 +285,16 @@ class Reducer:
             sums = list(rows[0])
             used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
             self.buckets.complete_views(number, used, self._user_hooks)
-            if self.accumulated.any:
+            if self._accumulated.any:
                 pairs = zip(bucket, used, strict=True)
-                used = [use or self.accumulated.has_unreduced(i) for i, use in pairs]
+                used = [use or self._accumulated.has_unreduced(i) for i, use in pairs]
         else:
             sums = local_sum(rows, self.buckets.homes[number])
             if self.processes is not None:
                 sums = self._user_hooks.run_all(bucket, sums)
-            if self._exchange is not None and self.accumulated.any:
-                sums = [
-                    add(self.accumulated.unreduced(index), grad)
-                    for index, grad in zip(bucket, sums, strict=True)
-                ]
+            if self._exchange is not None and self._accumulated.any:
+                terms = zip(bucket, sums, strict=True)
+                sums = [add(self._accumulated.unreduced(index), grad) for index, grad in terms]
             used = [grad is not None for grad in sums]
         for index, has_gradient in zip(bucket, used, strict=True):
             self.usage.used[index] |= has_gradient
@@ -317,12 +318,13 @@ class Reducer:
         # First, since the other processes wait for this one in it.
         self._after_round()
         self.usage.end_round()
+        self._accumulated = self.accumulations.after_round()
         self._user_hooks.published(delivery.in_place)
         return delivery.result
 
     def _delivery(self) -> Delivery:
         step = None if self.optimizers is None else self.optimizers.step
-        return Delivery(self._originals, self.buckets, self.accumulated, step)
+        return Delivery(self._originals, self.buckets, self._accumulated, step)
 
     def _late(self, round_: Round) -> dict[int, torch.Tensor]:
         """The sums of what came after its bucket was taken, by the index of the parameter."""
@@ -355,7 +357,7 @@ class Reducer:
         for number, flat in enumerate(flats):
             sums, self._sums[number] = self._sums[number], []
             delivery.receive(number, flat, sums, used, extra)
-        self.accumulated.after_synchronised()
+        self._accumulated.after_synchronised()
 
     # --- the end of a round ----------------------------------------------------------------------
 
@@ -378,13 +380,12 @@ class Reducer:
         self.statistics.abandon()
         exchange, self._exchange = self._exchange, None
         try:
-            if exchange is not None and not exchange.concluded:
-                exchange.give_up([self._originals[b[0]] for b in self.buckets.plan.buckets], error)
-        finally:
             if exchange is not None:
-                exchange.settle()
+                exchange.abandon([self._originals[b[0]] for b in self.buckets.plan.buckets], error)
+        finally:
             round_.drop()
-            self.buckets.forget_views()
+            self.buckets.forget_views(self._accumulated.home)
+            self._accumulated = self.accumulations.after_round()
             self._round, self._sums = None, []
 
     def reset(self) -> None:

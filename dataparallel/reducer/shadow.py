@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.usage import Usage
@@ -42,11 +42,11 @@ def shadow(reducer: Reducer, originals: Sequence[nn.Parameter]) -> list[MaybeTen
     Raises:
         RuntimeError: The backward of another process failed.
     """
-    usage, accumulated = reducer.usage, reducer.accumulated
+    usage, accumulations = reducer.usage, reducer.accumulations
     reducer.usage = _NoUsage(reducer.names, reducer.options)
     # What this process has not reduced yet stays its own.
-    reducer.accumulated = Accumulated(originals, summed=False)
+    reducer.accumulations = Accumulations(originals, summed=False)
     try:
         return reducer.reduce(lambda: None, weight=0.0)
     finally:
-        reducer.usage, reducer.accumulated = usage, accumulated
+        reducer.usage, reducer.accumulations = usage, accumulations

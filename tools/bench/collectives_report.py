@@ -69,15 +69,15 @@ def build_memory(rows: Sequence[MemoryRow], title: str) -> Table:
     return table
 
 
-def conclusion(verdict: Verdict) -> Text:
-    """A geometric mean and whether it is within its bar, as a sentence.
+def conclusion(verdict: Verdict, name: str = "geometric mean of ours / torch") -> Text:
+    """A figure and whether it is within its bar, as a sentence.
 
     Args:
-        verdict: Of an operation.
+        verdict: A ratio.
+        name: What it is.
     """
     # One digit more than elsewhere, to be seen on which side of a bar it is.
-    mean = f"geometric mean of ours / torch: {verdict.value:.3f}"
-    text = Text(f"{mean} ({verdict.low:.2f}..{verdict.high:.2f})")
+    text = Text(f"{name}: {verdict.value:.3f} ({verdict.low:.2f}..{verdict.high:.2f})")
     if verdict.met is not None:
         words, style = ("met", "green") if verdict.met else ("missed", "bold red")
         text.append(f"  bar {verdict.bar:.2f} {words}", style=style)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command
-from dataparallel.tools.bench import collectives, reducer, train
+from dataparallel.tools.bench import autograd, collectives, reducer, train
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
@@ -21,9 +21,11 @@ def add_to(commands: Subparsers) -> None:
             "dataparallel bench train --help",
             "dataparallel bench reducer --help",
             "dataparallel bench collectives --help",
+            "dataparallel bench autograd --help",
         ],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
     train.add_to(subjects)
     reducer.add_to(subjects)
     collectives.add_to(subjects)
+    autograd.add_to(subjects)

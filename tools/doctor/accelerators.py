@@ -160,9 +160,9 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
         yield Check("Virtual devices", "Python headers", "missing", purpose, remedy)
     else:
         yield Check("Virtual devices", "Python headers", "ok", headers)
-    build = probe.module("dataparallel.virtual.build")
-    if build is not None:
-        cache = build.cache_directory()
+    native = probe.module("dataparallel.native")
+    if native is not None:
+        cache = native.cache_directory()
         compiled = len(list(cache.glob("virtual-*/*.so")))
         found = f"{compiled} compiled in {cache}" if compiled else f"will be compiled in {cache}"
         yield Check("Virtual devices", "cache", "ok", found)

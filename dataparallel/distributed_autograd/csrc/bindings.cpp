@@ -1,0 +1,172 @@
+// What Python sees of the extension; distributed_autograd/extension.py has the types.
+#include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "local_link.h"
+#include "pass.h"
+#include "rpc_link.h"
+#include "threads.h"
+#include "worker.h"
+
+namespace dataparallel {
+
+std::string describe(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& caught) {
+    const pybind11::gil_scoped_acquire gil;
+    const auto borrow = [](PyObject* object) -> pybind11::object {
+      return object ? pybind11::reinterpret_borrow<pybind11::object>(object) : pybind11::none();
+    };
+    try {
+      auto lines = pybind11::module_::import("traceback").attr("format_exception")(
+          borrow(caught.type), borrow(caught.value), borrow(caught.traceback));
+      // What no encoding has, as of file names that are not text, must not stop the report.
+      auto text = pybind11::str("").attr("join")(lines).attr("encode")("utf-8", "backslashreplace");
+      return text.cast<std::string>();
+    } catch (const std::exception&) {
+      return caught.what();
+    }
+  } catch (const c10::Error& caught) {
+    return caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    return caught.what();
+  }
+}
+
+} // namespace dataparallel
+
+namespace py = pybind11;
+using namespace dataparallel;
+using Tensors = std::vector<at::Tensor>;
+
+// The block of a `with` statement.
+struct OutsidePasses {
+  std::unique_ptr<NoPass> guard;
+};
+
+// Whoever waits for a lock of ours must not hold the interpreter: nodes and tensors may want it.
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  // Errors of torch and of Python code below it become what they are elsewhere in torch.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (error) {
+      torch::translate_exception_to_python(error);
+    }
+  });
+
+  py::class_<Link, std::shared_ptr<Link>>(module, "Link");
+  py::class_<RpcLink, Link, std::shared_ptr<RpcLink>>(module, "RpcLink").def(py::init<>());
+  py::class_<LocalLink, Link, std::shared_ptr<LocalLink>>(module, "LocalLink")
+      .def(py::init<>())
+      .def("join", &LocalLink::join, NoGil());
+
+  py::class_<Pass, std::shared_ptr<Pass>>(module, "Pass")
+      .def("wait", &Pass::wait, NoGil())
+      .def("missing", &Pass::missing, NoGil())
+      .def("failed_worker", &Pass::failed_worker, NoGil())
+      .def("fail", py::overload_cast<const std::string&>(&Pass::fail), NoGil())
+      .def("id", &Pass::id)
+      .def("context", &Pass::context)
+      .def(
+          "describe_error",
+          [](const Pass& pass) { return pass.error() ? describe(pass.error()) : std::string(); },
+          NoGil())
+      .def("raise_error", [](const Pass& pass) {
+        std::exception_ptr error;
+        {
+          const py::gil_scoped_release release;
+          error = pass.error();
+        }
+        if (error) {
+          std::rethrow_exception(error);
+        }
+      });
+
+  py::class_<Context, std::shared_ptr<Context>>(module, "Context")
+      .def("id", &Context::id)
+      .def("worker", [](const Context& context) { return context.worker().shared_from_this(); })
+      .def("add_send", &Context::add_send, NoGil())
+      .def("add_receive", &Context::add_receive, NoGil())
+      .def("meet", &Context::meet, NoGil())
+      .def("peers", &Context::peers, NoGil())
+      .def("reached_by", &Context::reached_by, NoGil())
+      .def("start", &Context::start, NoGil())
+      .def("gradients", &Context::gradients, NoGil())
+      .def(
+          "gradient",
+          [](const Context& context, const at::Tensor& variable) -> std::optional<at::Tensor> {
+            auto gradient = context.gradient(variable);
+            return gradient.defined() ? std::optional<at::Tensor>(gradient) : std::nullopt;
+          },
+          NoGil())
+      .def(
+          "set_gradient",
+          [](Context& context, const at::Tensor& variable, std::optional<at::Tensor> gradient) {
+            context.set_gradient(variable, gradient.value_or(at::Tensor()));
+          },
+          NoGil())
+      .def("released", &Context::released)
+      .def(
+          "news", [](Context& context, WorkerId peer) { return context.knowledge().news(peer); },
+          NoGil())
+      .def(
+          "learn",
+          [](Context& context, const std::vector<int64_t>& news, WorkerId from) {
+            context.knowledge().learn(news, from);
+          },
+          NoGil())
+      .def(
+          "origins",
+          [](Context& context, PartId part) { return context.knowledge().origins(part); },
+          NoGil())
+      .def(
+          "close",
+          [](Context& context, const std::vector<PartId>& start) {
+            std::vector<PartId> live;
+            std::vector<PartId> unknown;
+            context.knowledge().close(start, live, unknown);
+            return std::make_pair(std::move(live), std::move(unknown));
+          },
+          NoGil());
+
+  py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker")
+      .def(py::init(&Worker::make))
+      .def("name", &Worker::name)
+      .def("id", &Worker::id)
+      .def("new_context", &Worker::new_context, NoGil())
+      .def("obtain", &Worker::obtain, NoGil())
+      .def("find", &Worker::find, NoGil())
+      .def(
+          "release",
+          [](Worker& worker, ContextId id, double timeout) { worker.release(id, timeout); },
+          NoGil())
+      .def("tell_released", &Worker::tell_released, NoGil())
+      .def("close", &Worker::close, NoGil())
+      .def("debug_info", &Worker::debug_info, NoGil())
+      .def(
+          "ping",
+          [](const std::shared_ptr<Worker>& worker, WorkerId to, double timeout,
+             std::function<void(std::string)> done) {
+            worker->link().notify(
+                to, {worker->id(), 0, 0, Notice::kAlive, "", {}}, timeout,
+                [done](const std::string& error) {
+                  done(error);
+                });
+          },
+          NoGil());
+
+  py::class_<OutsidePasses>(module, "OutsidePasses")
+      .def(py::init<>())
+      .def("__enter__", [](OutsidePasses& block) { block.guard = std::make_unique<NoPass>(); })
+      .def("__exit__", [](OutsidePasses& block, const py::args&) { block.guard.reset(); });
+  module.def("no_pass", [] { return std::make_unique<OutsidePasses>(); });
+  module.def("close_all_workers", &Worker::close_all, NoGil());
+  module.def("wait_for_threads", &wait_for_threads, NoGil());
+  module.def("set_process_worker", &set_process_worker, NoGil());
+  module.def("current_pass", &Pass::current, NoGil());
+  module.def("maker", &maker);
+}

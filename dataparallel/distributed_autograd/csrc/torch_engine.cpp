@@ -1,0 +1,138 @@
+#include "torch_engine.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+// See Note [Driving torch's engine].
+namespace torch::autograd {
+
+namespace {
+// The engine numbers its own tasks from zero.
+std::atomic<uint64_t> next_task_id{uint64_t{1} << 62};
+} // namespace
+
+GraphTask::GraphTask(
+    bool keep_graph,
+    bool grad_mode,
+    int reentrant_depth,
+    std::shared_ptr<ReadyQueue> cpu_ready_queue,
+    c10::SmallVector<Node*, 4> graph_roots,
+    bool exit_on_error)
+    : keep_graph_(keep_graph),
+      graph_roots_(std::move(graph_roots)),
+      reentrant_depth_(reentrant_depth),
+      exit_on_error_(exit_on_error),
+      cpu_ready_queue_(std::move(cpu_ready_queue)),
+      future_result_(c10::make_intrusive<at::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()))),
+      id_(next_task_id.fetch_add(1)) {
+  thread_locals_.set_grad_mode(grad_mode);
+}
+
+int NodeTask::getReentrantDepth() const {
+  auto task = base_.lock();
+  // The engine's rule: what belongs to no living task is soonest out of the way.
+  return task ? task->reentrant_depth_ : std::numeric_limits<int>::max();
+}
+
+void ReadyQueue::push(NodeTask item, bool incrementOutstandingTasks) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (incrementOutstandingTasks) {
+      if (auto task = item.base_.lock()) {
+        ++task->outstanding_tasks_;
+      }
+    }
+    heap_.push(std::move(item));
+  }
+  not_empty_.notify_one();
+}
+
+namespace utils {
+
+void DelayWarningHandler::process(const c10::Warning& warning) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  warnings_.push_back(warning);
+}
+
+void DelayWarningHandler::replay_warnings() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& warning : warnings_) {
+    c10::warn(warning);
+  }
+  warnings_.clear();
+}
+
+} // namespace utils
+} // namespace torch::autograd
+
+namespace dataparallel {
+
+using torch::autograd::Engine;
+using torch::autograd::GraphTask;
+using torch::autograd::InputBuffer;
+using torch::autograd::NodeTask;
+using torch::autograd::ReadyQueue;
+
+namespace {
+
+// A protected member: a derived class may hand it on.
+struct EngineMembers : Engine {
+  using Engine::init_local_ready_queue;
+};
+
+} // namespace
+
+std::shared_ptr<GraphTask> make_graph_task(bool keep_graph, std::shared_ptr<ReadyQueue> queue) {
+  return std::make_shared<GraphTask>(
+      keep_graph,
+      /*grad_mode=*/false,
+      /*reentrant_depth=*/0,
+      std::move(queue),
+      c10::SmallVector<torch::autograd::Node*, 4>{},
+      /*exit_on_error=*/true);
+}
+
+void stash_current_streams(GraphTask& task) {
+  const auto accelerator = at::getAccelerator(/*checked=*/false);
+  if (!accelerator.has_value()) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl guard(accelerator.value());
+  const auto count = guard.deviceCount();
+  task.caller_current_streams_.resize(count);
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface();
+  for (c10::DeviceIndex index = 0; index < count; ++index) {
+    if (hooks.hasPrimaryContext(index)) {
+      task.caller_current_streams_[index] =
+          guard.getStream(c10::Device(accelerator.value(), index));
+    }
+  }
+}
+
+void run_graph_task(
+    const std::shared_ptr<GraphTask>& task,
+    const std::shared_ptr<ReadyQueue>& queue,
+    NodePointer root) {
+  auto& engine = Engine::get_default_engine();
+  (engine.*&EngineMembers::init_local_ready_queue)(queue);
+  engine.execute_with_graph_task(task, std::move(root), InputBuffer(0));
+  // The thread would keep the queue, and with it what a failed task has left there.
+  (engine.*&EngineMembers::init_local_ready_queue)(std::make_shared<ReadyQueue>());
+}
+
+bool fail_graph_task(
+    const std::shared_ptr<GraphTask>& task,
+    const std::shared_ptr<ReadyQueue>& queue,
+    std::exception_ptr error) {
+  task->has_error_ = true;
+  const bool first = !task->future_completed_.exchange(true);
+  if (first) {
+    task->future_result_->setError(std::move(error));
+  }
+  // The owner may be asleep in its queue: an empty task makes it look at the future.
+  queue->push(NodeTask(task, NodePointer(), InputBuffer(0)));
+  return first;
+}
+
+} // namespace dataparallel
