@@ -105,9 +105,17 @@ at::Tensor fit_to_travel(const at::Tensor& tensor, WorkerId to) {
   return tensor.to(at::kCPU);
 }
 
+using Operator = std::shared_ptr<torch::jit::Operator>;
+
+Operator find_operator(const char* name) {
+  const auto found = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name));
+  TORCH_CHECK(found.size() == 1, "operator ", name, " is not registered");
+  return found[0];
+}
+
 void call(
     WorkerId to,
-    const char* name,
+    const Operator& function,
     std::vector<at::IValue> arguments,
     double timeout,
     Acknowledge done) {
@@ -115,9 +123,7 @@ void call(
   try {
     const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
     const auto& info = agent->getWorkerInfo(static_cast<rpc::worker_id_t>(to));
-    const auto operators = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name));
-    TORCH_CHECK(operators.size() == 1, "operator ", name, " is not registered");
-    auto message = rpc::ScriptCall(operators[0], std::move(arguments)).toMessage();
+    auto message = rpc::ScriptCall(function, std::move(arguments)).toMessage();
     auto answer = agent->send(info, std::move(message), static_cast<float>(timeout));
     answer->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
       done(future.hasError() ? future.tryRetrieveErrorMessage() : std::string());
@@ -159,9 +165,10 @@ void RpcLink::deliver(WorkerId to, Delivery delivery, double timeout, Acknowledg
   numbers.put(present);
   numbers.put(delivery.finished);
   numbers.put(delivery.description);
+  static const auto function = find_operator("aten::_dataparallel_deliver");
   call(
       to,
-      "aten::_dataparallel_deliver",
+      function,
       {std::move(numbers.all), std::move(gradients)},
       timeout,
       std::move(done));
@@ -172,9 +179,10 @@ void RpcLink::notify(WorkerId to, Notification notification, double timeout, Ack
       {notification.sender, notification.context, notification.pass,
        static_cast<int64_t>(notification.notice)}};
   numbers.put(notification.finished);
+  static const auto function = find_operator("aten::_dataparallel_notify");
   call(
       to,
-      "aten::_dataparallel_notify",
+      function,
       {std::move(numbers.all), std::move(notification.text)},
       timeout,
       std::move(done));
