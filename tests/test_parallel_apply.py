@@ -172,7 +172,8 @@ def test_repeated_calls_create_no_threads_and_leave_no_cycles() -> None:
     try:
         for _ in range(200):
             forward()
-        assert set(threading.enumerate()) == threads
+        # Those of earlier tests may end meanwhile.
+        assert set(threading.enumerate()) <= threads
         assert gc.collect() == 0
     finally:
         gc.enable()

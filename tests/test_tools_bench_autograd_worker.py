@@ -65,6 +65,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(f"{PLACE}.torch_rpc.init_rpc", lambda *a, **k: None)
     monkeypatch.setattr(f"{PLACE}.torch_rpc.shutdown", lambda *a, **k: None)
+    # Of this process: its other tests have the threads that they began with.
+    monkeypatch.setattr(f"{PLACE}.torch.set_num_threads", lambda threads: None)
     settle = lambda to, function: said.append(f"settle {to}")  # noqa: E731
     monkeypatch.setattr(f"{PLACE}.torch_rpc.rpc_sync", settle)
     monkeypatch.setattr(f"{PLACE}.ours.debug_info", dict)

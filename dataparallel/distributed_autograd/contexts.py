@@ -110,10 +110,13 @@ def debug_info() -> dict[str, int]:
 
     Returns:
         By name, each 0 when nothing is left: ``num_current_backward_passes``,
-        ``num_autograd_contexts``, and ``num_outstanding_messages``, the messages of backward passes
-        and of ended contexts that have left here and are not yet answered.
+        ``num_autograd_contexts``, ``num_outstanding_calls``, the calls made here in contexts that
+        have no answer yet, and ``num_outstanding_messages``, the messages of backward passes and of
+        ended contexts that have left here and are not yet answered.
 
     Raises:
         RuntimeError: This code runs on no worker.
     """
-    return current_endpoint().worker.debug_info()
+    endpoint = current_endpoint()
+    calls = endpoint.outstanding_calls()
+    return {**endpoint.worker.debug_info(), "num_outstanding_calls": calls}

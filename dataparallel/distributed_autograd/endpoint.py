@@ -49,6 +49,10 @@ class Endpoint(ABC):
         """Make an empty ``RemoteValue`` on a worker and return what refers to it."""
 
     @abstractmethod
+    def outstanding_calls(self) -> int:
+        """How many calls that this worker made in a context have no answer yet."""
+
+    @abstractmethod
     def default_timeout(self) -> float:
         """Seconds that a call or a backward pass may take if the caller does not say."""
 

@@ -61,6 +61,9 @@ class LocalEndpoint(Endpoint):
     def hold(self, to: int) -> Reference:
         return LocalReference(self.group.endpoints[to])
 
+    def outstanding_calls(self) -> int:
+        return self.group.pending.count(self.worker.id())
+
     def default_timeout(self) -> float:
         return self.group.timeout
 
@@ -77,7 +80,8 @@ class LocalEndpoint(Endpoint):
         shown = getattr(function, "__qualname__", None) or repr(function)
         label = f"{shown} on worker '{callee.name}'"
         seconds = self.group.timeout if timeout is None else timeout
-        call: PendingCall[Any] = PendingCall(label, seconds)
+        caller = None if context is None else self.worker.id()
+        call: PendingCall[Any] = PendingCall(label, seconds, caller)
         self.group.pending.add(call)
         try:
             parcel = pack(

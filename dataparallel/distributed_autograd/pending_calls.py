@@ -19,10 +19,12 @@ class PendingCall(Generic[T]):
     Args:
         label: What is called, for error messages.
         timeout: Seconds that it may take. 0: as long as it wants.
+        caller: The id of the worker that called in a context; None outside of contexts.
     """
 
-    def __init__(self, label: str, timeout: float) -> None:
+    def __init__(self, label: str, timeout: float, caller: int | None) -> None:
         self.label = label
+        self.caller = caller
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if timeout > 0 else None
         self.future: torch.futures.Future[T] = torch.futures.Future()
@@ -76,6 +78,10 @@ class PendingCalls:
                 self._watcher.start()
             if self._next_look is None or call.deadline < self._next_look:
                 self._changed.notify()
+
+    def count(self, caller: int) -> int:
+        """How many calls of a worker in contexts are without an answer."""
+        return sum(call.caller == caller for call in list(self._calls.values()))
 
     def waits(self, call: PendingCall[Any]) -> bool:
         """Whether a call is still without an answer."""

@@ -24,6 +24,8 @@ class ProcessEndpoint(Endpoint):
     def __init__(self, worker: Worker, agent: Any) -> None:
         super().__init__(worker)
         self.agent = agent
+        self._outstanding = 0
+        self._counting = threading.Lock()
 
     def resolve(self, to: Any) -> int:
         if isinstance(to, torch_rpc.WorkerInfo):  # type: ignore[attr-defined]
@@ -41,6 +43,14 @@ class ProcessEndpoint(Endpoint):
         if to == self.worker.id():
             return cast(Reference, torch_rpc.RRef(RemoteValue()))
         return cast(Reference, torch_rpc.remote(self.agent.get_worker_info(to), RemoteValue))
+
+    def outstanding_calls(self) -> int:
+        return self._outstanding
+
+    def count(self, change: int) -> None:
+        """Note that a call was made, or one was answered."""
+        with self._counting:
+            self._outstanding += change
 
     def default_timeout(self) -> float:
         return float(torch_rpc.api.get_rpc_timeout())  # type: ignore[attr-defined]
@@ -62,7 +72,8 @@ class ProcessEndpoint(Endpoint):
         envelope = seal((function, tuple(args), dict(kwargs)), self.worker, context, to)
         serve = _serve_async if hasattr(function, "_wrapped_async_rpc_function") else _serve
         answer = torch_rpc.rpc_async(info, serve, (envelope,), None, seconds)
-        return _opened(answer, self.worker, context, info)
+        self.count(1)
+        return _opened(answer, self, context, info)
 
 
 #: Seconds that word of the end of a context may take.
@@ -77,12 +88,13 @@ class _Failure:
 
 
 def _opened(
-    answer: torch.futures.Future[Envelope], worker: Worker, context: Context, callee: Any
+    answer: torch.futures.Future[Envelope], caller: ProcessEndpoint, context: Context, callee: Any
 ) -> torch.futures.Future[Any]:
     def arrived(future: torch.futures.Future[Envelope]) -> Any:
+        caller.count(-1)
         if context.released():
             # The word of its end may have come to the callee before the call did.
-            worker.tell_released(context.id(), callee.id, _RELEASE)
+            caller.worker.tell_released(context.id(), callee.id, _RELEASE)
         try:
             return unseal(future.value(), None if context.released() else context)
         except Exception as error:

@@ -161,23 +161,29 @@ def _meeting(
         store.wait(expected, datetime.timedelta(seconds=timeout))
 
 
-def expect_clean(seconds: float = CLEAN) -> None:
-    """Wait until this worker has no context, pass and message left.
+def expect_clean(seconds: float = CLEAN, *, calling: bool = False) -> None:
+    """Wait until this worker has no context, pass, message and, unless ``calling``, call left.
 
     Raises:
         AssertionError: It has after ``seconds`` seconds.
     """
     deadline = time.monotonic() + seconds
-    while any((info := distributed_autograd.debug_info()).values()):
-        left = {name: count for name, count in info.items() if count}
+    while True:
+        info = distributed_autograd.debug_info()
+        calls = info.pop("num_outstanding_calls")
+        left = {name: count for name, count in {**info, "calls": calls}.items() if count}
+        if not any(info.values()) and (calling or not calls):
+            return
         assert time.monotonic() < deadline, f"left behind after {seconds:g} s: {left}"
         time.sleep(0.005)
 
 
-def expect_clean_everywhere(world_size: int, seconds: float = CLEAN) -> None:
-    """Wait until no worker has a context, pass or message left."""
+def expect_clean_everywhere(
+    world_size: int, seconds: float = CLEAN, *, calling: bool = False
+) -> None:
+    """Wait until no worker has a context, pass, message and, unless ``calling``, call left."""
     for rank in range(world_size):
-        torch_rpc.rpc_sync(f"worker{rank}", expect_clean, (seconds,))
+        torch_rpc.rpc_sync(f"worker{rank}", expect_clean, (seconds,), {"calling": calling})
 
 
 def scenarios(

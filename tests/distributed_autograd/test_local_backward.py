@@ -20,6 +20,7 @@ from dataparallel.distributed_autograd import (
     WorkerError,
     backward,
     context,
+    debug_info,
     get_gradients,
     rpc_async,
     rpc_sync,
@@ -224,8 +225,10 @@ def test_a_context_that_ends_while_a_call_runs(workers: LocalWorkers) -> None:
     x = torch.ones(3, requires_grad=True)
     with context():
         future = rpc_async("worker0", slow, args=(x,))
+    assert debug_info()["num_outstanding_calls"] == 1
     go_on.set()
     result = future.wait()
+    assert debug_info()["num_outstanding_calls"] == 0
     assert result.tolist() == [2.0] * 3
     assert not result.requires_grad
 
