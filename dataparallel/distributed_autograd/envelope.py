@@ -99,7 +99,7 @@ def seal(obj: Any, worker: Worker, context: Context | None, to: int) -> Envelope
     ]
     message = -1
     if context is not None and attached:
-        message = context.add_send([tensors[index] for index in attached], to)
+        message = context.add_send([tensors[index] for index in attached])
     staged = [_stage(tensor.detach(), worker.id(), to) for tensor in tensors]
     return Envelope(
         sender=worker.id(),

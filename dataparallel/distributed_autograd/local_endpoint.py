@@ -15,7 +15,7 @@ from dataparallel.distributed_autograd.extension import Context, LocalLink, exte
 from dataparallel.distributed_autograd.local_reference import LocalReference
 from dataparallel.distributed_autograd.parcel import Parcel, Streams, on_streams, pack, unpack
 from dataparallel.distributed_autograd.pending_calls import PendingCall, PendingCalls
-from dataparallel.distributed_autograd.remote_value import Reference, is_async
+from dataparallel.distributed_autograd.remote_value import Reference, expect_future, is_async
 from dataparallel.workers import add_note
 
 Function = Callable[..., Any]
@@ -221,13 +221,10 @@ def _serve(
 
 
 def _send_later(answer: _Answer, result: Any, context: Context | None) -> None:
-    if not isinstance(result, torch._C.Future):
-        answer.fail(
-            TypeError(
-                f"{answer.call.label} is marked with async_execution, so it must return a "
-                f"torch.futures.Future, but it returned {result!r} of type {type(result).__name__}"
-            )
-        )
+    try:
+        promised = expect_future(result, answer.call.label)
+    except TypeError as error:
+        answer.fail(error)
         return
 
     def arrived(future: torch.futures.Future[Any]) -> None:
@@ -238,4 +235,4 @@ def _send_later(answer: _Answer, result: Any, context: Context | None) -> None:
         else:
             answer.send(value, context)
 
-    result.add_done_callback(arrived)
+    promised.add_done_callback(arrived)

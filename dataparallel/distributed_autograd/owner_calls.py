@@ -7,7 +7,7 @@ cannot be pickled has to fail before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.rpc.functions import async_execution
@@ -17,6 +17,7 @@ from dataparallel.distributed_autograd.remote_value import (
     Failure,
     Reference,
     RemoteValue,
+    expect_future,
     is_async,
 )
 
@@ -68,7 +69,7 @@ def make(
     try:
         result = function(*args, **kwargs)
         if is_async(function):
-            _expect_future(result, function.__qualname__).add_done_callback(keep)
+            expect_future(result, function.__qualname__).add_done_callback(keep)
         else:
             value.fill(result)
     except BaseException as error:
@@ -118,18 +119,8 @@ def _invoke_async(
             return Failure.of(error, worker)
 
     try:
-        return _expect_future(result, name).then(described)
+        return expect_future(result, name).then(described)
     except TypeError as error:
         failed: torch.futures.Future[Any] = torch.futures.Future()
         failed.set_result(result if isinstance(result, Failure) else Failure.of(error, worker))
         return failed
-
-
-def _expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
-    # What `then` returns is not of the class in Python.
-    if not isinstance(result, torch._C.Future):
-        raise TypeError(
-            f"{name} is marked with async_execution, so it must return a torch.futures.Future, but "
-            f"it returned a {type(result).__name__}"
-        )
-    return cast("torch.futures.Future[Any]", result)

@@ -80,7 +80,7 @@ def pack(
     news: list[int] = []
     if context is not None and context.meet(to):
         if attached:
-            message = context.add_send([original for original, _ in attached], to)
+            message = context.add_send([original for original, _ in attached])
         news = context.news(to)
     if message < 0:
         attached = []

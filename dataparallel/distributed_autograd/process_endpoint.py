@@ -13,7 +13,12 @@ from torch.distributed.rpc.functions import async_execution
 from dataparallel.distributed_autograd.endpoint import Endpoint, _of_process, entered
 from dataparallel.distributed_autograd.envelope import Envelope, seal, unseal
 from dataparallel.distributed_autograd.extension import Context, Worker, extension
-from dataparallel.distributed_autograd.remote_value import Reference, RemoteValue
+from dataparallel.distributed_autograd.remote_value import (
+    Reference,
+    RemoteValue,
+    expect_future,
+    is_async,
+)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -70,7 +75,7 @@ class ProcessEndpoint(Endpoint):
             plain = torch_rpc.rpc_async(info, function, tuple(args), dict(kwargs), seconds)
             return plain  # type: ignore[no-any-return]
         envelope = seal((function, tuple(args), dict(kwargs)), self.worker, context, to)
-        serve = _serve_async if hasattr(function, "_wrapped_async_rpc_function") else _serve
+        serve = _serve_async if is_async(function) else _serve
         answer = torch_rpc.rpc_async(info, serve, (envelope,), None, seconds)
         self.count(1)
         return _opened(answer, self, context, info)
@@ -162,11 +167,6 @@ def _serve(envelope: Envelope) -> Envelope:
 def _serve_async(envelope: Envelope) -> torch.futures.Future[Envelope]:
     endpoint, context, (function, args, kwargs) = _open(envelope)
     with entered(endpoint, context):
-        future = function(*args, **kwargs)
-    if not isinstance(future, torch._C.Future):
-        raise TypeError(
-            f"{function} is declared with async_execution, so it must return a "
-            f"torch.futures.Future and not {type(future).__name__}"
-        )
-    sealed = future.then(lambda done: seal(done.value(), endpoint.worker, context, envelope.sender))
-    return cast("torch.futures.Future[Envelope]", sealed)
+        result = function(*args, **kwargs)
+    future = expect_future(result, getattr(function, "__qualname__", repr(function)))
+    return future.then(lambda done: seal(done.value(), endpoint.worker, context, envelope.sender))

@@ -7,7 +7,7 @@ import pickle
 import threading
 import traceback
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -103,6 +103,21 @@ _MARK = "_wrapped_async_rpc_function"
 def is_async(function: Any) -> bool:
     """Whether a function returns a future of its result."""
     return hasattr(function, _MARK)
+
+
+def expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
+    """What a function that is marked so has returned.
+
+    Raises:
+        TypeError: It is no future.
+    """
+    # What `then` returns is not of the class in Python.
+    if not isinstance(result, torch._C.Future):
+        raise TypeError(
+            f"{name} is marked with async_execution, so it must return a torch.futures.Future, but "
+            f"it returned {result!r} of type {type(result).__name__}"
+        )
+    return cast("torch.futures.Future[Any]", result)
 
 
 def async_methods(value: Any) -> frozenset[str]:

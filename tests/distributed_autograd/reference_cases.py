@@ -236,9 +236,9 @@ def error_of_a_method() -> None:
                 layer.rpc_async().refuse().wait()
             with pytest.raises(NoValue, match=r"this method refuses"):
                 layer.remote().refuse().to_here()
-            with pytest.raises(TypeError, match=r"not_later is marked .* returned a int"):
+            with pytest.raises(TypeError, match=r"not_later is marked .* returned 3 of type int"):
                 layer.rpc_sync().not_later()
-            with pytest.raises(TypeError, match=r"not_later is marked .* returned a int"):
+            with pytest.raises(TypeError, match=r"not_later is marked .* returned 3 of type int"):
                 remote(OTHER, Layer.not_later, (layer,)).to_here()
             with pytest.raises(AttributeError, match=r"no_such"):
                 layer.rpc_sync().no_such()

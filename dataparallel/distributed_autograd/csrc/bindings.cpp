@@ -68,7 +68,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("wait", &Pass::wait, NoGil())
       .def("missing", &Pass::missing, NoGil())
       .def("failed_worker", &Pass::failed_worker, NoGil())
-      .def("fail", py::overload_cast<const std::string&>(&Pass::fail), NoGil())
+      .def("fail", [](Pass& pass, const std::string& text) { pass.fail(text); }, NoGil())
       .def("id", &Pass::id)
       .def("context", &Pass::context)
       .def(
@@ -92,7 +92,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("add_send", &Context::add_send, NoGil())
       .def("add_receive", &Context::add_receive, NoGil())
       .def("meet", &Context::meet, NoGil())
-      .def("peers", &Context::peers, NoGil())
       .def("reached_by", &Context::reached_by, NoGil())
       .def("start", &Context::start, NoGil())
       .def("gradients", &Context::gradients, NoGil())

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "border.h"
 #include "pass.h"
+#include "streams.h"
 #include "worker.h"
 
 namespace dataparallel {
@@ -16,7 +16,7 @@ using torch::autograd::AccumulateGrad;
 Context::Context(std::shared_ptr<Worker> worker, ContextId id)
     : worker_(std::move(worker)), id_(id), reach_(id, *worker_) {}
 
-MessageId Context::add_send(const std::vector<at::Tensor>& tensors, WorkerId peer) {
+MessageId Context::add_send(const std::vector<at::Tensor>& tensors) {
   const auto message = worker_->next_number(tensors.size());
   auto send = make_node<Send>(tensors);
   std::vector<PartId> items(tensors.size());
@@ -29,7 +29,6 @@ MessageId Context::add_send(const std::vector<at::Tensor>& tensors, WorkerId pee
       return -1;
     }
     sends_.emplace(message, std::move(send));
-    peers_.insert(peer);
   }
   for (size_t index = 0; index < tensors.size(); ++index) {
     knowledge_.add(message + index, items[index] ? Runs{items[index], 1} : Runs(), worker_->id());
@@ -52,11 +51,6 @@ bool Context::meet(WorkerId peer) {
     peers_.insert(peer);
   }
   return !released_;
-}
-
-std::unordered_set<WorkerId> Context::peers() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return peers_;
 }
 
 std::unordered_map<MessageId, NodePointer> Context::sends(const std::vector<PartId>& live) const {
@@ -210,26 +204,29 @@ std::vector<std::shared_ptr<Pass>> Context::passes() const {
   return passes;
 }
 
+void Context::Leaf::wait() const {
+  if (ready) {
+    current_stream(gradient.device())->wait(*ready);
+  }
+}
+
+void Context::Leaf::mark() {
+  if (const auto stream = current_stream(gradient.device())) {
+    ready.emplace(stream->device_type());
+    ready->record(*stream);
+  }
+}
+
 void Context::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
   const torch::autograd::AutoGradMode no_grad(false);
   std::lock_guard<std::mutex> lock(gradients_mutex_);
   auto& leaf = leaves_[variable.unsafeGetTensorImpl()];
   leaf.variable = variable;
   const auto update = [&](at::Tensor&& made) { leaf.gradient = std::move(made); };
-  const auto device = gradient.device();
-  if (!device.is_cpu()) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    const auto stream = guard.getStream(device);
-    // Passes and their streams differ; each sum follows the one before it.
-    if (leaf.ready) {
-      stream.wait(*leaf.ready);
-    }
-    AccumulateGrad::accumulateGrad(variable, leaf.gradient, gradient, 1, update);
-    leaf.ready.emplace(device.type());
-    leaf.ready->record(stream);
-    return;
-  }
+  // Passes and their streams differ; each sum follows the one before it.
+  leaf.wait();
   AccumulateGrad::accumulateGrad(variable, leaf.gradient, gradient, 1, update);
+  leaf.mark();
 }
 
 at::Tensor Context::gradient(const at::Tensor& variable) const {
@@ -238,10 +235,7 @@ at::Tensor Context::gradient(const at::Tensor& variable) const {
   if (found == leaves_.end()) {
     return {};
   }
-  if (found->second.ready) {
-    const auto device = found->second.gradient.device();
-    c10::impl::VirtualGuardImpl(device.type()).getStream(device).wait(*found->second.ready);
-  }
+  found->second.wait();
   return found->second.gradient;
 }
 
@@ -257,11 +251,7 @@ void Context::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
     return;
   }
   Leaf leaf{variable, std::move(gradient), std::nullopt};
-  const auto device = leaf.gradient.device();
-  if (!device.is_cpu()) {
-    leaf.ready.emplace(device.type());
-    leaf.ready->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
+  leaf.mark();
   leaves_.emplace(key, std::move(leaf));
 }
 
@@ -270,10 +260,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
   std::lock_guard<std::mutex> lock(gradients_mutex_);
   for (const auto& entry : leaves_) {
     const auto& leaf = entry.second;
-    if (leaf.ready) {
-      const auto device = leaf.gradient.device();
-      c10::impl::VirtualGuardImpl(device.type()).getStream(device).wait(*leaf.ready);
-    }
+    leaf.wait();
     all.emplace_back(leaf.variable, leaf.gradient);
   }
   return all;

@@ -25,15 +25,14 @@ class Context : public std::enable_shared_from_this<Context> {
     return knowledge_;
   }
 
-  // Record that these tensors, all of which require grad, are sent to `peer`. Negative, and
-  // nothing recorded, once the context was released.
-  MessageId add_send(const std::vector<at::Tensor>& tensors, WorkerId peer);
+  // Record that these tensors, all of which require grad, are sent. Negative, and nothing
+  // recorded, once the context was released.
+  MessageId add_send(const std::vector<at::Tensor>& tensors);
   // Give tensors that arrived with a message their gradient function.
   void add_receive(MessageId message, const std::vector<at::Tensor>& tensors);
   // Remember that `peer` takes part in the context, so that it is told when the context ends;
   // false if it has ended.
   bool meet(WorkerId peer);
-  std::unordered_set<WorkerId> peers() const;
   // The sends of those of these parts that are of this worker's messages.
   std::unordered_map<MessageId, NodePointer> sends(const std::vector<PartId>& live) const;
   // What the roots were computed from: parts and joints.
@@ -69,6 +68,11 @@ class Context : public std::enable_shared_from_this<Context> {
     at::Tensor variable;
     at::Tensor gradient;
     std::optional<c10::Event> ready;
+
+    // Let the stream that is current on the gradient's device wait until it is there.
+    void wait() const;
+    // Note that it is there once that stream has come this far.
+    void mark();
   };
   std::shared_ptr<Pass> begin(
       const std::vector<int64_t>& description,

@@ -207,21 +207,11 @@ void Pass::settle(const std::vector<WorkerId>& workers) {
   changed_.notify_all();
 }
 
-void Pass::fail(const std::string& text) {
-  fail(std::make_exception_ptr(std::runtime_error(text)));
+void Pass::fail(const std::string& text, WorkerId worker) {
+  fail(std::make_exception_ptr(std::runtime_error(text)), worker);
 }
 
-void Pass::fail(WorkerId worker, const std::string& text) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) {
-      failed_worker_ = worker;
-    }
-  }
-  fail(text);
-}
-
-void Pass::fail(std::exception_ptr error) {
+void Pass::fail(std::exception_ptr error, WorkerId worker) {
   std::unordered_set<WorkerId> others;
   Task task;
   {
@@ -230,6 +220,7 @@ void Pass::fail(std::exception_ptr error) {
       return;
     }
     error_ = error;
+    failed_worker_ = worker;
     others = missing_;
     task = task_;
   }

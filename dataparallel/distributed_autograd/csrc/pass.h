@@ -61,9 +61,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // A worker that takes part has ended its part, or failed.
   void take(const Notification& notification);
   // End the pass with an error: here, and from here everywhere.
-  void fail(std::exception_ptr error);
-  void fail(const std::string& text);
-  void fail(WorkerId worker, const std::string& text);
+  // `worker` is the other worker that it comes from.
+  void fail(std::exception_ptr error, WorkerId worker = -1);
+  void fail(const std::string& text, WorkerId worker = -1);
 
   // Root only: wait until every worker is done or one has failed; false if that takes longer.
   bool wait(double seconds);

@@ -1,7 +1,6 @@
 // What a pass sends to other workers and takes from them.
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "pass.h"
+#include "streams.h"
 #include "worker.h"
 
 namespace dataparallel {
@@ -9,17 +8,6 @@ namespace dataparallel {
 using torch::autograd::InputBuffer;
 using torch::autograd::Node;
 using torch::autograd::NodeTask;
-
-namespace {
-
-std::optional<c10::Stream> current_stream(const c10::Device& device) {
-  if (device.is_cpu()) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-} // namespace
 
 double Pass::patience() const {
   // Longer than the root's, which names all that have not finished and not only one.
@@ -101,9 +89,9 @@ void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
     worker.message_arrived();
     if (!error.empty()) {
       pass->fail(
-          to,
           "worker '" + worker.name() + "' could not hand gradients to worker '" +
-              worker.link().name(to) + "': " + error);
+              worker.link().name(to) + "': " + error,
+          to);
     }
   };
   worker.link().deliver(to, std::move(delivery), patience(), std::move(done));
@@ -128,7 +116,7 @@ void Pass::take(const Notification& notification) {
     return;
   }
   if (notification.notice == Notice::kFailed) {
-    fail(notification.sender, notification.text);
+    fail(notification.text, notification.sender);
   }
   settle(notification.finished);
 }
