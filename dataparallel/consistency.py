@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.fingerprint import bits_of, fingerprints
+from dataparallel.kernels import fingerprint
+from dataparallel.kernels.bits import bits_of
 from dataparallel.reducer.agreement import gather_if_different
 
 _log = logging.getLogger("dataparallel")
@@ -208,7 +209,7 @@ def _read(first: _Contents, others: Sequence[_Contents], *, all_of_first: bool) 
     for content in (*wanted, *(content for _, content in apart)):
         if content.tensor is not None:
             needed.setdefault(content.tensor.device, []).append((content, content.tensor))
-    computed = [fingerprints([tensor for _, tensor in pairs]) for pairs in needed.values()]
+    computed = [fingerprint([tensor for _, tensor in pairs]) for pairs in needed.values()]
     for pairs, numbers in zip(needed.values(), computed, strict=True):
         for (content, _), number in zip(pairs, numbers.tolist(), strict=True):
             content.fingerprint = number

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from dataparallel import intra_op
+from dataparallel import intra_op, kernels
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
@@ -92,6 +92,9 @@ class ReplicaEngine:
         self._pools = WorkerPools()
         self._compiled = CompiledCalls()
         self._idle: list[ModuleClones] = []
+        if len(self._devices) > 1:
+            for device in set(self._devices):
+                kernels.warm_up(device)
 
     @property
     def is_direct(self) -> bool:

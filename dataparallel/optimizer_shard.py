@@ -8,7 +8,7 @@ state. In a step it gets the gradient, is stepped, and its new value is written 
 
 Between steps others may write the parameter (loading, clipping of weights, ``.data``). Its value is
 carried in before the step, see Note [What counts as a change]. What can be seen from outside is
-compared first: address, version, dtype, shape. Where that is as before, fingerprints of the values
+compared first: address, version, dtype, shape. Where that is as before, checksums of the values
 are: they read both sides once and move 4 KB, where a copy would move everything.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import comm
-from dataparallel.fingerprint import fingerprint
+from dataparallel.checksum import checksum
 from dataparallel.gradient_edges import plan_buckets
 from dataparallel.optimizer_part import OptimizerPart
 
@@ -157,8 +157,9 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _equal(pairs: Sequence[_Pair]) -> bool:
-    ours = fingerprint([copy for _, copy in pairs])
-    return torch.equal(fingerprint([p for p, _ in pairs]).cpu(), ours.cpu())
+    parameters, copies = [p for p, _ in pairs], [copy for _, copy in pairs]
+    ours, theirs = checksum(copies, parameters), checksum(parameters, copies)
+    return torch.equal(theirs.cpu(), ours.cpu())
 
 
 def _copy_of(parameter: Tensor, device: torch.device) -> Tensor:

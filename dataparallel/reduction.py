@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dataparallel import kernels
 from dataparallel.buffers import BufferPolicy
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.cut import Rounds
@@ -144,6 +145,9 @@ class Reduction:
         if self.local is not None:
             rounds = ChainedReducers(self.reducer, self.local)
         alone = len(devices) == 1 and self.processes is None
+        if self.processes is not None:
+            for device in {parameter.device for parameter in trained.parameters}:
+                kernels.warm_up(device)
         self._batch_group: HybridGroup | None = None
         if policy == "sync" and self.processes is not None:
             self._batch_group = HybridGroup(settings.process_group, settings.timeout)

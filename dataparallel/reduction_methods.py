@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dataparallel.consistency import check_replicas
+from dataparallel.kernels import warm_up
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.hooks import ResolvedHook, resolve_hook
@@ -91,6 +92,8 @@ class ReductionMethods:
                 "deterministic=True makes the sum over processes in rank order, which a "
                 "communication hook replaces; use one of them"
             )
+        for device in {parameter.device for parameter in self.module.parameters()}:
+            warm_up(device, resolved.kernels)
         self._hook = resolved
         if self._reduction.processes is None:
             self._rebuild()

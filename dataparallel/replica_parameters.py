@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dataparallel.fingerprint import fingerprint
+from dataparallel.checksum import checksum
 from dataparallel.tensor_copies import signature
 
 _Signature: TypeAlias = tuple[Any, ...]
@@ -35,7 +35,7 @@ class _Place:
     def __init__(self, values: list[torch.Tensor]) -> None:
         self.values = values
         self.filled_with: list[_Signature] | None = None
-        self.fingerprint: torch.Tensor | None = None
+        self.checksum: torch.Tensor | None = None
 
 
 class ReplicaParameters:
@@ -130,20 +130,16 @@ class ReplicaParameters:
             with torch.inference_mode(False), torch.no_grad():
                 torch._foreach_copy_(place.values, [o.detach() for o in self._originals])
             place.filled_with = now
-            place.fingerprint = None
+            place.checksum = None
 
     def _is_written(self, place: _Place) -> bool:
         """Whether somebody wrote an original through ``.data``, which leaves no other trace."""
         originals = [original.detach() for original in self._originals]
-        if place.fingerprint is None:
-            place.fingerprint = self._fingerprint_of(place.values)
+        if place.checksum is None:
+            place.checksum = checksum(place.values, originals).cpu()
         if self._dtype is not None:
             originals = [o.to(v.dtype) for o, v in zip(originals, place.values, strict=True)]
-        return not torch.equal(self._fingerprint_of(originals), place.fingerprint)
-
-    @staticmethod
-    def _fingerprint_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return fingerprint(tensors).cpu()
+        return not torch.equal(checksum(originals, place.values).cpu(), place.checksum)
 
     def _make(self, device: torch.device) -> list[nn.Parameter]:
         if self._dtype is None and (device == self._home or self._single):

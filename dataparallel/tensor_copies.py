@@ -5,7 +5,7 @@ Note [What counts as a change]
 A copy is stale when the original was replaced (another object, another memory address), written in
 place (version counter), converted or frozen (dtype, shape, ``requires_grad``), or stepped by an
 optimizer; an optimizer may write through ``.data``, which bumps no counter, so its step always
-counts. All other writes through ``.data`` are found by comparing fingerprints of the values. That
+counts. All other writes through ``.data`` are found by comparing checksums of the values. That
 reads every original once, so it is done only for slots on other devices than the originals, and
 only when nothing else has called for a copy. Slots on the originals' device share the memory and
 cannot be stale.
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from dataparallel import comm
-from dataparallel.fingerprint import fingerprint
+from dataparallel.checksum import checksum
 from dataparallel.gradient_edges import plan_buckets
 
 #: Which slots use the same memory. ``"device"``: all slots on one device, those on the originals'
@@ -96,7 +96,7 @@ class _Bucket:
         self.versions: list[list[int] | None] = [None] * places
         # Taken from a copy the first time that it is needed, not from the original at copying
         # time: training then never pays for it, since each forward follows an optimizer step.
-        self.fingerprint: torch.Tensor | None = None
+        self.checksum: torch.Tensor | None = None
 
 
 class TensorCopies:
@@ -160,9 +160,10 @@ class TensorCopies:
             return _Bucket(originals, now, places)
         held = next((copies for copies in bucket.copies if copies is not None), None)
         if held is not None:
-            if bucket.fingerprint is None:
-                bucket.fingerprint = fingerprint(_comparable(held)).cpu()
-            if not torch.equal(fingerprint(_comparable(originals)).cpu(), bucket.fingerprint):
+            ours, theirs = _comparable(originals), _comparable(held)
+            if bucket.checksum is None:
+                bucket.checksum = checksum(theirs, ours).cpu()
+            if not torch.equal(checksum(ours, theirs).cpu(), bucket.checksum):
                 return _Bucket(originals, now, places)
         return bucket
 
@@ -252,7 +253,7 @@ def _written(bucket: _Bucket) -> bool:
 
 
 def _comparable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The strided tensors among some, or in them: those that have a fingerprint."""
+    """The strided tensors among some, or in them: those that have a checksum."""
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.layout == torch.sparse_coo:

@@ -54,9 +54,9 @@ FAILURES: dict[str, tuple[Callable[[Any], Future[Tensor]], type[Exception], str]
 
 
 def recovers(
-    rank: int, world_size: int, name: str, replicas: int, *ranks: int
+    rank: int, world_size: int, name: str, replicas: int, ranks: tuple[int, ...], index: int = 1
 ) -> tuple[str, float, list[Tensor]]:
-    """A hook fails once, in the second step and the second bucket, on some ranks."""
+    """A hook fails once, in the second step and on some ranks, by default in the second bucket."""
     keep_group()
     failure, kind, _ = FAILURES[name]
     if rank not in ranks:
@@ -64,7 +64,7 @@ def recovers(
     state = {"step": 0, "failed": 0}
 
     def hook(state: dict[str, int], bucket: Any) -> Future[Tensor]:
-        now = state["step"] == 1 and bucket.index() == 1 and not state["failed"]
+        now = state["step"] == 1 and bucket.index() == index and not state["failed"]
         if now and rank in ranks:
             state["failed"] = 1
             return failure(bucket)
@@ -108,17 +108,56 @@ def without_second_step(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_step_after_a_failure_is_right(cluster: Cluster, name: str, replicas: int) -> None:
     expected = cluster.run(without_second_step, 2)
-    for rank, (text, took, results) in enumerate(cluster.run(recovers, 2, name, replicas, 0, 1)):
+    for rank, (text, took, results) in enumerate(cluster.run(recovers, 2, name, replicas, (0, 1))):
         assert FAILURES[name][2] in text
         assert took < 10
         torch.testing.assert_close(results, expected[rank], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_hook_that_raises_on_one_rank(cluster: Cluster, replicas: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_hook_that_raises_on_one_rank(cluster: Cluster, index: int, replicas: int) -> None:
+    """In any bucket: the last one is sent nevertheless, since the others wait for it."""
     expected = cluster.run(without_second_step, 2)
-    first, second = cluster.run(recovers, 2, "raises", replicas, 1)
+    first, second = cluster.run(recovers, 2, "raises", replicas, (1,), index)
     assert "rank 1" in first[0], "the others are not told who has failed"
-    assert FAILURES["raises"][2] in second[0]
+    assert f"no\nin the communication hook for bucket {index} (" in second[0]
     assert max(first[1], second[1]) < 10
     torch.testing.assert_close([first[2], second[2]], expected, rtol=2e-5, atol=2e-5)
+
+
+def _fails_for_good(rank: int, world_size: int, times: int) -> list[str]:
+    """What each of four steps ends with, where a hook fails on rank 1 in the first ``times``."""
+    keep_group()
+    step = 0
+
+    def hook(state: None, bucket: Any) -> Future[Tensor]:
+        if rank == 1 and step < times:
+            raise HookError("no")
+        return allreduce_hook(None, bucket)
+
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=4.0)
+    model.register_comm_hook(None, hook)
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        try:
+            model(torch.full((1, 3), 10.0**step)).sum().backward()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            (gradient,) = (p.grad for p in model.parameters())
+            assert gradient is not None
+            found.append(str(gradient[0, 0].item()))
+    model.close()
+    return found
+
+
+def test_a_hook_that_fails_again_when_it_is_asked_again(cluster: Cluster) -> None:
+    """Rank 0 has begun a collective, and rank 1 has none for it: nothing may be matched with it."""
+    first, second = cluster.run(_fails_for_good, 2, 1, timeout=120)
+    for texts in (first, second):
+        assert len(texts) == 4
+        assert all(": " in text for text in texts), "results of different steps were added"
+    assert "backward of rank 1 failed" in first[0]
+    assert "HookError: no" in second[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
+from dataparallel.kernels import backend
 from dataparallel.reducer import builtin_hooks
 from dataparallel.reducer.grad_bucket import GradBucket
 from dataparallel.reducer.hooks import resolve_hook
@@ -19,6 +20,7 @@ from dataparallel.reducer.pending_hook import HookSender, run_hook
 from dataparallel.reducer.storage import BucketStorage
 from tests.cluster import Cluster
 from tests.comm_hook_cases import NAMES, Hook, a_bucket, completed, keep_group, parameters
+from tests.kernels.host_backend import HostBackend
 
 # --- hooks with processes --------------------------------------------------------------------
 
@@ -59,10 +61,37 @@ def test_hooks_by_name_agree_with_torchs(cluster: Cluster) -> None:
         assert torch.equal(noop, (torch.arange(38.0) + rank) * 0.3)
 
 
+def large_means(rank: int, world_size: int) -> list[Tensor]:
+    keep_group()
+    results = []
+    for hook in ("fp16_compress", "bf16_compress", default_hooks.fp16_compress_hook):
+        bucket = a_bucket()
+        bucket.buffer().fill_(1000.0 if rank else 70001.0)
+        results.append(run_hook(resolve_hook(hook), bucket).wait(10.0, "the test").clone())
+    return results
+
+
+def test_numbers_are_divided_before_they_are_rounded(cluster: Cluster) -> None:
+    """70001 is no float16, but half of it is; torch's hook rounds first."""
+    for fp16, bf16, theirs in cluster.run(large_means, 2):
+        torch.testing.assert_close(fp16, torch.full((38,), 35500.5), rtol=1e-3, atol=0)
+        torch.testing.assert_close(bf16, torch.full((38,), 35500.5), rtol=1e-2, atol=0)
+        assert theirs.isinf().all()
+
+
+@pytest.mark.parametrize("name", ["fp16_compress", "bf16_compress"])
+def test_a_bucket_is_compressed_by_kernels(name: str) -> None:
+    host = HostBackend()
+    with backend.registered([host]):
+        run_hook(resolve_hook(name), a_bucket()).wait(1.0, "the test")
+    suffix = name.removesuffix("_compress").replace("fp", "f")
+    assert host.launches == [f"compress_{suffix}", f"decompress_{suffix}"]
+
+
 def complex_means(rank: int, world_size: int) -> list[Tensor]:
     keep_group()
     results = []
-    for hook in ("allreduce", default_hooks.allreduce_hook):
+    for hook in ("allreduce", default_hooks.allreduce_hook, "bf16_compress"):
         bucket = a_bucket(torch.complex64)
         bucket.buffer().mul_(1j * (rank + 1))
         results.append(run_hook(resolve_hook(hook), bucket).wait(10.0, "the test").clone())
@@ -70,9 +99,10 @@ def complex_means(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_complex_gradients(cluster: Cluster) -> None:
-    for results in cluster.run(complex_means, 2):
-        for result in results:
-            torch.testing.assert_close(result, torch.arange(38.0) * 1.5j)
+    expected = torch.arange(38.0) * 1.5j
+    for ours, theirs, rounded in cluster.run(complex_means, 2):
+        torch.testing.assert_close([ours, theirs], [expected] * 2)
+        torch.testing.assert_close(rounded, expected, rtol=1e-2, atol=0)
 
 
 def test_without_processes_a_mean_is_what_there_is() -> None:

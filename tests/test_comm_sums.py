@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from dataparallel import comm, virtual
+from dataparallel.kernels.backend import registered
 from tests.comm_cases import (
+    chosen,
+    counting_copies,
     in_order,
     laid_out,
     make,
     same,
     sparse,
 )
+from tests.kernels.virtual_backend import VirtualBackend
+
+# The function has the name of its module.
+reference = importlib.import_module("dataparallel.kernels.reference.reduce_add")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
@@ -169,3 +178,77 @@ def test_reduce_add_refuses_what_does_not_exist() -> None:
         comm.broadcast_coalesced([torch.ones(2), torch.ones(2, device="virtual:0")], ["cpu"])
     assert comm.reduce_add_coalesced([[], []]) == ()
     assert comm.broadcast_coalesced([], ["cpu", "virtual:1"]) == [[], []]
+
+
+# --- floats of 16 bits -----------------------------------------------------------------------
+
+
+def rounded_each_time(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_way_to_a_sum_leads_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+) -> None:
+    # In parts, as large tensors are.
+    monkeypatch.setattr(reference, "_CHUNK", 1000)
+    terms = [torch.randn(70, 50).to(dtype) * 3**i for i in range(count)]
+    expected = in_order(terms)
+    one_by_one = rounded_each_time(terms)
+    assert torch.equal(expected, one_by_one) == (count == 2 or dtype == torch.float32)
+
+    def on(*devices: str) -> list[torch.Tensor]:
+        places = [devices[i % len(devices)] for i in range(count)]
+        return [term.to(place) for term, place in zip(terms, places, strict=True)]
+
+    apart = [f"virtual:{i}" for i in range(4)]
+    assert same(comm.reduce_add(on("cpu")), expected, "cpu")
+    assert same(comm.reduce_add(on("virtual:1")), expected, "virtual:1")
+    for devices in (apart, ["virtual:2", "cpu"], ["cpu", "cpu", "virtual:0"]):
+        for destination in ("cpu", "virtual:0", "virtual:2"):
+            assert same(comm.reduce_add(on(*devices), destination), expected, destination)
+            pairs = [[term, term[:7]] for term in on(*devices)]
+            whole, part = comm.reduce_add_coalesced(pairs, destination)
+            assert same(whole, expected, destination)
+            assert same(part, expected[:7], destination)
+    with registered([VirtualBackend()]):
+        assert same(comm.reduce_add(on(*apart), "virtual:3"), expected, "virtual:3")
+    turned = [term.mT for term in on("cpu")]
+    mixed = [turned[0], *(term.contiguous() for term in turned[1:])]
+    assert same(comm.reduce_add(turned), expected.mT, "cpu")
+    assert same(comm.reduce_add(mixed), expected.mT, "cpu")
+
+
+def test_a_kernel_adds_where_the_terms_are() -> None:
+    """No term is copied; strides are kept, whatever those of the terms are."""
+    apart = [f"virtual:{i}" for i in range(3)]
+    shapes = [tensor for tensor in laid_out("cpu") if tensor.dim()]
+    with registered([VirtualBackend()]), counting_copies() as copied:
+        for model in shapes:
+            terms = [(model * (i + 1)).to(device) for i, device in enumerate(apart)]
+            terms[1] = terms[1].contiguous()
+            total = comm.reduce_add(terms, "virtual:1")
+            assert same(total, model * 6, "virtual:1")
+            assert total.stride() == torch.empty_like(terms[0]).stride()
+            assert copied == []
+        comm.broadcast(torch.ones(2, device="virtual:1"), apart)
+        comm.reduce_add([torch.ones(2, dtype=torch.complex64, device=device) for device in apart])
+        assert len(copied) == 4
+
+
+def test_which_sums_a_kernel_serves() -> None:
+    pair = [torch.ones(2, device=f"virtual:{i}") for i in range(2)]
+    assert chosen(pair, ["virtual:0"]) == "Copies"
+    with registered([VirtualBackend()]):
+        assert chosen(pair, ["virtual:2"]) == "KernelSums"
+        assert chosen(pair[:1], ["virtual:0", "virtual:1"]) == "Copies"
+        assert chosen(pair, ["cpu"]) == "Copies"
+        assert chosen([pair[0], torch.ones(2)], ["virtual:0"]) == "Copies"
+        assert chosen([term.bool() for term in pair], ["virtual:0"]) == "Copies"
+        assert chosen([term.to_sparse() for term in pair], ["virtual:0"]) == "Copies"
+        assert chosen(pair[:1] * 2, ["virtual:0"]) == "SharedMemory"

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dataparallel import consistency
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.consistency import Mismatch, ReplicaMismatch, check_replicas
-from dataparallel.fingerprint import fingerprints
+from dataparallel.kernels import fingerprint
 from tests.cluster import Cluster
 
 DTYPES = [
@@ -44,7 +44,7 @@ def tensors_of(device: str = "cpu") -> dict[str, Tensor]:
 
 
 def shown(tensor: Tensor) -> str:
-    (number,) = fingerprints([tensor.cpu()]).tolist()
+    (number,) = fingerprint([tensor.cpu()]).tolist()
     return f"fingerprint {number % 2**64:016x}"
 
 
@@ -171,7 +171,7 @@ def test_names_that_one_replica_has_alone() -> None:
 
 def test_shared_memory_is_not_read() -> None:
     first = tensors_of()
-    with mock.patch.object(consistency, "fingerprints", wraps=fingerprints) as reading:
+    with mock.patch.object(consistency, "fingerprint", wraps=fingerprint) as reading:
         check_replicas(first, [dict(first), {n: t.detach() for n, t in first.items()}])
         assert reading.call_count == 0
         # A part of the same memory is not the same tensor.
@@ -190,7 +190,7 @@ def test_a_lazy_conjugate_is_not_what_it_is_made_of() -> None:
 
 def test_each_device_is_read_once_for_all_tensors() -> None:
     replicas = [tensors_of(f"virtual:{i}") for i in range(4)]
-    with mock.patch.object(consistency, "fingerprints", wraps=fingerprints) as reading:
+    with mock.patch.object(consistency, "fingerprint", wraps=fingerprint) as reading:
         check_replicas(replicas[0], replicas[1:])
     assert [len(call.args[0]) for call in reading.call_args_list] == [7] * 4
 

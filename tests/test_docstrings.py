@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import dataparallel
-from dataparallel import collectives, comm, distributed_autograd, virtual
+from dataparallel import collectives, comm, distributed_autograd, kernels, virtual
 from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -53,7 +53,7 @@ NO_EXAMPLE = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Everything that users call, with its qualified name."""
-    for module in (dataparallel, collectives, comm, distributed_autograd, virtual):
+    for module in (dataparallel, collectives, comm, distributed_autograd, kernels, virtual):
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.ismodule(value):
@@ -183,7 +183,9 @@ def test_example_of_a_docstring(name: str) -> None:
     names = names_for(code)
     if name.startswith("comm."):
         names |= {each: getattr(comm, each) for each in comm.__all__}
-    if name.startswith("collectives."):
+    if name.startswith("kernels."):
+        run(code, names | names_for_kernels(), name)
+    elif name.startswith("collectives."):
         names |= {each: getattr(collectives, each) for each in collectives.__all__}
         in_processes = name.endswith("_inplace") or "AsyncCollectiveTensor" in name
         (run_in_a_process if in_processes else run_in_replicas)(code, names, name)
@@ -194,6 +196,17 @@ def test_example_of_a_docstring(name: str) -> None:
         run_on_a_worker(code, names, name)
     else:
         run(code, names, name)
+
+
+def names_for_kernels() -> dict[str, Any]:
+    tensors = ("first", "second", "third", "tensor", "gradient", "weight_grad", "bias_grad")
+    state = ("weight", "bias", "averages", "squares")
+    return {each: getattr(kernels, each) for each in kernels.__all__} | {
+        **{name: torch.ones(4, 3) for name in tensors},
+        **{name: torch.zeros(4, 3) for name in state},
+        "received": [torch.ones(12, dtype=torch.bfloat16)] * 2,
+        "size": 12,
+    }
 
 
 def run_in_replicas(code: str, names: dict[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import comm as their_comm
 from torch.nn.parallel.scatter_gather import scatter_kwargs as their_scatter_kwargs
 
 import dataparallel
-from dataparallel import comm, distributed_autograd, virtual
+from dataparallel import comm, comm_hooks, distributed_autograd, kernels, virtual
 
 EXPORTED = {
     dataparallel: [
@@ -50,6 +50,14 @@ EXPORTED = {
         "reduce_add_coalesced",
         "scatter",
     ],
+    comm_hooks: [
+        "Int8CompressState",
+        "allreduce_hook",
+        "bf16_compress_hook",
+        "fp16_compress_hook",
+        "int8_compress_hook",
+        "noop_hook",
+    ],
     distributed_autograd: [
         "DistributedOptimizer",
         "LocalWorkers",
@@ -62,6 +70,19 @@ EXPORTED = {
         "remote",
         "rpc_async",
         "rpc_sync",
+    ],
+    kernels: [
+        "BucketLayout",
+        "compress",
+        "compressed_size",
+        "decompress",
+        "fingerprint",
+        "flatten",
+        "fused_adamw",
+        "fused_sgd",
+        "reduce_add",
+        "unflatten",
+        "warm_up",
     ],
     virtual: [
         "counters",
@@ -212,6 +233,7 @@ def test_types_as_a_user_sees_them(tmp_path: pathlib.Path) -> None:
         "mypy",
         "--strict",
         "--no-error-summary",
+        "--explicit-package-bases",
         "use.py",
         "misuse.py",
     ]
@@ -219,7 +241,8 @@ def test_types_as_a_user_sees_them(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(
         [*command, "--config-file=", f"--cache-dir={root / '.mypy_cache' / 'of_users'}"],
         cwd=tmp_path,
-        env={"MYPYPATH": str(root)},
+        # A link there leads to the kernels; in an installed package they are where they belong.
+        env={"MYPYPATH": f"{root}:{root / 'typings'}"},
         capture_output=True,
         text=True,
         timeout=250,

@@ -39,6 +39,7 @@ def fake_torch(
             nccl=SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda tensors: True),
         ),
         empty=lambda size, device: device,
+        device=lambda kind, index: (kind, index),
     )
 
 
@@ -228,7 +229,7 @@ def test_only_what_is_essential_decides_on_the_exit_status() -> None:
 
 
 def test_every_missing_extra_says_what_for_and_how() -> None:
-    missing = [*basics.extras(fake_probe()), *accelerators.gpu_packages(fake_probe())]
+    missing = [*basics.extras(fake_probe()), accelerators.gpu_packages(fake_probe())]
     assert {check.status for check in missing} == {"missing"}
     assert all(check.detail.startswith("for ") for check in missing)
     assert all(check.remedy.startswith("pip install ") for check in missing)

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.operations import BITWISE, COMBINED, EXTREMES
+from dataparallel.comm.sums import add_here
 
 #: All operations, by torch's names.
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-
-# A mean begins as a sum.
-_COMBINED = COMBINED | {"avg": COMBINED["sum"]}
 
 
 def op_name(op: Any) -> str:
@@ -64,12 +62,16 @@ def reduce_terms(op: str, terms: Sequence[Tensor], *, out: Tensor | None = None)
     """
     if len(terms) == 1:
         return terms[0].clone()
-    combined: Any = _COMBINED[op]
+    if op in ("sum", "avg"):
+        # See Note [Order of a sum].
+        added = add_here(terms, out)
+        return mean_of(added, len(terms)) if op == "avg" else added
+    combined: Any = COMBINED[op]
     total: Tensor = combined(terms[0], terms[1], out=out)
     for term in terms[2:]:
         # In place from here on, without a new tensor per term.
         combined(total, term, out=total)
-    return mean_of(total, len(terms)) if op == "avg" else total
+    return total
 
 
 def mean_of(total: Tensor, count: int) -> Tensor:

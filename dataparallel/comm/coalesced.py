@@ -9,6 +9,7 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel.comm.local import broadcast, check_same_device, reduce_add
 from dataparallel.comm.packing import pack, packed_strides, plan_groups, unpack
+from dataparallel.comm.sums import add_columns
 
 DEFAULT_BUFFER_SIZE = 10485760
 
@@ -159,10 +160,7 @@ def _reduce_here(
     rows: Sequence[Sequence[torch.Tensor]], target: torch.device
 ) -> Sequence[torch.Tensor]:
     """On one device nothing moves, and one call adds many small tensors."""
-    totals = torch._foreach_add(list(rows[0]), list(rows[1]))
-    for row in rows[2:]:
-        torch._foreach_add_(totals, list(row))
-    return totals
+    return add_columns(list(zip(*rows, strict=True)), in_place=False)
 
 
 def _reduce_packed(

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from dataparallel import devices as _devices
+from dataparallel.comm.sums import add_here, type_of_sum
 from dataparallel.comm.transport import Transport
+from dataparallel.kernels.dtypes import wide
 
 # Note [Streams of a copy]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -103,6 +105,8 @@ class SharedMemory(Transport):
         return [tensor.detach() for _ in devices]
 
     def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
+        if inputs[0].layout == torch.strided:
+            return add_here(inputs)
         return _sum([tensor.detach() for tensor in inputs], [False] * len(inputs))
 
 
@@ -132,7 +136,10 @@ def _sum(tensors: Iterable[torch.Tensor], owned: Sequence[bool]) -> torch.Tensor
         owned: Which of them are copies that nobody else has: a sum may take their memory.
     """
     terms = iter(tensors)
-    first, second = next(terms), next(terms)
+    first = next(terms)
+    if first.layout == torch.strided and type_of_sum(first, len(owned)) != first.dtype:
+        return _add_widened(first, terms)
+    second = next(terms)
     if owned[0]:
         total = first.add_(second)
     elif owned[1] and _same_in_memory(first, second):
@@ -143,6 +150,13 @@ def _sum(tensors: Iterable[torch.Tensor], owned: Sequence[bool]) -> torch.Tensor
     for term in terms:
         total.add_(term)
     return total
+
+
+def _add_widened(first: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
+    total = first.to(wide(first.dtype))
+    for term in others:
+        total.add_(term)
+    return total.to(first.dtype)
 
 
 def _same_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

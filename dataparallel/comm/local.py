@@ -8,10 +8,11 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel.comm.copies import Copies, SharedMemory, arrive, copy_to, may_be_deferred
+from dataparallel.comm.kernel_sums import KernelSums
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.transport import choose
 
-_TRANSPORTS = (SharedMemory(), Nccl(), Copies())
+_TRANSPORTS = (SharedMemory(), KernelSums(), Nccl(), Copies())
 
 
 def broadcast(

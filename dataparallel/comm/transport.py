@@ -43,6 +43,11 @@ class Transport(ABC):
 # the result depends neither on thread timing, nor on the destination, nor on the transport. A
 # transport that adds in an order of its own may therefore serve a sum only where no order can show:
 # two terms (addition commutes), or integers.
+#
+# Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end. Otherwise it would
+# show whether terms are added in one pass over memory or one after the other, and each addition
+# would cost half a digit or more of the few that there are. Sums of two come out alike in any case,
+# and sparse tensors are added as torch adds them.
 
 
 def choose(

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from dataparallel import kernels
+from dataparallel.comm.sums import add_arriving, add_into, can_add
 from dataparallel.gradient_home import GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
@@ -137,15 +139,20 @@ class Buckets:
     def sum_views(self, number: int) -> None:
         """Add the flat tensors of a bucket of all replicas into that of replica 0, in order."""
         total = self._flat(number)
-        for row in self.gradients[1:]:
-            gradients = row[number]
-            assert isinstance(gradients, ViewedGradients)
-            term = gradients.storage.flat
-            if term.device != total.device:
-                if number not in self._arrivals:
-                    self._arrivals[number] = torch.empty_like(total)
-                term = self._arrivals[number].copy_(term)
-            total.add_(term)
+        terms = [total, *(self._flat_of(gradients[number]) for gradients in self.gradients[1:])]
+        if can_add(terms, total.device):
+            add_into(total, terms)
+        else:
+            arriving = (self._arrived(number, term) for term in terms[1:])
+            add_arriving(total, arriving, len(terms))
+
+    def _arrived(self, number: int, term: torch.Tensor) -> torch.Tensor:
+        total = self._flat(number)
+        if term.device == total.device:
+            return term
+        if number not in self._arrivals:
+            self._arrivals[number] = torch.empty_like(total)
+        return self._arrivals[number].copy_(term)
 
     def complete_views(self, number: int, used: Sequence[bool], user_hooks: OriginalHooks) -> None:
         """Run hooks on the sum of a viewed bucket, and add what ``.grad`` held before."""
@@ -204,25 +211,19 @@ class Buckets:
         storage = self.storages[number]
         if storage is None:
             return [flat if used[bucket[0]] else None]
-        views = storage.views
-        if flat.data_ptr() != storage.flat.data_ptr():
-            views = storage.views_of(flat)
+        views = storage.layout.views_of(flat)
         result: list[MaybeTensor] = [None] * len(bucket)
-        into: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
+        into: list[MaybeTensor] = [None] * len(bucket)
         for position, (index, view) in enumerate(zip(bucket, views, strict=True)):
             if not used[index]:
                 continue
             original, own = self._originals[index], sums[position]
             if own is not None and own.dtype == original.dtype and _is_dense(own):
                 # The engine can take over memory that is nobody else's; a view it would copy.
-                result[position] = own
-                into.append(own)
-                what.append(view)
+                result[position] = into[position] = own
             else:
                 result[position] = view.to(original.dtype)
-        if into:
-            torch._foreach_copy_(into, what)
+        kernels.unflatten(flat, into, views=storage.layout)
         return result
 
     def as_sparse(self, grad: MaybeTensor, original: nn.Parameter) -> torch.Tensor:
@@ -230,6 +231,11 @@ class Buckets:
         if grad is None:
             return empty_sparse(original)
         return grad if grad.is_sparse else grad.to_sparse(1)
+
+    @staticmethod
+    def _flat_of(gradients: StolenGradients) -> torch.Tensor:
+        assert isinstance(gradients, ViewedGradients)
+        return gradients.storage.flat
 
     def _flat(self, number: int) -> torch.Tensor:
         storage = self.storages[number]

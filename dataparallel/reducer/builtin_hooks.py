@@ -12,7 +12,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from dataparallel import kernels
 from dataparallel.reducer.grad_bucket import GradBucket
+from dataparallel.reducer.hook_group import for_torch, not_in_group, world_size
+from dataparallel.reducer.int8_hook import Int8CompressState, int8_compress_hook
 
 #: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -40,10 +43,7 @@ def sum_over_processes(
         return alone
     work = dist.all_reduce(tensor, group=process_group, async_op=True)
     if work is None:
-        raise ValueError(
-            "this process is not in the group of the communication hook; register the hook with a "
-            "group that has all processes of the wrapper"
-        )
+        raise not_in_group()
     # The value of the work's own future is a list, and real where the tensor is complex.
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: (done.value(), tensor)[1]
@@ -51,12 +51,7 @@ def sum_over_processes(
     return future
 
 
-def _world_size(process_group: dist.ProcessGroup | None) -> int:
-    if process_group is None:
-        return dist.get_world_size() if dist.is_initialized() else 1
-    return process_group.size()
-
-
+@for_torch
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -67,7 +62,7 @@ def allreduce_hook(
         bucket: What is averaged, in place.
     """
     # Divided beforehand, so that a sum of half precision numbers does not overflow.
-    tensor = bucket.buffer().div_(_world_size(process_group))
+    tensor = bucket.buffer().div_(world_size(process_group))
     return sum_over_processes(process_group, tensor)
 
 
@@ -75,13 +70,17 @@ def _compress(
     dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
-    small = buffer.to(dtype).div_(_world_size(process_group))
+    numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    # Divided before it is rounded, so that what is too large for the dtype, but not when it is
+    # divided, does not become infinite.
+    small = kernels.compress(numbers, dtype, 1 / world_size(process_group))
     future: torch.futures.Future[torch.Tensor] = sum_over_processes(process_group, small).then(
-        lambda done: buffer.copy_(done.value())
+        lambda done: (kernels.decompress(done.value(), numbers), buffer)[1]
     )
     return future
 
 
+@for_torch
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -94,6 +93,7 @@ def fp16_compress_hook(
     return _compress(torch.float16, process_group, bucket)
 
 
+@for_torch
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -106,6 +106,7 @@ def bf16_compress_hook(
     return _compress(torch.bfloat16, process_group, bucket)
 
 
+@for_torch
 def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Every process keeps what it has: shows what communication costs, and trains wrongly.
 
@@ -127,6 +128,13 @@ BUILTIN: dict[str, CommHook] = {
 }
 
 
+#: Those that launch the kernels of compress.cu.
+COMPRESSING = (bf16_compress_hook, fp16_compress_hook, int8_compress_hook)
+
+# Its state is not the process group alone.
+_INT8 = "int8_compress"
+
+
 class _Recorder:
     """Stands for a wrapper with which one of torch's hook types registers its hook."""
 
@@ -140,7 +148,8 @@ def names() -> list[str]:
     """The names of all hooks, in lower case."""
     from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
-    return sorted({*BUILTIN, *(name.lower() for name in DDPCommHookType.__members__)})
+    torchs = (name.lower() for name in DDPCommHookType.__members__)
+    return sorted({*BUILTIN, _INT8, *torchs})
 
 
 def hook_by_name(name: str, state: Any) -> tuple[CommHook, Any]:
@@ -149,13 +158,17 @@ def hook_by_name(name: str, state: Any) -> tuple[CommHook, Any]:
     Args:
         name: One of :func:`names`, in any case.
         state: The process group, or None for the default group. Torch's PowerSGD hooks get a
-            ``PowerSGDState`` with torch's defaults; for other settings pass the hook itself.
+            ``PowerSGDState`` with torch's defaults, and ``"int8_compress"`` an
+            ``Int8CompressState``; for other settings pass the hook itself.
 
     Raises:
         ValueError: There is no hook of that name.
     """
     if name.lower() in BUILTIN:
         return BUILTIN[name.lower()], state
+    if name.lower() == _INT8:
+        own = isinstance(state, Int8CompressState)
+        return int8_compress_hook, state if own else Int8CompressState(state)
     # Late, since most never need it: it imports torch's optimizers, and NumPy in some versions.
     from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 

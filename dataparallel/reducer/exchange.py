@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from dataparallel import kernels
 from dataparallel.reducer.buckets import empty_sparse
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage
@@ -27,9 +28,6 @@ from dataparallel.workers import add_note
 if TYPE_CHECKING:
     from dataparallel.comm.processes import Pending, ProcessLink
 
-# Up to this many elements, scaling all tensors of a bucket in one call costs less than a pass over
-# each; above it the other way round.
-_SMALL = 2**14
 _MOST_MARKS = 61
 
 
@@ -45,6 +43,19 @@ class Sender(Protocol):
 
     def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
         """Begin to reduce a bucket."""
+
+    def break_off(self, bucket: int, error: Exception) -> None:
+        """Send nothing any more: a bucket for which others wait could not be sent."""
+
+
+class _NotSent:
+    """Stands for a bucket that could not be sent."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> torch.Tensor:
+        raise self._error
 
 
 class _Summed:
@@ -82,6 +93,9 @@ class AllReduce:
         pending = self._link.all_reduce(storage.flat, what=self._describe[bucket])
         return _Summed(pending, storage.flat)
 
+    def break_off(self, bucket: int, error: Exception) -> None:
+        """Nothing: a link remembers by itself."""
+
 
 class _Gathered:
     def __init__(self, link: ProcessLink, flat: torch.Tensor, what: str) -> None:
@@ -111,6 +125,9 @@ class OrderedSum:
     def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
         """Note a bucket; it is gathered when it is waited for."""
         return _Gathered(self._link, storage.flat, self._describe[bucket])
+
+    def break_off(self, bucket: int, error: Exception) -> None:
+        """Nothing: a link remembers by itself."""
 
 
 class Exchange:
@@ -148,6 +165,7 @@ class Exchange:
         self._may_fail_alone = not isinstance(sender, (AllReduce, OrderedSum))
         #: Whether the outcome was asked for; nothing can be sent any more.
         self.concluded = False
+        self._gives_up = False
         self._lock = threading.Lock()
         self._ready = [False] * len(storages)
         dense = [bucket for bucket, storage in enumerate(storages) if storage is not None]
@@ -179,7 +197,17 @@ class Exchange:
                 bucket = len(self._sent)
                 if bucket == len(self._ready) or not self._ready[bucket]:
                     return
-                self._sent.append(self._send(bucket))
+                self._sent.append(self._send_if_possible(bucket))
+
+    def _send_if_possible(self, bucket: int) -> Sent:
+        try:
+            return self._send(bucket)
+        except Exception as error:
+            if not self._gives_up:
+                raise
+            # The others are told of the failure, but their collectives are others than ours now.
+            self._sender.break_off(bucket, error)
+            return _NotSent(error)
 
     def _send(self, bucket: int) -> Sent:
         self._statistics.bucket_launched(bucket)
@@ -193,17 +221,17 @@ class Exchange:
         """Send zeros for a bucket, so that no other process waits for it.
 
         Args:
-            bucket: Number of the bucket; nothing is done if it was handed over already.
+            bucket: Number of the bucket; if it was handed over already, that is sent.
             sparse_like: Shape and dtype of the gradient if the bucket is for a sparse one.
         """
-        if self._ready[bucket]:
-            return
-        storage = self._storages[bucket]
-        if storage is None:
-            self._sparse[bucket] = empty_sparse(sparse_like)
-        else:
-            storage.flat.zero_()
-        self._ready[bucket] = True
+        if not self._ready[bucket]:
+            storage = self._storages[bucket]
+            if storage is None:
+                self._sparse[bucket] = empty_sparse(sparse_like)
+            else:
+                storage.flat.zero_()
+            self._ready[bucket] = True
+        # Even if it was ready: that it could not be sent may be why zeros are.
         self._launch()
 
     def give_up(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
@@ -213,6 +241,7 @@ class Exchange:
             likes: Per bucket, a parameter in it.
             error: Why the round has failed; gets a note if the others could not be told.
         """
+        self._gives_up = True
         try:
             for number, like in enumerate(likes):
                 self.submit_nothing(number, like)
@@ -286,17 +315,4 @@ class PendingOutcome:
 
 def pack(storage: BucketStorage, sums: Sequence[torch.Tensor | None], scale: float) -> None:
     """Copy gradients into a bucket, scaled; zeros where there is none."""
-    views: list[torch.Tensor] = []
-    grads: list[torch.Tensor] = []
-    for view, grad in zip(storage.views, sums, strict=True):
-        if grad is None:
-            view.zero_()
-        elif scale != 1 and grad.numel() > _SMALL and grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
-            views.append(view)
-            grads.append(grad)
-    if views:
-        torch._foreach_copy_(views, grads)
-        if scale != 1:
-            torch._foreach_mul_(views, scale)
+    kernels.flatten(sums, storage.flat, scale, views=storage.layout)

@@ -47,6 +47,7 @@ class ResolvedHook(NamedTuple):
         one_bucket_at_a_time: See Note [Hooks that launch from callbacks].
         in_memory_order: Whether it gets gradients as contiguous tensors in any case. PowerSGD
             views them as matrices, which is not possible in every layout.
+        kernels: The sources of the kernels that it launches, to be compiled beforehand.
     """
 
     function: CommHook
@@ -54,6 +55,7 @@ class ResolvedHook(NamedTuple):
     name: str
     one_bucket_at_a_time: bool = False
     in_memory_order: bool = False
+    kernels: tuple[str, ...] = ()
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
@@ -67,8 +69,8 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
     Args:
         hook: A function ``hook(state, bucket)``; or the name of one, or torch's
             ``BuiltinCommHookType`` or ``DDPCommHookType``. Names are ``"allreduce"``,
-            ``"fp16_compress"``, ``"bf16_compress"``, ``"noop"`` and, in lower case, those of
-            ``DDPCommHookType``.
+            ``"fp16_compress"``, ``"bf16_compress"``, ``"int8_compress"``, ``"noop"`` and, in lower
+            case, those of ``DDPCommHookType``.
         state: What a function is called with; for a name, the process group. Default: None, which
             stands for the default group.
 
@@ -94,7 +96,13 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
         one_bucket_at_a_time=_asks_for_one_at_a_time(function)
         or _comes_from(_LAUNCH_FROM_CALLBACKS, function, state),
         in_memory_order=_comes_from(_POWER_SGD, function, state),
+        kernels=_kernels_of(function),
     )
+
+
+def _kernels_of(function: CommHook) -> tuple[str, ...]:
+    compresses = any(function is hook for hook in builtin_hooks.COMPRESSING)
+    return ("compress",) if compresses else ()
 
 
 def check_hook(state: Any, hook: object) -> None:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from dataparallel import comm
+from dataparallel.comm.sums import add_columns
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 
@@ -35,21 +36,19 @@ def local_sum(rows: Sequence[list[MaybeTensor]], home: torch.device) -> list[May
 
 
 def _on_one_device(rows: Sequence[list[MaybeTensor]]) -> list[MaybeTensor]:
-    sums = list(rows[0])
-    for row in rows[1:]:
-        totals: list[torch.Tensor] = []
-        terms: list[torch.Tensor] = []
-        for position, (total, term) in enumerate(zip(sums, row, strict=True)):
-            if total is None:
-                sums[position] = term
-            elif term is not None and total.is_sparse == term.is_sparse and not total.is_sparse:
-                totals.append(total)
-                terms.append(term)
-            elif term is not None:
-                # Sparse plus sparse stays sparse; with a dense one among them it is dense.
-                sums[position] = term + total if total.is_sparse else total + term
-        if totals:
-            torch._foreach_add_(totals, terms)
+    sums: list[MaybeTensor] = []
+    columns: list[list[torch.Tensor]] = []
+    places: list[int] = []
+    for position, column in enumerate(zip(*rows, strict=True)):
+        terms = [grad for grad in column if grad is not None]
+        sums.append(terms[0] if terms else None)
+        if len(terms) > 1 and any(term.is_sparse for term in terms):
+            sums[position] = comm.reduce_add(terms)
+        elif len(terms) > 1:
+            columns.append(terms)
+            places.append(position)
+    for position, total in zip(places, add_columns(columns, in_place=True), strict=True):
+        sums[position] = total
     return sums
 
 

@@ -111,6 +111,22 @@ class PendingHook:
             ValueError: The tensor is not like the buffer.
             BaseException: The error of the future, with the bucket and its parameters added.
         """
+        self.settle(timeout, what)
+        with _located(self._bucket):
+            # Returns at once, and orders the current streams of this thread behind the result.
+            value = self._future.wait()
+        return self._accepted(value)
+
+    def settle(self, timeout: float, what: str) -> None:
+        """Wait until there is a value or an error, which :meth:`wait` will tell.
+
+        Args:
+            timeout: Seconds to wait, at most.
+            what: What waits, for the message.
+
+        Raises:
+            TimeoutError: The future was not completed in time.
+        """
         if not self._over.wait(timeout):
             raise TimeoutError(
                 f"the communication hook {self._name} did not finish {_label(self._bucket)} "
@@ -118,10 +134,6 @@ class PendingHook:
                 "future; make sure that every process runs the hook for the same buckets and that "
                 "set_result or set_exception is called in any case, or ask for a longer timeout"
             )
-        with _located(self._bucket):
-            # Returns at once, and orders the current streams of this thread behind the result.
-            value = self._future.wait()
-        return self._accepted(value)
 
     def _accepted(self, value: object) -> torch.Tensor:
         if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -137,7 +149,7 @@ class PendingHook:
             value = torch.view_as_complex(value) if value.shape[1:] == (2,) else value
         got = _Content.of(value)
         if got == wanted:
-            return value
+            return value.contiguous()
         same_kind = (got.dtype.is_floating_point, got.dtype.is_complex) == (
             wanted.dtype.is_floating_point,
             wanted.dtype.is_complex,
@@ -213,6 +225,14 @@ class HookSender:
         self._names = names
         self._timeout = timeout
         self._previous: _Sent | None = None
+        self._broken: str | None = None
+
+    def break_off(self, bucket: int, error: Exception) -> None:
+        """Send nothing any more: a bucket for which others wait could not be sent."""
+        self._broken = (
+            f"the communication hook failed twice for bucket {bucket}, for which the other "
+            f"processes may wait ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
 
     def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> _Sent:
         """Call the hook for a bucket.
@@ -222,10 +242,16 @@ class HookSender:
             storage: Its flat tensor and views.
             is_last: Whether no bucket comes after it in this round.
         """
-        if bucket and self._previous is not None:
-            # See Note [Hooks that launch from callbacks].
-            self._previous.wait()
-        self._previous = None
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self._broken}; since then the processes are at different collectives, whose "
+                "results would be mixed up: start the processes again"
+            )
+        previous, self._previous = self._previous, None
+        if bucket and previous is not None:
+            # See Note [Hooks that launch from callbacks]. If it has failed, this is told later: the
+            # other processes, where it may have not, wait for the next bucket.
+            previous.settle()
         given = GradBucket(
             bucket,
             storage.flat,
@@ -246,6 +272,13 @@ class _Sent:
         self._timeout = timeout
 
     def wait(self) -> torch.Tensor:
+        return self._pending.wait(self._remaining(), "the backward")
+
+    def settle(self) -> None:
+        """Wait for the end, be it an error."""
+        self._pending.settle(self._remaining(), "the backward")
+
+    def _remaining(self) -> float:
         # Whoever waits again, after a failure, does not wait for as long again.
         timeout, self._timeout = self._timeout, 0.0
-        return self._pending.wait(timeout, "the backward")
+        return timeout

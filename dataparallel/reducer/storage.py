@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel.kernels import BucketLayout
+
 
 class BucketStorage:
     """A flat tensor and views of it, one per parameter.
@@ -30,31 +32,30 @@ class BucketStorage:
     def __init__(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None
     ) -> None:
-        self._likes = list(parameters)
-        first = self._likes[0]
-        size = sum(like.numel() for like in self._likes)
+        first = parameters[0]
+        size = sum(like.numel() for like in parameters)
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.zeros(size, dtype=dtype or first.dtype, device=first.device)
-            self.views = self.views_of(self.flat)
-
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The view of each parameter in another flat tensor of the same size.
-
-        See Note [Gradient layout contract].
-        """
-        views = []
-        offset = 0
-        for like in self._likes:
-            part = flat[offset : offset + like.numel()]
-            if is_dense(like):
-                views.append(part.as_strided(like.size(), like.stride(), part.storage_offset()))
-            else:
-                views.append(part.view(like.shape))
-            offset += like.numel()
-        return views
+            self.views = _make_views(self.flat, parameters)
+        #: The places of the views, for the kernels.
+        self.layout = BucketLayout(self.flat, self.views)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor fills its memory without gaps or overlaps, in any order."""
     # This is what decides whether torch keeps strides in new tensors.
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _make_views(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """See Note [Gradient layout contract]."""
+    views = []
+    offset = 0
+    for like in likes:
+        part = flat[offset : offset + like.numel()]
+        if is_dense(like):
+            views.append(part.as_strided(like.size(), like.stride(), part.storage_offset()))
+        else:
+            views.append(part.view(like.shape))
+        offset += like.numel()
+    return views

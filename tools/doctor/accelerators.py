@@ -168,28 +168,11 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
         yield Check("Virtual devices", "cache", "ok", found)
 
 
-def gpu_packages(probe: Probe) -> Iterator[Check]:
-    """Optional packages that are of use with NVIDIA GPUs only."""
-    cupy = next(
-        (
-            f"{name} {version}"
-            for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-            if (version := probe.version(name))
-        ),
-        None,
-    )
-    for name, found, purpose, remedy in (
-        ("cupy", cupy, "own CUDA kernels", "pip install cupy-cuda12x"),
-        (
-            "nvidia-ml-py",
-            probe.version("nvidia-ml-py"),
-            "driver and memory of NVIDIA GPUs",
-            "pip install nvidia-ml-py",
-        ),
-    ):
-        if found:
-            yield Check("Extras", name, "ok", f"{found}, for {purpose}")
-        else:
-            yield Check(
-                "Extras", name, "missing", f"for {purpose}; of no use without a GPU", remedy
-            )
+def gpu_packages(probe: Probe) -> Check:
+    """The optional package that is of use with NVIDIA GPUs only."""
+    name, purpose = "nvidia-ml-py", "driver and memory of NVIDIA GPUs"
+    version = probe.version(name)
+    if version:
+        return Check("Extras", name, "ok", f"{version}, for {purpose}")
+    detail = f"for {purpose}; of no use without a GPU"
+    return Check("Extras", name, "missing", detail, f"pip install {name}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command
-from dataparallel.tools.doctor import accelerators, basics
+from dataparallel.tools.doctor import accelerators, basics, kernels
 from dataparallel.tools.doctor.check import Check, Probe
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ def examine(probe: Probe | None = None) -> list[Check]:
         accelerators.driver(probe),
         *accelerators.peer_access(probe),
         accelerators.nccl(probe),
+        *kernels.kernels(probe),
         *accelerators.virtual_devices(probe),
         *basics.extras(probe),
-        *accelerators.gpu_packages(probe),
+        accelerators.gpu_packages(probe),
     ]
 
 

@@ -1,0 +1,29 @@
+"""Communication hooks, with the signature of torch's.
+
+Each reduces the buckets of a wrapper over processes, in place of the all-reduce. They are for
+``register_comm_hook`` of this package's wrappers, where they have names too, and of
+``torch.nn.parallel.DistributedDataParallel``.
+
+Example::
+
+    from dataparallel.comm_hooks import Int8CompressState, int8_compress_hook
+
+    model.register_comm_hook(Int8CompressState(error_feedback=False), int8_compress_hook)
+"""
+
+from dataparallel.reducer.builtin_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+)
+from dataparallel.reducer.int8_hook import Int8CompressState, int8_compress_hook
+
+__all__ = [
+    "Int8CompressState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "int8_compress_hook",
+    "noop_hook",
+]

@@ -1,0 +1,79 @@
+"""What runs kernels: which devices it serves, and how one is launched there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+#: Threads of a block, of every kernel; `THREADS` of kernel.cuh.
+THREADS = 256
+
+
+class Backend(ABC):
+    """One way to compile and launch the kernels in ``csrc/``."""
+
+    @abstractmethod
+    def serves(self, device: torch.device) -> bool:
+        """Whether kernels can be launched on ``device``. Cheap after the first call."""
+
+    @abstractmethod
+    def can_read(self, reader: torch.device, owner: torch.device) -> bool:
+        """Whether a kernel on ``reader`` can read the memory of ``owner`` through its addresses."""
+
+    @abstractmethod
+    def most_blocks(self, device: torch.device) -> int:
+        """How many blocks a launch should have at most; further ones would only wait."""
+
+    @abstractmethod
+    def load(self, device: torch.device, source: str) -> None:
+        """Compile and load all kernels of a source, so that the first launch is not slow."""
+
+    @abstractmethod
+    def launch(
+        self,
+        device: torch.device,
+        source: str,
+        kernel: str,
+        blocks: int,
+        parameters: ctypes.Structure,
+    ) -> None:
+        """Queue a kernel on the current stream of ``device``.
+
+        Args:
+            device: Where the kernel runs.
+            source: The name of a file in ``csrc/``, without its suffix.
+            kernel: The name of a kernel in it.
+            blocks: How many blocks of :data:`THREADS` threads; nothing is done for 0.
+            parameters: The struct that the kernel gets, by value.
+        """
+
+
+_backends: list[Backend] = []
+
+
+def register(backend: Backend) -> None:
+    """Ask a backend before those that were registered earlier."""
+    _backends.insert(0, backend)
+
+
+@contextlib.contextmanager
+def registered(backends: Sequence[Backend]) -> Iterator[None]:
+    """Have these backends alone within a ``with`` block, in all threads."""
+    before = list(_backends)
+    _backends[:] = backends
+    try:
+        yield
+    finally:
+        _backends[:] = before
+
+
+def backend_of(device: torch.device) -> Backend | None:
+    """What launches kernels on a device; None where the references do the work."""
+    for backend in _backends:
+        if backend.serves(device):
+            return backend
+    return None

@@ -1,0 +1,114 @@
+"""NVIDIA's runtime compiler, through CuPy: from a source to a file with machine code.
+
+Note [Compiled without CuPy's options]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Given a source, `cupy.RawModule` compiles it with ``-ftz=true``, which no other option undoes:
+numbers below the smallest normal float32 would become zero, unlike torch's. It also asks for CUDA's
+headers, which these sources do not include. So they are compiled here, with our options alone, and
+`cupy.RawModule` gets the file with the result, which it loads on each device that needs it. The
+file stays in the cache of this package, because compiling one source takes seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dataparallel.kernels import sources
+from dataparallel.native import cache_directory
+
+# What names a kernel: a section of machine code, or an entry of the intermediate code.
+_KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")
+
+
+class Compiled(NamedTuple):
+    """The kernels of one source, for one kind of device.
+
+    Attributes:
+        path: A file that ``cupy.RawModule(path=...)`` takes.
+        kernels: The names of the kernels in it.
+    """
+
+    path: str
+    kernels: tuple[str, ...]
+
+
+@functools.cache
+def compile_source(nvrtc: Any, source: str, capability: tuple[int, int]) -> Compiled:
+    """Compile a source, or find it in the cache.
+
+    Args:
+        nvrtc: The module ``cupy.cuda.nvrtc``.
+        source: A name out of :func:`dataparallel.kernels.sources.names`.
+        capability: Compute capability of the device, for example ``(9, 0)``.
+
+    Raises:
+        RuntimeError: The compiler refuses the source; with what it says.
+    """
+    architecture = _architecture(nvrtc, capability)
+    options = (*sources.COMPILER_OPTIONS, f"--gpu-architecture={architecture}")
+    parts = (sources.read(source), *options, *map(str, nvrtc.getVersion()))
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    suffix = "cubin" if architecture.startswith("sm_") else "ptx"
+    path = cache_directory() / f"kernels-{digest}" / f"{source}.{suffix}"
+    try:
+        names = _names(path.read_bytes())
+    except OSError:
+        names = ()
+    if not names:
+        # Not there, or damaged.
+        code = _compile(nvrtc, source, options, suffix)
+        path, names = _keep(path, code), _names(code)
+    return Compiled(str(path), names)
+
+
+def _names(code: bytes) -> tuple[str, ...]:
+    return tuple(sorted({(found[1] or found[2]).decode() for found in _KERNEL.finditer(code)}))
+
+
+def _architecture(nvrtc: Any, capability: tuple[int, int]) -> str:
+    """The device's own; for one newer than the compiler, one from which the driver goes on."""
+    device = 10 * capability[0] + capability[1]
+    known = [number for number in nvrtc.getSupportedArchs() if number <= device]
+    if not known:
+        major, minor = nvrtc.getVersion()
+        raise RuntimeError(
+            f"the device has compute capability {capability[0]}.{capability[1]}, for which the "
+            f"compiler of CUDA {major}.{minor} is too new; install one that still supports it"
+        )
+    newest = max(known)
+    return f"sm_{device}" if newest == device else f"compute_{newest}"
+
+
+def _compile(nvrtc: Any, source: str, options: tuple[str, ...], suffix: str) -> bytes:
+    program = nvrtc.createProgram(sources.read(source), f"{source}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"{source}.cu does not compile: {error}\n{log}") from error
+        code: bytes = nvrtc.getCUBIN(program) if suffix == "cubin" else nvrtc.getPTX(program)
+        return code
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _keep(path: Path, code: bytes) -> Path:
+    """Write the file at once, since other processes may look for it; elsewhere if need be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as name:
+            made = Path(name) / path.name
+            made.write_bytes(code)
+            os.replace(made, path)
+    except OSError:
+        # No place that is ours, or a full one: a file of this process alone.
+        path = Path(tempfile.mkdtemp(prefix="dataparallel-kernels-")) / path.name
+        path.write_bytes(code)
+    return path

@@ -1,0 +1,284 @@
+// Many tensors of any layout to or from one bucket, scaled and cast, in one launch.
+//
+// A block takes one chunk of one tensor. The part of a tensor in the bucket fills its memory
+// without gaps; in which of three ways it is copied, depends on how the tensor itself lies:
+//
+// - RUN: in the same order, so both are arrays. Packs of 16 bytes on both sides, two to four of
+//   them in flight for each thread. Writes are always aligned; where reads are not, each thread
+//   reads the aligned packs around its elements (its neighbour's pack comes from the L1 cache) and
+//   shifts.
+// - STRIDED: any strides. Threads go along the bucket, so that it is accessed in a row, and
+//   compute where the element of the tensor is. A warp accesses the tensor in a row too if the
+//   innermost dimension has stride 1.
+// - TILED: the tensor has stride 1 in another dimension than the bucket, as a transposed one. A
+//   tile of both dimensions goes through shared memory: it is read along one and written along the
+//   other, so that both are accessed in a row. The pitch is odd: no two threads of a warp meet in a
+//   bank.
+#include "kernel.cuh"
+#include "array_copy.cuh"
+
+constexpr int MAX_TENSORS = 480;
+constexpr int MAX_DIMS = 8;
+constexpr u32 CHUNK = 8192;
+constexpr int TILE = 4160;
+
+enum Way { RUN, STRIDED, TILED };
+enum Type { F32, F16, BF16 };
+
+// How one tensor is copied: `Copy` of copy_plans.py.
+struct Record {
+  i64 offset;
+  i64 size;
+  i64 chunks;
+  i64 dtype;
+  i64 way;
+  i64 num_dims;
+  // Of a tile: the dimension in which the tensor has stride 1, its extent in this one, and that in
+  // the last one, in which the bucket has stride 1.
+  i64 along;
+  i64 columns;
+  i64 rows;
+  // In the order of the bucket, in which they are contiguous; strides are those of the tensor.
+  i64 sizes[MAX_DIMS];
+  i64 strides[MAX_DIMS];
+  // Division by a size: see Note [Division by a product].
+  i64 factors[MAX_DIMS];
+  i64 shifts[MAX_DIMS];
+};
+
+struct Flatten {
+  // Null: there is none.
+  void* tensors[MAX_TENSORS];
+  void* bucket;
+  const Record* records;
+  const Chunk* chunks;
+  double scale;
+};
+
+// --- strides --------------------------------------------------------------------------------
+
+// Note [Division by a product]
+// A number below 2^31 divided by d is ((n * factor >> 32) + n) >> shift, where shift is the least
+// with 2^shift >= d, and factor is 2^32 * (2^shift - d) / d + 1, rounded down: four instructions
+// in the place of some twenty.
+__device__ inline u32 quotient(u32 number, u32 factor, u32 shift) {
+  return (static_cast<u32>(static_cast<u64>(number) * factor >> 32) + number) >> shift;
+}
+
+template <typename S, typename D, bool TO_BUCKET>
+__device__ inline void copy_strided(const S* from, D* to, const Record& record, u32 number,
+                                    double scale) {
+  constexpr int GROUP = 4;
+  const u32 end = lesser(static_cast<u32>(record.size), (number + 1) * CHUNK);
+  for (u32 first = number * CHUNK + threadIdx.x; first < end; first += THREADS * GROUP) {
+    u32 rest[GROUP];
+    i64 at[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      rest[g] = first + g * THREADS;
+      at[g] = 0;
+    }
+    for (int d = static_cast<int>(record.num_dims) - 1; d > 0; --d) {
+      const u32 size = static_cast<u32>(record.sizes[d]);
+      const u32 factor = static_cast<u32>(record.factors[d]);
+      const u32 shift = static_cast<u32>(record.shifts[d]);
+      const i64 stride = record.strides[d];
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) {
+        const u32 next = quotient(rest[g], factor, shift);
+        at[g] += (rest[g] - next * size) * stride;
+        rest[g] = next;
+      }
+    }
+    S value[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      const u32 i = first + g * THREADS;
+      at[g] += rest[g] * record.strides[0];
+      if (i < end) {
+        value[g] = from[TO_BUCKET ? at[g] : i];
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      const u32 i = first + g * THREADS;
+      if (i < end) {
+        to[TO_BUCKET ? i : at[g]] = convert<S, D>(value[g], scale);
+      }
+    }
+  }
+}
+
+// --- tiles ----------------------------------------------------------------------------------
+
+struct TilePlace {
+  i64 in_tensor = 0;
+  i64 in_bucket = 0;
+  // From row to row in the tensor, and from column to column in the bucket; else the step is 1.
+  i64 row_stride = 0;
+  i64 column_stride = 0;
+  u32 rows = 0;
+  u32 columns = 0;
+};
+
+__device__ inline TilePlace place_of(const Record& record, u32 number) {
+  TilePlace place;
+  const int last = static_cast<int>(record.num_dims) - 1;
+  i64 stride = 1;
+  for (int d = last; d >= 0; --d) {
+    const u32 size = static_cast<u32>(record.sizes[d]);
+    const bool is_row = d == last;
+    const bool is_column = d == record.along;
+    const u32 extent = is_row ? record.rows : is_column ? record.columns : 1;
+    const u32 tiles = (size + extent - 1) / extent;
+    const u32 index = number % tiles * extent;
+    number /= tiles;
+    place.in_tensor += index * record.strides[d];
+    place.in_bucket += index * stride;
+    if (is_row) {
+      place.rows = lesser(extent, size - index);
+      place.row_stride = record.strides[d];
+    } else if (is_column) {
+      place.columns = lesser(extent, size - index);
+      place.column_stride = stride;
+    }
+    stride *= size;
+  }
+  return place;
+}
+
+// Divides numbers up to TILE.
+struct SmallDivisor {
+  u32 divisor;
+  u32 factor;
+
+  __device__ explicit SmallDivisor(u32 divisor)
+      : divisor(divisor), factor(0xffffffffu / divisor + 1) {}
+  __device__ u32 quotient(u32 number) const {
+    // The factor of 1 would have a bit more.
+    return divisor == 1 ? number : static_cast<u32>(static_cast<u64>(number) * factor >> 32);
+  }
+};
+
+// Takes the tile with neighbouring threads at neighbouring elements of the tensor, or of the
+// bucket: calls load and store with (place in the tile, place in that array). A thread loads some
+// elements before it stores the first.
+template <bool IN_TENSOR, typename S, typename Load, typename Store>
+__device__ inline void for_tile(const TilePlace& place, Load load, Store store) {
+  constexpr int GROUP = 4;
+  const u32 pitch = place.columns | 1;
+  const u32 size = place.rows * place.columns;
+  const SmallDivisor line(IN_TENSOR ? place.columns : place.rows);
+  const i64 stride = IN_TENSOR ? place.row_stride : place.column_stride;
+  for (u32 first = threadIdx.x; first < size; first += THREADS * GROUP) {
+    u32 in_tile[GROUP];
+    i64 at[GROUP];
+    S value[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      const u32 i = first + g * THREADS;
+      if (i < size) {
+        const u32 number = line.quotient(i);
+        const u32 inner = i - number * line.divisor;
+        in_tile[g] = IN_TENSOR ? number * pitch + inner : inner * pitch + number;
+        at[g] = number * stride + inner;
+        value[g] = load(in_tile[g], at[g]);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      if (first + g * THREADS < size) {
+        store(in_tile[g], at[g], value[g]);
+      }
+    }
+  }
+}
+
+template <typename S, typename D, bool TO_BUCKET>
+__device__ inline void copy_tile(const S* from, D* to, const Record& record, u32 number,
+                                 double scale, S* tile) {
+  const TilePlace place = place_of(record, number);
+  from += TO_BUCKET ? place.in_tensor : place.in_bucket;
+  to += TO_BUCKET ? place.in_bucket : place.in_tensor;
+  for_tile<TO_BUCKET, S>(
+      place, [=](u32, i64 i) { return from[i]; },
+      [=](u32 in_tile, i64, S value) { tile[in_tile] = value; });
+  __syncthreads();
+  for_tile<!TO_BUCKET, S>(
+      place, [=](u32 in_tile, i64) { return tile[in_tile]; },
+      [=](u32, i64 i, S value) { to[i] = convert<S, D>(value, scale); });
+}
+
+// --- chunks ---------------------------------------------------------------------------------
+
+template <typename S, typename D, bool TO_BUCKET>
+__device__ inline void copy_chunk(const void* source, void* target, const Record& record,
+                                  u32 number, double scale, void* tile) {
+  const S* from = static_cast<const S*>(source);
+  D* to = static_cast<D*>(target);
+  if (record.way == RUN) {
+    const i64 begin = static_cast<i64>(number) * CHUNK;
+    const i64 rest = record.size - begin;
+    copy_run<S, D>(from + begin, to + begin, static_cast<u32>(rest < CHUNK ? rest : CHUNK), scale);
+  } else if (record.way == STRIDED) {
+    copy_strided<S, D, TO_BUCKET>(from, to, record, number, scale);
+  } else {
+    copy_tile<S, D, TO_BUCKET>(from, to, record, number, scale, static_cast<S*>(tile));
+  }
+}
+
+// The chunks of a tensor that is not there, divided evenly.
+template <typename B>
+__device__ inline void fill_zeros(B* to, const Record& record, i64 number) {
+  const i64 share = (record.size + record.chunks - 1) / record.chunks;
+  const i64 end = (number + 1) * share < record.size ? (number + 1) * share : record.size;
+  for (i64 i = number * share + threadIdx.x; i < end; i += THREADS) {
+    to[i] = B{};
+  }
+}
+
+template <typename T, typename B, bool TO_BUCKET>
+__device__ inline void copy_tensor(void* tensor, B* bucket, const Record& record, u32 number,
+                                  double scale, void* tile) {
+  if constexpr (TO_BUCKET) {
+    copy_chunk<T, B, true>(tensor, bucket, record, number, scale, tile);
+  } else {
+    copy_chunk<B, T, false>(bucket, tensor, record, number, scale, tile);
+  }
+}
+
+template <typename B, bool TO_BUCKET>
+__device__ inline void flatten(const Flatten& p) {
+  // Only floats of at most 4 bytes are mixed.
+  __shared__ u64 tile[TILE * (sizeof(B) > 4 ? 8 : 4) / 8];
+  const Chunk chunk = p.chunks[blockIdx.x];
+  const Record& record = p.records[chunk.tensor];
+  void* tensor = p.tensors[chunk.tensor];
+  B* bucket = static_cast<B*>(p.bucket) + record.offset;
+  const u32 number = static_cast<u32>(chunk.number);
+  if (tensor == nullptr) {
+    if constexpr (TO_BUCKET) {
+      fill_zeros(bucket, record, number);
+    }
+  } else if constexpr (IsBits<B>::VALUE || Same<B, double>::VALUE) {
+    copy_tensor<B, B, TO_BUCKET>(tensor, bucket, record, number, p.scale, tile);
+  } else if (record.dtype == F32) {
+    copy_tensor<float, B, TO_BUCKET>(tensor, bucket, record, number, p.scale, tile);
+  } else if (record.dtype == F16) {
+    copy_tensor<Half, B, TO_BUCKET>(tensor, bucket, record, number, p.scale, tile);
+  } else {
+    copy_tensor<BFloat, B, TO_BUCKET>(tensor, bucket, record, number, p.scale, tile);
+  }
+}
+
+#define FLATTEN(name, B)                                        \
+  KERNEL(flatten_##name, Flatten) { flatten<B, true>(p); }      \
+  KERNEL(unflatten_##name, Flatten) { flatten<B, false>(p); }
+
+FLATTEN(f32, float)
+FLATTEN(f64, double)
+FLATTEN(f16, Half)
+FLATTEN(bf16, BFloat)
+FLATTEN(bits_2, u16)
+FLATTEN(bits_4, u32)
+FLATTEN(bits_8, u64)

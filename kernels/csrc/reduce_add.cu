@@ -1,0 +1,197 @@
+// The sum of several arrays in one pass, scaled; on request with its squared norm.
+//
+// Access pattern: thread t of the grid takes the packs t, t + (threads of the grid), ... of 16
+// bytes, so that a warp reads 512 bytes in a row from each source and writes as many. Writes are
+// always aligned: the few elements before the first aligned one, and those after the last, are
+// taken one by one. A source that lies differently to 16 bytes than `out` is read by elements,
+// which costs more instructions, but the same traffic. GROUP sources are read before the first of
+// them is added, which keeps that many reads in flight for each thread.
+#include "kernel.cuh"
+
+constexpr int MAX_INPUTS = 64;
+
+struct ReduceAdd {
+  const void* inputs[MAX_INPUTS];
+  void* out;
+  // Two numbers for each block: the sum of squares, then for all blocks the count of elements that
+  // are not finite.
+  double* partial;
+  i64 size;
+  double scale;
+  i64 num_inputs;
+};
+
+template <typename Wide>
+__device__ inline bool is_finite(Wide value) {
+  return value - value == 0;
+}
+
+template <typename T>
+struct Statistics {
+  double squares = 0;
+  double not_finite = 0;
+
+  __device__ void add(T value) {
+    auto wide = Element<T>::widen(value);
+    squares += static_cast<double>(wide) * static_cast<double>(wide);
+    not_finite += is_finite(wide) ? 0 : 1;
+  }
+};
+
+// The sum of what the threads of a block have; of thread 0 only. Always in the same order.
+__device__ inline double sum_over_block(double value) {
+  __shared__ double values[THREADS];
+  values[threadIdx.x] = value;
+  for (unsigned half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) {
+      values[threadIdx.x] += values[threadIdx.x + half];
+    }
+  }
+  // The others would read what this thread has just written.
+  const double sum = threadIdx.x == 0 ? values[0] : 0;
+  __syncthreads();
+  return sum;
+}
+
+template <typename T>
+__device__ inline T sum_of_one(const ReduceAdd& p, i64 i) {
+  using Wide = typename Element<T>::Wide;
+  Wide sum = Element<T>::widen(static_cast<const T*>(p.inputs[0])[i]);
+  for (int n = 1; n < p.num_inputs; ++n) {
+    sum += Element<T>::widen(static_cast<const T*>(p.inputs[n])[i]);
+  }
+  return Element<T>::narrow(sum * static_cast<Wide>(p.scale));
+}
+
+template <typename T, int GROUP, bool ALIGNED>
+__device__ inline Pack<T> sum_of_pack(const ReduceAdd& p, i64 i) {
+  using Wide = typename Element<T>::Wide;
+  Wide sum[Pack<T>::SIZE];
+  for (int base = 0; base < p.num_inputs; base += GROUP) {
+    Pack<T> term[GROUP];
+#pragma unroll
+    for (int n = 0; n < GROUP; ++n) {
+      if (base + n < p.num_inputs) {
+        const T* from = static_cast<const T*>(p.inputs[base + n]) + i;
+        term[n] = ALIGNED ? load_aligned(from) : load_pack(from);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < GROUP; ++n) {
+      if (base + n < p.num_inputs) {
+#pragma unroll
+        for (int j = 0; j < Pack<T>::SIZE; ++j) {
+          Wide value = Element<T>::widen(term[n].at[j]);
+          // Not 0 + value: the sum of negative zeros is negative.
+          sum[j] = base + n == 0 ? value : sum[j] + value;
+        }
+      }
+    }
+  }
+  Pack<T> result;
+#pragma unroll
+  for (int j = 0; j < Pack<T>::SIZE; ++j) {
+    result.at[j] = Element<T>::narrow(sum[j] * static_cast<Wide>(p.scale));
+  }
+  return result;
+}
+
+// Whether the packs of `out` are packs of all sources too.
+template <typename T>
+__device__ inline bool all_lie_alike(const ReduceAdd& p) {
+  bool alike = true;
+  for (int n = 0; n < p.num_inputs; ++n) {
+    alike &= ((reinterpret_cast<u64>(p.inputs[n]) ^ reinterpret_cast<u64>(p.out)) & 15) == 0;
+  }
+  return alike;
+}
+
+template <typename T, int GROUP, bool STATISTICS, bool ALIGNED>
+__device__ inline void reduce_add(const ReduceAdd& p) {
+  constexpr int SIZE = Pack<T>::SIZE;
+  T* out = static_cast<T*>(p.out);
+  const i64 thread = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+  const i64 num_threads = static_cast<i64>(gridDim.x) * THREADS;
+  const i64 head = head_of(out, p.size);
+  const i64 packs = (p.size - head) / SIZE;
+  const i64 rest = p.size - packs * SIZE;
+  Statistics<T> statistics;
+  for (i64 pack = thread; pack < packs; pack += num_threads) {
+    const i64 i = head + pack * SIZE;
+    Pack<T> sum = sum_of_pack<T, GROUP, ALIGNED>(p, i);
+    store_aligned(out + i, sum);
+    if constexpr (STATISTICS) {
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) {
+        statistics.add(sum.at[j]);
+      }
+    }
+  }
+  for (i64 i = thread; i < rest; i += num_threads) {
+    const i64 place = i < head ? i : i + packs * SIZE;
+    T sum = sum_of_one<T>(p, place);
+    out[place] = sum;
+    if constexpr (STATISTICS) {
+      statistics.add(sum);
+    }
+  }
+  if constexpr (STATISTICS) {
+    const double squares = sum_over_block(statistics.squares);
+    const double not_finite = sum_over_block(statistics.not_finite);
+    if (threadIdx.x == 0) {
+      p.partial[blockIdx.x] = squares;
+      p.partial[gridDim.x + blockIdx.x] = not_finite;
+    }
+  }
+}
+
+template <typename T, int GROUP, bool STATISTICS>
+__device__ inline void reduce_add(const ReduceAdd& p) {
+  if (all_lie_alike<T>(p)) {
+    reduce_add<T, GROUP, STATISTICS, true>(p);
+  } else {
+    // By elements it takes so many instructions that more reads in flight do not help.
+    reduce_add<T, 2, STATISTICS, false>(p);
+  }
+}
+
+#define REDUCE_ADD(name, T, GROUP) \
+  KERNEL(reduce_add_##name##_##GROUP, ReduceAdd) { reduce_add<T, GROUP, false>(p); }
+#define REDUCE_ADD_STATISTICS(name, T, GROUP) \
+  KERNEL(reduce_add_##name##_##GROUP##_statistics, ReduceAdd) { reduce_add<T, GROUP, true>(p); }
+#define FOR_GROUPS(MACRO, name, T) MACRO(name, T, 2) MACRO(name, T, 4) MACRO(name, T, 8)
+
+FOR_GROUPS(REDUCE_ADD, f32, float)
+FOR_GROUPS(REDUCE_ADD, f64, double)
+FOR_GROUPS(REDUCE_ADD, f16, Half)
+FOR_GROUPS(REDUCE_ADD, bf16, BFloat)
+FOR_GROUPS(REDUCE_ADD, i32, int)
+FOR_GROUPS(REDUCE_ADD, i64, i64)
+
+FOR_GROUPS(REDUCE_ADD_STATISTICS, f32, float)
+FOR_GROUPS(REDUCE_ADD_STATISTICS, f64, double)
+FOR_GROUPS(REDUCE_ADD_STATISTICS, f16, Half)
+FOR_GROUPS(REDUCE_ADD_STATISTICS, bf16, BFloat)
+
+struct FinishStatistics {
+  const double* partial;
+  double* statistics;
+  i64 num_blocks;
+};
+
+// One block adds up what the blocks of the pass have found.
+KERNEL(finish_statistics, FinishStatistics) {
+  double squares = 0;
+  double not_finite = 0;
+  for (i64 i = threadIdx.x; i < p.num_blocks; i += THREADS) {
+    squares += p.partial[i];
+    not_finite += p.partial[p.num_blocks + i];
+  }
+  squares = sum_over_block(squares);
+  not_finite = sum_over_block(not_finite);
+  if (threadIdx.x == 0) {
+    p.statistics[0] = squares;
+    p.statistics[1] = not_finite;
+  }
+}

@@ -1,0 +1,205 @@
+"""The sum of several tensors in one pass over memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from dataparallel.kernels import reference
+from dataparallel.kernels.backend import THREADS, Backend, backend_of
+from dataparallel.kernels.dtypes import SUFFIXES
+from dataparallel.kernels.memory import is_dense, is_plain, mark_written, overlap
+
+_MOST_INPUTS = 64
+_PACK = 16
+_SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
+
+class _Parameters(ctypes.Structure):
+    """`ReduceAdd` of reduce_add.cu."""
+
+    _fields_ = (
+        ("inputs", ctypes.c_void_p * _MOST_INPUTS),
+        ("out", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("size", ctypes.c_longlong),
+        ("scale", ctypes.c_double),
+        ("num_inputs", ctypes.c_longlong),
+    )
+
+
+class _FinishParameters(ctypes.Structure):
+    """`FinishStatistics` of reduce_add.cu."""
+
+    _fields_ = (
+        ("partial", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_longlong),
+    )
+
+
+@torch.no_grad()
+def reduce_add(
+    inputs: Sequence[torch.Tensor],
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    *,
+    statistics: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add tensors up in their order, and scale the sum.
+
+    Sums of float16 and bfloat16 are kept and scaled in float32 and rounded once.
+
+    Example::
+
+        total = reduce_add([first, second, third], scale=1 / 3)
+
+    Args:
+        inputs: At least one tensor, all of one shape and dtype. Those on other devices must be
+            ready on the current stream of the result's device, and be kept until the sum has been
+            computed there; :func:`dataparallel.comm.reduce_add` sees to both.
+        scale: Factor of the sum; for integers 1. Default: 1.
+        out: Where the sum is written; may be one of the inputs. Default: new memory on the device
+            of the first input.
+        statistics: A float64 tensor of shape ``(2,)`` on the device of the sum, in which the
+            squared L2 norm of the sum is written and the number of its elements that are infinite
+            or no numbers; of floating-point sums only. Default: they are not computed.
+
+    Returns:
+        ``out``, or a new tensor; with the strides of the first input if that is dense.
+
+    Raises:
+        ValueError: There is no input; shapes, dtypes or devices do not fit; integers are to be
+            scaled; an input is sparse; or ``out`` overlaps an input without being the same, where
+            gaps between elements count too.
+    """
+    _check_inputs(inputs, scale)
+    if out is None:
+        out = torch.empty_like(inputs[0], requires_grad=False)
+    else:
+        _check_out(inputs, out)
+    if statistics is not None:
+        _check_statistics(out, statistics)
+    backend = backend_of(out.device)
+    if backend is not None and _is_served(backend, inputs, out):
+        _launch(backend, inputs, scale, out, statistics)
+        mark_written([out] if statistics is None else [out, statistics])
+    else:
+        reference.reduce_add(inputs, scale, out, statistics)
+    return out
+
+
+def _is_served(backend: Backend, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
+    return (
+        out.dtype in SUFFIXES
+        and len(inputs) <= _MOST_INPUTS
+        and is_plain(out)
+        and is_dense(out)
+        and all(
+            is_plain(term) and _lie_alike(term, out) and backend.can_read(out.device, term.device)
+            for term in inputs
+        )
+    )
+
+
+def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same order."""
+    if first.stride() == second.stride():
+        return True
+    # The stride of a dimension of one element says nothing.
+    return all(
+        size == 1 or one == other
+        for size, one, other in zip(first.shape, first.stride(), second.stride(), strict=True)
+    )
+
+
+def _launch(
+    backend: Backend,
+    inputs: Sequence[torch.Tensor],
+    scale: float,
+    out: torch.Tensor,
+    statistics: torch.Tensor | None,
+) -> None:
+    device = out.device
+    packs = -(-out.nbytes // _PACK)
+    blocks = min(-(-packs // THREADS), backend.most_blocks(device))
+    group = next(size for size in (2, 4, 8) if len(inputs) <= size or size == 8)
+    kernel = f"reduce_add_{SUFFIXES[out.dtype]}_{group}"
+    parameters = _Parameters(
+        out=out.data_ptr(), size=out.numel(), scale=scale, num_inputs=len(inputs)
+    )
+    parameters.inputs[: len(inputs)] = [term.data_ptr() for term in inputs]
+    if statistics is None:
+        backend.launch(device, "reduce_add", kernel, blocks, parameters)
+        return
+    partial = torch.empty(2 * blocks, dtype=torch.float64, device=device)
+    parameters.partial = partial.data_ptr()
+    backend.launch(device, "reduce_add", f"{kernel}_statistics", blocks, parameters)
+    finish = _FinishParameters(
+        partial=partial.data_ptr(), statistics=statistics.data_ptr(), num_blocks=blocks
+    )
+    backend.launch(device, "reduce_add", "finish_statistics", 1, finish)
+
+
+def _check_inputs(inputs: Sequence[torch.Tensor], scale: float) -> None:
+    if not inputs:
+        raise ValueError("reduce_add needs at least one tensor, got none")
+    first = inputs[0]
+    for i, term in enumerate(inputs):
+        if term.layout in _SPARSE:
+            raise ValueError(
+                f"tensors to add must be strided, but input {i} is {term.layout}; add sparse "
+                "tensors with torch.add, or give input.to_dense()"
+            )
+        if term.shape != first.shape or term.dtype != first.dtype:
+            raise ValueError(
+                "tensors to add must have one shape and dtype, but input 0 is "
+                f"{first.dtype} {list(first.shape)} and input {i} is {term.dtype} "
+                f"{list(term.shape)}"
+            )
+    if scale != 1 and not (first.is_floating_point() or first.is_complex()):
+        raise ValueError(
+            f"a sum of {first.dtype} cannot be scaled by {scale}, since it would have to be "
+            "rounded; leave out scale, or convert the inputs to a floating-point dtype"
+        )
+
+
+def _check_out(inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    first = inputs[0]
+    if out.shape != first.shape or out.dtype != first.dtype:
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)}, but the inputs are {first.dtype} "
+            f"{list(first.shape)}; give one alike"
+        )
+    for i, term in enumerate(inputs):
+        if is_plain(term) and is_plain(out) and overlap(term, out) and not _same(term, out):
+            raise ValueError(
+                f"out overlaps input {i} without being the same tensor, so that elements would be "
+                "written before they are read; give other memory"
+            )
+
+
+def _check_statistics(out: torch.Tensor, statistics: torch.Tensor) -> None:
+    if not (out.is_floating_point() or out.is_complex()):
+        raise ValueError(
+            f"statistics are of floating-point sums, but the inputs are {out.dtype}; leave them out"
+        )
+    wanted = (torch.float64, torch.Size([2]), out.device)
+    found = (statistics.dtype, statistics.shape, statistics.device)
+    if found != wanted or not statistics.is_contiguous():
+        raise ValueError(
+            f"statistics must be contiguous float64 [2] on {out.device}, but is "
+            f"{statistics.dtype} {list(statistics.shape)} on {statistics.device}"
+        )
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and _lie_alike(first, second)

@@ -1,0 +1,169 @@
+"""One call of each kernel, on inputs that are the same on every device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import kernels
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EXACT = (torch.int32, torch.int64)
+FEW = (0, 1, 7, 33, 1000)
+MANY = (*FEW, 255, 256, 257, 4101, 100_003, 2**20 + 3)
+
+#: Called with a device, the number of elements, and how many of them lie before an aligned address.
+Case = Callable[[torch.device, int, int], list[Tensor]]
+
+
+def sizes(device: torch.device) -> Sequence[int]:
+    """The host computes what a block does thread by thread."""
+    return FEW if device.type == "cpu" else MANY
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Another stream than the default one; of a CPU there is none."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    stream: Any = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context
+
+
+def keep_busy(device: torch.device) -> None:
+    """Let the current stream do nothing for some milliseconds."""
+    if device.type != "cpu":
+        torch.cuda._sleep(20_000_000)
+
+
+def values(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """On the host; floats have few bits, so that sums of their squares are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-50, 50, (size,), generator=generator) / 4).to(dtype)
+
+
+def numbers(size: int, seed: int) -> Tensor:
+    """Float32 of all magnitudes, on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-20, 20, (size,), generator=generator)
+    return torch.randn(size, generator=generator) * 2.0**exponents
+
+
+def at(device: torch.device, offset: int, content: Tensor) -> Tensor:
+    """The content on a device, so many elements behind an aligned address."""
+    memory = torch.empty(offset + content.numel(), dtype=content.dtype, device=device)
+    return memory[offset:].copy_(content)
+
+
+def reduce_add(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    results: list[Tensor] = []
+    for dtype in (*FLOATS, *EXACT):
+        for count in (1, 2, 3, 5, 9):
+            offsets = [offset * (i % 2) for i in range(count)]
+            terms = [at(device, o, values(size, dtype, i)) for i, o in enumerate(offsets)]
+            if dtype in EXACT:
+                results.append(kernels.reduce_add(terms))
+                continue
+            found = torch.full((2,), -1.0, dtype=torch.float64, device=device)
+            out = at(device, offset, torch.zeros(size, dtype=dtype))
+            kernels.reduce_add(terms, 0.5, out, statistics=found)
+            results += [out, found, kernels.reduce_add(terms, out=terms[-1])]
+    return results
+
+
+def _lists(device: torch.device, size: int, offset: int, dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of several layouts."""
+    side = int(size**0.5)
+    square = at(device, offset, values(side * side, dtype, 1)).view(side, side)
+    cube = at(device, 0, values(side * 6, dtype, 2)).view(2, 3, side).permute(2, 0, 1)
+    return [at(device, offset, values(size, dtype, 3)), square.t(), cube, square[:, ::2]]
+
+
+def flatten(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    results = []
+    for dtype in FLOATS:
+        for into in FLOATS:
+            tensors = _lists(device, size, offset, dtype)
+            total = sum(tensor.numel() for tensor in tensors)
+            bucket = at(device, offset, torch.zeros(total, dtype=into))
+            results.append(kernels.flatten(tensors, bucket, 0.5))
+    return results
+
+
+def unflatten(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    results = []
+    for dtype in FLOATS:
+        for into in FLOATS:
+            tensors = [torch.zeros_like(tensor) for tensor in _lists(device, size, offset, into)]
+            total = sum(tensor.numel() for tensor in tensors)
+            kernels.unflatten(at(device, offset, values(total, dtype, 4)), tensors, 0.5)
+            results += tensors
+    return results
+
+
+def compress(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    results = []
+    for dtype in (torch.bfloat16, torch.float16, torch.int8):
+        tensor, error = (at(device, offset, numbers(size, seed)) for seed in (1, 2))
+        results += [kernels.compress(tensor, dtype, 0.25, error=error), error]
+    return results
+
+
+def decompress(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    results = []
+    for dtype in (torch.bfloat16, torch.float16, torch.int8):
+        sent = kernels.compress(at(device, 0, numbers(size, 1)), dtype)
+        for into in FLOATS:
+            out = at(device, offset, values(size, into, 3))
+            results.append(kernels.decompress(sent, out, 0.5, add=True).clone())
+            results.append(kernels.decompress(sent, out))
+    return results
+
+
+def fingerprint(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    dtypes = (*FLOATS, *EXACT, torch.uint8, torch.bool)
+    return [kernels.fingerprint(_lists(device, size, offset, dtype)) for dtype in dtypes]
+
+
+def _optimizer(
+    device: torch.device, size: int, offset: int, step: Callable[..., None], num_states: int
+) -> list[Tensor]:
+    parameters = [at(device, offset, numbers(n, n)) for n in (size, 3, 2 * size)]
+    states = [[torch.zeros_like(p) for p in parameters] for _ in range(num_states)]
+    for number in (1, 2, 3):
+        gradients = [at(device, 0, numbers(p.numel(), number)) for p in parameters]
+        step(number, parameters, gradients, *states)
+    return [tensor for part in (parameters, *states) for tensor in part]
+
+
+def fused_sgd(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    def step(number: int, *lists: list[Tensor]) -> None:
+        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+        kernels.fused_sgd(*lists, weight_decay=0.01, first_step=number == 1, **options)
+
+    return _optimizer(device, size, offset, step, 1)
+
+
+def fused_adamw(device: torch.device, size: int, offset: int) -> list[Tensor]:
+    def step(number: int, *lists: list[Tensor]) -> None:
+        kernels.fused_adamw(*lists, step=number, lr=0.01, weight_decay=0.1)
+
+    return _optimizer(device, size, offset, step, 2)
+
+
+CASES: tuple[Case, ...] = (
+    reduce_add,
+    flatten,
+    unflatten,
+    compress,
+    decompress,
+    fingerprint,
+    fused_sgd,
+    fused_adamw,
+)

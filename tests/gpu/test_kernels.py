@@ -1,0 +1,104 @@
+"""Kernels where they are meant to run: equal to their references, on any stream and thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dataparallel import kernels
+from dataparallel.kernels.backend import registered
+from tests.gpu.kernel_cases import CASES, Case, keep_busy, side_stream, sizes
+
+NO_KERNELS = {"BucketLayout", "compressed_size", "warm_up"}
+OFFSETS = (0, 1, 3)
+# Relative and absolute; all others are equal to the bit. Torch's own step is not the same on all
+# devices in the last bit.
+ROUNDING = {"fused_adamw": (1e-5, 1e-7)}
+
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+
+
+def results(case: Case, device: torch.device) -> list[torch.Tensor]:
+    found = [case(device, size, offset) for size in sizes(device) for offset in OFFSETS]
+    return [tensor for tensors in found for tensor in tensors]
+
+
+def expected(case: Case, device: torch.device) -> list[torch.Tensor]:
+    """What the references compute on the host, with inputs as on ``device``."""
+    cpu = torch.device("cpu")
+    with registered([]):
+        found = [case(cpu, size, offset) for size in sizes(device) for offset in OFFSETS]
+    return [tensor for tensors in found for tensor in tensors]
+
+
+def assert_same(case: Case, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    rtol, atol = ROUNDING.get(case.__name__, (0.0, 0.0))
+    assert len(got) == len(wanted)
+    for i, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        here = mine.cpu()
+        assert here.dtype == theirs.dtype and here.shape == theirs.shape, i
+        torch.testing.assert_close(here, theirs, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def test_every_kernel_has_a_case() -> None:
+    assert {case.__name__ for case in CASES} == set(kernels.__all__) - NO_KERNELS
+
+
+@by_case
+def test_kernels_equal_their_references(case: Case, device: torch.device) -> None:
+    assert_same(case, results(case, device), expected(case, device))
+
+
+@by_case
+def test_on_a_side_stream(case: Case, device: torch.device) -> None:
+    with side_stream(device):
+        got = results(case, device)
+        assert_same(case, got, expected(case, device))
+
+
+def test_kernels_wait_for_their_stream(device: torch.device) -> None:
+    size = sizes(device)[-1]
+    ones = torch.ones(size, device=device)
+    with side_stream(device):
+        made = torch.zeros(size, device=device)
+        keep_busy(device)
+        made += ones
+        total = kernels.reduce_add([made, made, made])
+        made.fill_(9)
+        assert torch.equal(total, ones * 3)
+
+
+@by_case
+def test_from_several_threads(case: Case, device: torch.device) -> None:
+    wanted = expected(case, device)
+
+    def run(_: int) -> list[torch.Tensor]:
+        with side_stream(device):
+            return [tensor.cpu() for tensor in results(case, device)]
+
+    with ThreadPoolExecutor(4) as threads:
+        for got in threads.map(run, range(4)):
+            assert_same(case, got, wanted)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_sums_in_a_cuda_graph(count: int, device: torch.device) -> None:
+    """A launch can be captured: it allocates nothing, copies nothing and waits for nothing."""
+    terms = [torch.full((1001,), 1.0, device=device) for _ in range(count)]
+    out = torch.zeros(1001, device=device)
+    kernels.warm_up(device)
+    if device.type == "cpu":
+        kernels.reduce_add(terms, out=out)
+        assert out.unique().tolist() == [count]
+        return
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        kernels.reduce_add(terms, out=out)
+    for value in (1.0, 2.0):
+        for term in terms:
+            term.fill_(value)
+        graph.replay()
+        assert out.unique().tolist() == [count * value]

@@ -1,0 +1,130 @@
+"""Compiles the kernels for the host and launches them on CPU tensors. See host/host.h."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from dataparallel.kernels import sources
+from dataparallel.kernels.backend import Backend
+from dataparallel.native import cache_directory
+
+_HEADERS = Path(__file__).parent / "host"
+
+# Products and sums are rounded one by one, as with the options for NVIDIA's compilers. What C++
+# does not define, above all an address that is not a multiple of what it has to be, ends the
+# process.
+_FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-g",
+    "-shared",
+    "-fPIC",
+    # Two sources may have functions of the same name, each with shared memory of its own.
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
+    # Memory that a kernel reads before it was written must not happen to hold zeros.
+    "-ftrivial-auto-var-init=pattern",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize=float-cast-overflow",
+    "-fsanitize-undefined-trap-on-error",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    # It checks that jumps go up a stack; those between fibers do not.
+    "-U_FORTIFY_SOURCE",
+)
+
+
+class HostBackend(Backend):
+    """Kernels on CPU tensors.
+
+    Args:
+        schedule: The order in which the threads of a block run: 0 forwards, 1 backwards, others
+            shuffled.
+        blocks: What :meth:`most_blocks` says: few, so that every kernel has to loop.
+
+    Attributes:
+        launches: The names of the kernels that were launched, in order.
+    """
+
+    def __init__(self, schedule: int = 0, blocks: int = 3) -> None:
+        self._schedule = schedule
+        self._blocks = blocks
+        self.launches: list[str] = []
+
+    def serves(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def can_read(self, reader: torch.device, owner: torch.device) -> bool:
+        return owner.type == "cpu"
+
+    def most_blocks(self, device: torch.device) -> int:
+        return self._blocks
+
+    def load(self, device: torch.device, source: str) -> None:
+        library(source)
+
+    def launch(
+        self,
+        device: torch.device,
+        source: str,
+        kernel: str,
+        blocks: int,
+        parameters: ctypes.Structure,
+    ) -> None:
+        if blocks == 0:
+            return
+        found = library(source)
+        assert blocks > 0, f"{kernel} was launched with {blocks} blocks"
+        size = getattr(found, f"{kernel}_bytes")()
+        assert size == ctypes.sizeof(parameters), "the struct in Python is not that of the kernel"
+        self.launches.append(kernel)
+        status = getattr(found, kernel)(blocks, self._schedule, ctypes.byref(parameters))
+        assert status == 0, f"some threads of {kernel} never reached a barrier that others wait at"
+
+
+@functools.cache
+def library(source: str) -> ctypes.CDLL:
+    """The kernels of one source of ``csrc/``, compiled for the host."""
+    return library_of(sources.read(source), source)
+
+
+def library_of(text: str, name: str) -> ctypes.CDLL:
+    """Kernels compiled for the host; kept for the next process.
+
+    Args:
+        text: Their source, with all that it includes.
+        name: Of the file, for a reader of error messages.
+    """
+    text = f'#include "{_HEADERS / "host.h"}"\n{text}'
+    headers = (path.read_text(encoding="utf-8") for path in sorted(_HEADERS.glob("*.h")))
+    parts = (text, *headers, *_FLAGS)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    folder = cache_directory() / f"kernels-{digest}"
+    path = folder / f"{name}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(text, path)
+    return ctypes.CDLL(str(path))
+
+
+def _compile(text: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        source, made = Path(name) / f"{path.stem}.cpp", Path(name) / path.name
+        source.write_text(text, encoding="utf-8")
+        subprocess.run(["g++", *_FLAGS, str(source), "-o", str(made)], check=True)
+        os.replace(made, path)

@@ -1,0 +1,157 @@
+"""No kernel reads or writes an element that is not its own, at any size and alignment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dataparallel import kernels
+from dataparallel.kernels import backend
+from dataparallel.kernels.dtypes import SUFFIXES
+from tests.kernels.guarded import OUT_OF_BOUNDS, exit_status, guarded
+from tests.kernels.host_backend import HostBackend
+
+SIZES = [0, 1, 3, 7, 8, 9, 17, 255, 257, 2051, 8191, 8205]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def _places(values: torch.Tensor, *, read_only: bool = False) -> Iterator[torch.Tensor]:
+    """Copies at both guards; those at an end have the alignment of their size."""
+    yield guarded(values, "end", read_only=read_only)
+    yield guarded(values, "begin", read_only=read_only)
+    yield guarded(values, "begin", 1, read_only=read_only)
+
+
+def _values(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(size) * 9).to(dtype)
+
+
+def _launched(kernel: str, count: int = 1) -> None:
+    """Look whether the kernel was tested, and not a reference."""
+    (host,) = backend._backends
+    assert isinstance(host, HostBackend)
+    assert sum(name.startswith(kernel) for name in host.launches) >= count, host.launches[:9]
+    host.launches.clear()
+
+
+def _reduce_add() -> None:
+    for dtype, size in itertools.product(SUFFIXES, SIZES):
+        values = [_values(size, dtype) for _ in range(3)]
+        expected = kernels.reduce_add(values)
+        statistics = guarded(torch.zeros(2, dtype=torch.float64))
+        for out in _places(expected.clone()):
+            for first in _places(values[0], read_only=True):
+                terms = [first, *(guarded(value, read_only=True) for value in values[1:])]
+                out.zero_()
+                with_statistics = statistics if dtype.is_floating_point else None
+                kernels.reduce_add(terms, out=out, statistics=with_statistics)
+                assert torch.equal(out, expected)
+    _launched("reduce_add", 9 * 6 * (len(SIZES) - 1))
+
+
+def _flatten() -> None:
+    shapes = [(0,), (1,), (7, 3), (33, 65), (5, 9, 17), (8205,), (3,)]
+    for dtype, other in [(d, d) for d in SUFFIXES] + [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ]:
+        for count in range(1, len(shapes) + 1):
+            values = [_values(torch.Size(s).numel(), dtype).view(s) for s in shapes[-count:]]
+            values = [value.transpose(0, -1) if i % 2 else value for i, value in enumerate(values)]
+            size = sum(value.numel() for value in values)
+            expected = torch.cat([value.reshape(-1) for value in values]).to(other)
+            for bucket in _places(torch.zeros(size, dtype=other)):
+                kernels.flatten([guarded(value, read_only=True) for value in values], bucket)
+                assert torch.equal(bucket, expected)
+                for side in ("begin", "end"):
+                    targets = [
+                        guarded(torch.zeros_like(value), "end" if side == "end" else "begin")
+                        for value in values
+                    ]
+                    kernels.unflatten(guarded(expected, read_only=True), targets)
+                    for target, value in zip(targets, values, strict=True):
+                        assert torch.equal(target, value.to(other).to(dtype))
+            every_other = [guarded(_values(2 * n + 1, dtype), read_only=True)[::2] for n in (3, 90)]
+            bucket = guarded(torch.zeros(4 + 91, dtype=other))
+            kernels.flatten(every_other, bucket)
+            assert torch.equal(bucket, torch.cat(every_other).to(other))
+    _launched("flatten", 100)
+
+
+def _compress() -> None:
+    for dtype, size in itertools.product(
+        [torch.bfloat16, torch.float16, torch.int8], [*SIZES, 256, 512, 4095, 4097]
+    ):
+        values = _values(size)
+        expected = kernels.compress(values, dtype, error=torch.zeros_like(values))
+        received = kernels.decompress(expected, torch.empty_like(values))
+        for out, tensor in itertools.product(
+            _places(torch.zeros_like(expected)), _places(values, read_only=True)
+        ):
+            for error in (None, *_places(torch.zeros_like(values))):
+                assert torch.equal(kernels.compress(tensor, dtype, error=error, out=out), expected)
+        for source, out in itertools.product(
+            _places(expected, read_only=True), _places(torch.zeros_like(values))
+        ):
+            assert torch.equal(kernels.decompress(source, out), received)
+            kernels.decompress(source, out, add=True)
+    _launched("compress", 100)
+
+
+def _fingerprint() -> None:
+    for dtype in (torch.uint8, *SUFFIXES):
+        for size in SIZES:
+            values = _values(size, dtype) if dtype != torch.uint8 else torch.arange(size).byte()
+            expected = kernels.fingerprint([values])
+            for place in _places(values, read_only=True):
+                assert torch.equal(kernels.fingerprint([place]), expected)
+    _launched("fingerprint", 100)
+
+
+def _optimizers() -> None:
+    for dtype, size in itertools.product(FLOATS, SIZES):
+        for place in range(3):
+
+            def states(
+                count: int, place: int = place, size: int = size, dtype: torch.dtype = dtype
+            ) -> list[list[torch.Tensor]]:
+                return [[list(_places(_values(size, dtype).abs()))[place]] for _ in range(count)]
+
+            for gradient in _places(_values(size, dtype), read_only=True):
+                parameters, buffers, squares, largest = states(4)
+                kernels.fused_sgd(parameters, [gradient], lr=0.1, weight_decay=0.1)
+                kernels.fused_sgd(parameters, [gradient], buffers, lr=0.1, momentum=0.9)
+                kernels.fused_adamw(parameters, [gradient], buffers, squares, step=2, lr=0.1)
+                kernels.fused_adamw(
+                    parameters,
+                    [gradient],
+                    buffers,
+                    squares,
+                    step=2,
+                    lr=0.1,
+                    max_exp_avg_sqs=largest,
+                )
+    _launched("fused", 300)
+
+
+CASES: list[Callable[[], None]] = [_reduce_add, _flatten, _compress, _fingerprint, _optimizers]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__.strip("_"))
+def test_kernels_stay_within_their_tensors(cases: Callable[[], None]) -> None:
+    assert exit_status(cases) == 0
+
+
+def _one_too_many() -> None:
+    terms = [guarded(_values(64)) for _ in range(2)]
+    out = torch.zeros(65)
+    # Memory of 65 elements, as far as the launcher can see.
+    longer = [term.as_strided((65,), (1,)) for term in terms]
+    kernels.reduce_add(longer, out=out)
+
+
+def test_one_element_too_many_would_be_seen() -> None:
+    assert exit_status(_one_too_many) == OUT_OF_BOUNDS

@@ -1,0 +1,158 @@
+"""Wrappers train with kernels, compiled for the host, as they do without them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel as dp
+from dataparallel import comm, kernels
+from dataparallel.kernels.backend import registered
+from tests.cluster import Cluster
+from tests.kernels.host_backend import HostBackend
+
+
+class Net(nn.Module):
+    """A layer that is large enough for a launch of its own, small ones, and one without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.large = nn.Linear(300, 256)
+        self.norm = nn.LayerNorm(256)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(256, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.norm(self.large(x).tanh()))
+        return y
+
+
+def train(wrapper: Any, num_replicas: int, dtype: torch.dtype, **options: Any) -> list[Any]:
+    """Three steps on batches that the replicas cannot share evenly; all that comes out."""
+    net = Net().to(dtype)
+    model = wrapper(net, ["cpu"] * num_replicas, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(2)
+    results: list[Any] = []
+    for size in (7, 8, 2):
+        optimizer.zero_grad()
+        output = model(torch.randn(size, 300).to(dtype))
+        output.float().pow(2).mean().backward()
+        optimizer.step()
+        results.append(output.detach())
+        results += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        results += [p.detach().clone() for p in net.parameters()]
+    model.close()
+    return results
+
+
+def assert_equal(got: list[Any], expected: list[Any]) -> None:
+    assert len(got) == len(expected)
+    for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert (mine is None) == (theirs is None), i
+        assert mine is None or torch.equal(mine, theirs), i
+
+
+WRAPPERS: dict[str, Any] = {
+    "DataParallel": dp.DataParallel,
+    "DistributedDataParallel": dp.DistributedDataParallel,
+    "views": partial(dp.DistributedDataParallel, gradient_as_bucket_view=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_training_is_the_same_to_the_bit(
+    host_kernels: HostBackend, wrapper: str, num_replicas: int, dtype: torch.dtype
+) -> None:
+    with registered([]):
+        expected = train(WRAPPERS[wrapper], num_replicas, dtype)
+    assert not host_kernels.launches
+    got = train(WRAPPERS[wrapper], num_replicas, dtype)
+    assert_equal(got, expected)
+    suffix = "f32" if dtype == torch.float32 else "bf16"
+    kernel = f"reduce_add_{suffix}_{2 if num_replicas == 2 else 4}"
+    if wrapper == "views" or num_replicas > 2:
+        # The batch of two leaves the third replica without a sample.
+        assert host_kernels.launches.count(kernel) >= 2
+    else:
+        assert kernel not in host_kernels.launches, "two lists of tensors are added by one call"
+
+
+def _train_in_processes(rank: int, world_size: int, view: bool) -> list[str]:
+    with registered([]):
+        expected = train(dp.DistributedDataParallel, 2, torch.float32, gradient_as_bucket_view=view)
+    host = HostBackend()
+    with registered([host]):
+        got = train(dp.DistributedDataParallel, 2, torch.float32, gradient_as_bucket_view=view)
+    assert_equal(got, expected)
+    return host.launches
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_training_over_processes(cluster: Cluster, view: bool) -> None:
+    for launches in cluster.run(_train_in_processes, 2, view):
+        assert launches
+
+
+def test_collectives_of_replicas_launch_kernels(host_kernels: HostBackend) -> None:
+    terms = [torch.randn(33).bfloat16() for _ in range(3)]
+    with registered([]):
+        expected = comm.reduce_add(terms)
+    assert torch.equal(comm.reduce_add(terms), expected)
+    assert host_kernels.launches == ["reduce_add_bf16_4"]
+    flat = comm.reduce_add_coalesced([[t, t[:5]] for t in terms])
+    assert torch.equal(flat[1], expected[:5])
+
+
+class Loading(HostBackend):
+    """Notes what is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[tuple[torch.device, str]] = []
+
+    def load(self, device: torch.device, source: str) -> None:
+        self.loaded.append((device, source))
+
+
+@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+def test_kernels_are_loaded_when_a_wrapper_is_built(wrapper: Any) -> None:
+    backend = Loading()
+    cpu = torch.device("cpu")
+    with registered([backend]):
+        wrapper(nn.Linear(2, 2), ["cpu"]).close()
+        assert backend.loaded == [], "one replica alone launches nothing"
+        wrapper(nn.Linear(2, 2), ["cpu", "cpu", "virtual:1"]).close()
+    assert set(backend.loaded) == {(cpu, "flatten"), (cpu, "reduce_add")}
+
+
+def _load_for_hooks(rank: int, world_size: int) -> list[bool]:
+    loaded: list[bool] = []
+    for hook in ("bf16_compress", "allreduce"):
+        backend = Loading()
+        with registered([backend]):
+            model = dp.DistributedDataParallel(nn.Linear(2, 2), ["cpu"])
+            backend.loaded.clear()
+            model.register_comm_hook(None, hook)
+            loaded.append("compress" in [source for _, source in backend.loaded])
+            model.close()
+    return loaded
+
+
+def test_kernels_of_a_hook_are_loaded_when_it_is_registered(cluster: Cluster) -> None:
+    assert cluster.run(_load_for_hooks, 1) == [[True, False]]
+
+
+def test_warming_up_does_nothing_where_no_kernel_runs() -> None:
+    backend = Loading()
+    with registered([backend]):
+        kernels.warm_up(torch.device("virtual:0"))
+        kernels.warm_up(torch.device("cpu"), ["compress"])
+    assert backend.loaded == [(torch.device("cpu"), "compress")]
