@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command
-from dataparallel.tools.bench import autograd, collectives, reducer, train
+from dataparallel.tools.bench import autograd, collectives, kernels, reducer, train
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
@@ -22,6 +22,7 @@ def add_to(commands: Subparsers) -> None:
             "dataparallel bench reducer --help",
             "dataparallel bench collectives --help",
             "dataparallel bench autograd --help",
+            "dataparallel bench kernels --help",
         ],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
@@ -29,3 +30,4 @@ def add_to(commands: Subparsers) -> None:
     reducer.add_to(subjects)
     collectives.add_to(subjects)
     autograd.add_to(subjects)
+    kernels.add_to(subjects)

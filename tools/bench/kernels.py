@@ -1,0 +1,243 @@
+"""The `bench kernels` subcommand: bytes per second beside a copy, and time beside torch's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dataparallel import devices
+from dataparallel.kernels.backend import backend_of
+from dataparallel.tools.arguments import add_command, count, names_in
+from dataparallel.tools.bench.collectives_tasks import size_name, sizes
+from dataparallel.tools.bench.kernels_cases import (
+    DTYPES,
+    KERNELS,
+    SIZES,
+    SIZES_ON_CPU,
+    KernelCase,
+    plan_cases,
+)
+from dataparallel.tools.bench.kernels_plot import check_plot, write_plot
+from dataparallel.tools.bench.kernels_summary import (
+    KernelRow,
+    KernelVerdict,
+    judge,
+    slower_launches,
+    summarise,
+)
+from dataparallel.tools.bench.kernels_timing import FOOTPRINT, Stopwatch, measure_turns
+from dataparallel.tools.bench.kernels_work import prepare
+from dataparallel.tools.bench.output import Tell, environment, progress, write_json
+from dataparallel.tools.extras import needs_extra
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dataparallel.tools.arguments import Subparsers
+
+
+def add_to(subjects: Subparsers) -> None:
+    """Add the subcommand to `bench`."""
+    parser = add_command(
+        subjects,
+        "kernels",
+        summary="Bytes per second of the kernels beside a copy, and time beside torch's.",
+        examples=[
+            "dataparallel bench kernels",
+            "dataparallel bench kernels --device 0 --check --json results.json --plot rates.png",
+            "dataparallel bench kernels --kernels reduce_add,flatten --sizes 16MiB,256MiB",
+            "dataparallel bench kernels --device cpu --kernels reduce_add --sizes 64KiB",
+            "dataparallel bench kernels --dtypes bfloat16 --rounds 3 --steps 20",
+        ],
+        run=_run,
+    )
+    add = parser.add_argument
+    add("--kernels", type=names_in(KERNELS), default=list(KERNELS), metavar="LIST",
+        help=f"{','.join(KERNELS)}; default: all")  # fmt: skip
+    add("--sizes", type=sizes, default=None, metavar="LIST",
+        help="of each input of reduce_add, of a tensor to compress, of all tensors of a list, of "
+        "all parameters of a step; default: 64KiB to 256MiB by factors of 4; on the CPU "
+        f"{SIZES_ON_CPU}")  # fmt: skip
+    add("--dtypes", type=names_in(list(DTYPES)), default=list(DTYPES), metavar="LIST",
+        help=f"of the tensors; default: {','.join(DTYPES)}")  # fmt: skip
+    add("--device", default=None, metavar="DEVICE",
+        help="for example 0 or cpu; default: the first accelerator, or the CPU")  # fmt: skip
+    add("--footprint", type=_size, default=FOOTPRINT, metavar="SIZE",
+        help="of the sets of buffers that each contestant goes round, to find nothing in caches; "
+        f"default: {FOOTPRINT // 2**20}MiB, in 64 sets at most")  # fmt: skip
+    add("--rounds", type=count, default=11, metavar="N",
+        help="turns of each contestant; default: 11")  # fmt: skip
+    add("--steps", type=count, default=None, metavar="N",
+        help="calls per turn; default: about 5 ms' worth, 3 to 50")  # fmt: skip
+    add(
+        "--json", metavar="FILE", help="write all figures and conclusions to FILE, or to - (stdout)"
+    )
+    add("--plot", metavar="FILE", help="draw bytes per second over bytes moved, for example "
+        "rates.png; needs matplotlib")  # fmt: skip
+    add("--check", action="store_true",
+        help="exit with status 1 if a bar is missed; only on a device with kernels")  # fmt: skip
+
+
+def _size(text: str) -> int:
+    return max(sizes(text))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with needs_extra("tools"):
+        from rich.console import Console
+    device = _device(arguments.device)
+    backend = backend_of(device)
+    on_cpu = not devices.is_accelerator(device)
+    arguments.sizes = arguments.sizes or sizes(SIZES_ON_CPU if on_cpu else SIZES)
+    if arguments.check and backend is None:
+        raise ValueError(
+            f"--check judges kernels, but {device} has none: torch references run there; name a "
+            "device with kernels by --device, or leave --check out"
+        )
+    if arguments.plot:
+        check_plot(arguments.plot)
+    cases = plan_cases(arguments.kernels, arguments.dtypes, arguments.sizes)
+    # The tables must not mix with JSON on the standard output.
+    console = Console(stderr=arguments.json == "-")
+    with progress(console, len(cases) * arguments.rounds) as tell:
+        rows = _measure(cases, device, arguments, tell)
+    verdicts = judge(rows) if backend else []
+    runs = f"kernels, launched by {type(backend).__name__}" if backend else (
+        f"torch reference: no kernels on this device ({device})"
+    )  # fmt: skip
+    if arguments.json != "-":
+        _print(rows, verdicts, runs, device, arguments, console)
+    if arguments.json:
+        write_json(arguments.json, _record(rows, verdicts, runs, device, arguments))
+    if arguments.plot:
+        write_plot(arguments.plot, rows, f"{device_name(device)}: {runs}")
+    right = all(row.agrees for row in rows)
+    missed = any(verdict.met is False for verdict in verdicts)
+    return int(not right or (arguments.check and missed))
+
+
+def _device(given: str | None) -> torch.device:
+    if given is None:
+        return devices.default_devices()[0]
+    return devices.parse_device(int(given) if given.isdecimal() else given)
+
+
+def _measure(
+    cases: Sequence[KernelCase], device: torch.device, arguments: argparse.Namespace, tell: Tell
+) -> list[KernelRow]:
+    stopwatch = Stopwatch(device, arguments.footprint)
+    rows = []
+    for case in cases:
+        what = f"{case.name}, {size_name(case.size)}"
+        tell(f"{what}: preparing", 0)
+        work = prepare(case, device, arguments.footprint)
+        turns = measure_turns(
+            work.contestants,
+            stopwatch,
+            arguments.rounds,
+            arguments.steps,
+            on_round=_round_teller(tell, what),
+        )
+        rows.append(summarise(case, turns, agrees=work.agrees, left_out=work.left_out))
+        # The buffers of two cases would be there at the same time.
+        del work
+    return rows
+
+
+def _round_teller(tell: Tell, what: str) -> Callable[[int], None]:
+    def on_round(number: int) -> None:
+        tell(f"{what}: round {number + 1}", 1)
+
+    return on_round
+
+
+def device_name(device: torch.device) -> str:
+    """What the makers call a device; its type where they say nothing."""
+    if not devices.is_accelerator(device):
+        return str(device)
+    module = devices.device_module(device)
+    return (
+        str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
+    )
+
+
+def cupy_version() -> str:
+    """The installed CuPy, under the name of its package."""
+    for name in importlib.metadata.packages_distributions().get("cupy", ()):
+        return f"{name} {importlib.metadata.version(name)}"
+    return "no CuPy"
+
+
+def _print(
+    rows: Sequence[KernelRow],
+    verdicts: Sequence[KernelVerdict],
+    runs: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    console: Console,
+) -> None:
+    from dataparallel.tools.bench.kernels_report import build_kernel, verdict_line
+    from dataparallel.tools.bench.report import print_notes
+
+    for kernel, dtype in dict.fromkeys((row.case.kernel, row.case.dtype) for row in rows):
+        own = [row for row in rows if (row.case.kernel, row.case.dtype) == (kernel, dtype)]
+        console.print(build_kernel(own, f"{kernel}, {dtype}\n{runs}"))
+    for verdict in verdicts:
+        console.print(verdict_line(verdict))
+    facts = f"{device_name(device)}, torch {torch.__version__}, {cupy_version()}"
+    print_notes([facts, *_notes(rows, bool(verdicts), arguments)], console)
+
+
+def _notes(rows: Sequence[KernelRow], judged: bool, arguments: argparse.Namespace) -> list[str]:
+    notes = [
+        f"medians of {arguments.rounds} interleaved rounds; ✓ the results are torch's, to rounding",
+        "GB/s: of what must move: each input read once, each result written once",
+        "/copy: share of the bytes per second of a copy that moves as many bytes",
+        "/best: time of ours over that of the fastest of torch's alternatives",
+    ]
+    if not judged:
+        notes.append("no verdict: bars are for kernels, and references ran here")
+    slower, pairs = slower_launches(rows)
+    if pairs:
+        notes.append(
+            f"launch: the host's time per call; longer than that of torch's best in {slower} of "
+            f"{pairs} cases"
+        )
+    waited = sum(row.hidden is False for row in rows)
+    others = sum(bool(row.best and row.best.hidden is False) for row in rows)
+    if waited or others:
+        notes.append(
+            f"the device had to wait for launches, which are in the times: {waited} cases of ours "
+            f"or the copy, {others} of the best alternative"
+        )
+    for name in sorted({f"{row.case.kernel}: {each}" for row in rows for each in row.left_out}):
+        notes.append(f"not on this device: {name}")
+    return notes
+
+
+def _record(
+    rows: Sequence[KernelRow],
+    verdicts: Sequence[KernelVerdict],
+    runs: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    names = ("kernels", "sizes", "dtypes", "footprint", "rounds", "steps")
+    return {
+        "setting": {
+            **environment(),
+            **{name: getattr(arguments, name) for name in names},
+            "device": str(device),
+            "device_name": device_name(device),
+            "cupy": cupy_version(),
+            "runs": runs,
+        },
+        "kernels_in_use": bool(backend_of(device)),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "verdicts": [{**dataclasses.asdict(v), "met": v.met} for v in verdicts],
+    }
