@@ -114,3 +114,36 @@ def test_training_with_steps_in_backward_in_two_processes(cluster: Cluster, plac
         trained_in_backward_in_one_process, 2, slots, virtual=place != "cpu"
     )
     assert_same(first, second)
+
+
+def _steps_with_views(slots: Sequence[str], in_backward: bool, rank: int = 0) -> list[Tensor]:
+    """Parameters after some steps with gradients that are views of buckets."""
+    module = placed(build, slots[0], torch.float)
+    model = DistributedDataParallel(module, list(slots), gradient_as_bucket_view=True)
+    plain = None
+    if in_backward:
+        model.step_in_backward(torch.optim.SGD, lr=0.05, momentum=0.9)
+    else:
+        plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(rank)
+    x, y = torch.randn(11, 5, device=slots[0]), torch.randn(11, 2, device=slots[0])
+    for _ in range(4):
+        nn.functional.mse_loss(model(x), y).backward()
+        if plain is not None:
+            plain.step()
+            plain.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    model.close()
+    return [p.detach().cpu() for p in module.parameters()]
+
+
+def test_steps_in_backward_with_bucket_views(slots: list[str]) -> None:
+    assert_same(_steps_with_views(slots, True), _steps_with_views(slots, False))
+
+
+def _steps_in_processes(rank: int, world_size: int, slots: list[str]) -> None:
+    assert_same(_steps_with_views(slots, True, rank), _steps_with_views(slots, False, rank))
+
+
+def test_steps_in_backward_with_bucket_views_over_processes(cluster: Cluster) -> None:
+    cluster.run(_steps_in_processes, 2, ["cpu", "cpu"])

@@ -186,6 +186,12 @@ class Buckets:
         assert views is not None
         views.publish(used)
 
+    def release(self, number: int) -> None:
+        """End a round of a viewed bucket whose gradients were used up."""
+        views = self._views[number]
+        assert views is not None
+        views.release()
+
     def forget_views(self, home: GradientHome) -> None:
         """Leave no gradient that is a part of a bucket whose content is not known."""
         for views in self._views:

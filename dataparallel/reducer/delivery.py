@@ -59,7 +59,11 @@ class Delivery:
             extra: Gradients that came late, by the index of the parameter.
         """
         if self._buckets.is_viewed(number):
-            self._publish(number, used, extra)
+            if self._step is None:
+                self._publish(number, used, extra)
+            else:
+                # The step has freed the gradients.
+                self._buckets.release(number)
             return
         bucket = self._buckets.plan.buckets[number]
         for index, grad in zip(bucket, sums or [None] * len(bucket), strict=True):

@@ -128,6 +128,10 @@ class OriginalViews:
                 self._add_meanwhile(grad, before, view)
             if used[index] or grad is not None:
                 self._home.show(original, view)
+        self.release()
+
+    def release(self) -> None:
+        """End a round; nothing is shown that is not shown already."""
         self._aside = {}
         self._grads = []
         self._home = IN_GRAD
