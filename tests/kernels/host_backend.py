@@ -25,7 +25,6 @@ _HEADERS = Path(__file__).parent / "host"
 _FLAGS = (
     "-std=c++20",
     "-O1",
-    "-g",
     "-shared",
     "-fPIC",
     # Two sources may have functions of the same name, each with shared memory of its own.

@@ -21,9 +21,11 @@ from dataparallel.native import cache_directory
 #: A100, H100 and H200, B200.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
+#: The one for which every run of the tests compiles; for all of them it takes a minute and a half.
+USUAL = ("sm_90",)
+
 _FLAGS = (
     *sources.COMPILER_OPTIONS,
-    *(f"-gencode=arch={each.replace('sm', 'compute')},code={each}" for each in ARCHITECTURES),
     "-Werror=all-warnings",
     "-Xptxas=-v,-warn-spills",
     "-fatbin",
@@ -74,22 +76,28 @@ def version() -> str | None:
     return found[1] if found else None
 
 
+def digest_of(source: str) -> str:
+    """A few characters that change with a source and the options for it."""
+    parts = (sources.read(source), *_FLAGS)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
 @functools.cache
-def build(source: str) -> dict[str, dict[str, Usage]]:
+def build(source: str, architectures: tuple[str, ...] = USUAL) -> dict[str, dict[str, Usage]]:
     """Compile a source, or find what was said about it before.
 
     Returns:
         By architecture and kernel.
     """
     text = sources.read(source)
-    parts = (text, *_FLAGS, str(version()), Path(__file__).read_text())
+    parts = (text, *_FLAGS, *architectures, str(version()), Path(__file__).read_text())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_directory() / f"nvcc-{digest}" / f"{source}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            made = compile_text(source, text)
+            made = compile_text(source, text, architectures)
             path.with_suffix(".new").write_text(json.dumps(made))
             os.replace(path.with_suffix(".new"), path)
     read = json.loads(path.read_text())
@@ -99,13 +107,16 @@ def build(source: str) -> dict[str, dict[str, Usage]]:
     }
 
 
-def compile_text(name: str, text: str) -> dict[str, dict[str, Usage]]:
-    """Compile a text for all architectures; a warning is an error."""
+def compile_text(
+    name: str, text: str, architectures: tuple[str, ...] = USUAL
+) -> dict[str, dict[str, Usage]]:
+    """Compile a text for some architectures; a warning is an error."""
+    codes = [f"-gencode=arch={_virtual(each)},code={each}" for each in architectures]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / f"{name}.cu").write_text(text)
         done = subprocess.run(
-            ["nvcc", *_FLAGS, "-keep", "-o", "all.fatbin", f"{name}.cu"],
+            ["nvcc", *_FLAGS, *codes, "-keep", "-o", "all.fatbin", f"{name}.cu"],
             cwd=place,
             capture_output=True,
             text=True,
@@ -114,10 +125,9 @@ def compile_text(name: str, text: str) -> dict[str, dict[str, Usage]]:
         said = done.stdout + done.stderr
         assert done.returncode == 0, "\n".join(re.findall(".*(?:error|warning).*", said)) or said
         accesses = {
-            each: _accesses((place / f"{name}.{each.replace('sm', 'compute')}.ptx").read_text())
-            for each in ARCHITECTURES
+            each: _accesses(_intermediate(place, name, each).read_text()) for each in architectures
         }
-    usages: dict[str, dict[str, Usage]] = {each: {} for each in ARCHITECTURES}
+    usages: dict[str, dict[str, Usage]] = {each: {} for each in architectures}
     for found in _PROPERTIES.finditer(said):
         shared = _SHARED.search(found["others"])
         usages[found["architecture"]][found["kernel"]] = Usage(
@@ -128,6 +138,15 @@ def compile_text(name: str, text: str) -> dict[str, dict[str, Usage]]:
             accesses[found["architecture"]][found["kernel"]],
         )
     return usages
+
+
+def _virtual(architecture: str) -> str:
+    return architecture.replace("sm", "compute")
+
+
+def _intermediate(folder: Path, name: str, architecture: str) -> Path:
+    several = folder / f"{name}.{_virtual(architecture)}.ptx"
+    return several if several.exists() else folder / f"{name}.ptx"
 
 
 def _accesses(ptx: str) -> dict[str, dict[str, int]]:

@@ -34,6 +34,12 @@ def kernels_in(report: str) -> list[str]:
     return sorted(re.findall(r"^\| `(\w+)` \|", report, re.MULTILINE))
 
 
+def digests_in(report: str) -> dict[str, str]:
+    """Of which sources and options a report is: by source, what :func:`nvcc.digest_of` gave."""
+    found = re.findall(r"^## (\w+)\.cu\n\nSource and options: `(\w+)`$", report, re.MULTILINE)
+    return dict(found)
+
+
 def report() -> str:
     """The text of the page."""
     return "\n".join(
@@ -52,8 +58,9 @@ def report() -> str:
 
 
 def _table(source: str) -> Iterator[str]:
-    built = nvcc.build(source)
+    built = nvcc.build(source, nvcc.ARCHITECTURES)
     yield f"## {source}.cu\n"
+    yield f"Source and options: `{nvcc.digest_of(source)}`\n"
     yield _COLUMNS
     yield "|---" * (_COLUMNS.count("|") - 1) + "|"
     for kernel in sorted(next(iter(built.values()))):
