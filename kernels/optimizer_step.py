@@ -17,6 +17,7 @@ from dataparallel.kernels.memory import (
     PLAIN_TYPES,
     is_dense,
     is_plain,
+    lie_alike,
     lie_whole,
     mark_written,
 )
@@ -137,12 +138,12 @@ def step_lists(
     are_served = {
         key: key[1:] in _SERVED and backend_of(key[0]) is not None for key in set(dtypes_of)
     }
-    all_lie_alike = all(map(_are_contiguous, (*lists, gradients)))
+    are_contiguous = all(map(_are_contiguous, (*lists, gradients)))
     batches: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
     rest: list[int] = []
     for i, key in enumerate(dtypes_of):
         is_served = are_served[key] and (
-            all_lie_alike or _lie_alike([gradients[i], *(tensors[i] for tensors in lists)])
+            are_contiguous or _are_dense_alike([gradients[i], *(tensors[i] for tensors in lists)])
         )
         (batches.setdefault(key, []) if is_served else rest).append(i)
     most = _LIST_BYTES // (8 * (len(lists) + 2))
@@ -167,12 +168,13 @@ def _are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _lie_alike(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_dense_alike(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the same elements of tensors of one shape are in the same places of dense memory."""
     first = tensors[0]
-    return all(map(is_plain, tensors)) and (
-        all(tensor.is_contiguous() for tensor in tensors)
-        or (is_dense(first) and all(tensor.stride() == first.stride() for tensor in tensors))
+    return (
+        all(map(is_plain, tensors))
+        and is_dense(first)
+        and all(lie_alike(tensor, first) for tensor in tensors)
     )
 
 

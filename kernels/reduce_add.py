@@ -10,7 +10,7 @@ import torch
 from dataparallel.kernels import reference
 from dataparallel.kernels.backend import THREADS, Backend, backend_of
 from dataparallel.kernels.dtypes import SUFFIXES
-from dataparallel.kernels.memory import is_dense, is_plain, mark_written, overlap
+from dataparallel.kernels.memory import is_dense, is_plain, lie_alike, mark_written, overlap
 
 _MOST_INPUTS = 64
 _PACK = 16
@@ -104,20 +104,9 @@ def _is_served(backend: Backend, inputs: Sequence[torch.Tensor], out: torch.Tens
         and is_plain(out)
         and is_dense(out)
         and all(
-            is_plain(term) and _lie_alike(term, out) and backend.can_read(out.device, term.device)
+            is_plain(term) and lie_alike(term, out) and backend.can_read(out.device, term.device)
             for term in inputs
         )
-    )
-
-
-def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in the same order."""
-    if first.stride() == second.stride():
-        return True
-    # The stride of a dimension of one element says nothing.
-    return all(
-        size == 1 or one == other
-        for size, one, other in zip(first.shape, first.stride(), second.stride(), strict=True)
     )
 
 
@@ -202,4 +191,4 @@ def _check_statistics(out: torch.Tensor, statistics: torch.Tensor) -> None:
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr() and _lie_alike(first, second)
+    return first.data_ptr() == second.data_ptr() and lie_alike(first, second)

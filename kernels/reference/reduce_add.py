@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel.kernels.dtypes import wide
+from dataparallel.kernels.memory import is_dense, is_plain, lie_alike
 
 # How many elements are widened at a time: enough to keep any device busy, and little memory.
 _CHUNK = 2**22
@@ -24,7 +25,7 @@ def reduce_add(
         # A sum of two is rounded once in any case.
         _add(here, out)
         _multiply(out, scale)
-    elif out.numel() > _CHUNK and all(_lie_alike(term, out) for term in here):
+    elif out.numel() > _CHUNK and _are_arrays([*here, out]):
         flat = [_flat(term) for term in (*here, out)]
         for start in range(0, out.numel(), _CHUNK):
             *terms, total = (tensor[start : start + _CHUNK] for tensor in flat)
@@ -72,12 +73,11 @@ def _may_share(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _lie_alike(term: torch.Tensor, out: torch.Tensor) -> bool:
-    return (
-        term.stride() == out.stride()
-        and torch.ops.aten.is_non_overlapping_and_dense(term)
-        and not term.is_neg()
-        and not term.is_conj()
+def _are_arrays(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all elements of tensors of one shape follow each other, in all of them alike."""
+    return all(
+        is_plain(tensor) and is_dense(tensor) and lie_alike(tensor, tensors[0])
+        for tensor in tensors
     )
 
 
