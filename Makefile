@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-chars test check format build registers clean
+.PHONY: help train train-chars test soak check format build registers clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,10 @@ check: $(DEV_STAMP) ## check format, lint and types
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tests.lint dataparallel kernels tools examples
+
+soak: $(DEV_STAMP) ## train for half an hour while processes are killed, stopped and cut off
+	@$(VENV)/bin/python -m tests.faults.soak --minutes 30 --write docs/measurements/soak.md
 
 format: $(DEV_STAMP) ## format the code
 	$(VENV)/bin/ruff format $(SOURCES)

@@ -5,18 +5,23 @@ from dataparallel import virtual as virtual
 virtual.enable_from_environment()
 
 # After the virtual devices exist: what is imported here may ask which devices there are.
+from dataparallel import checkpoint as checkpoint  # noqa: E402
 from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
 from dataparallel import distributed_autograd as distributed_autograd  # noqa: E402
+from dataparallel import monitor as monitor  # noqa: E402
+from dataparallel.balancing import balance as balance  # noqa: E402
+from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
-from dataparallel.data_parallel import data_parallel as data_parallel  # noqa: E402
 from dataparallel.distributed import (  # noqa: E402
     DistributedDataParallel as DistributedDataParallel,
 )
+from dataparallel.functional import data_parallel as data_parallel  # noqa: E402
 from dataparallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
 from dataparallel.parallel_apply import Replica as Replica  # noqa: E402
 from dataparallel.parallel_apply import current_replica as current_replica  # noqa: E402
 from dataparallel.parallel_apply import parallel_apply as parallel_apply  # noqa: E402
+from dataparallel.process_start import init_process_group as init_process_group  # noqa: E402
 from dataparallel.reducer.bucket_plan import (  # noqa: E402
     compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
 )
@@ -26,6 +31,7 @@ from dataparallel.scatter_gather import gather as gather  # noqa: E402
 from dataparallel.scatter_gather import scatter as scatter  # noqa: E402
 from dataparallel.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
 from dataparallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer  # noqa: E402
+from dataparallel.shrinking import survive_device_loss as survive_device_loss  # noqa: E402
 
 __all__ = [
     "DataParallel",
@@ -34,6 +40,8 @@ __all__ = [
     "Replica",
     "Replicate",
     "ShardedOptimizer",
+    "balance",
+    "checkpoint",
     "collectives",
     "comm",
     "compute_bucket_assignment_by_size",
@@ -41,9 +49,13 @@ __all__ = [
     "data_parallel",
     "distributed_autograd",
     "gather",
+    "init_process_group",
+    "monitor",
     "parallel_apply",
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "survive_device_loss",
+    "telling_failures",
     "virtual",
 ]

@@ -65,10 +65,16 @@ class ModuleClones:
         self._parameter_copies = TensorCopies(devices)
         self._buffer_copies = TensorCopies(devices, buffer_sharing)
         self._loose_copies = TensorCopies(devices, "first")
+        # Whether a forward has begun whose end nobody has told.
+        self._is_forward = False
         self.release()
 
     def release(self) -> None:
         """Let go of the clones and of all that their forward left in them."""
+        if self._is_forward:
+            # It has failed; batch norm writes its statistics without a trace.
+            self._buffer_copies.forget()
+            self._is_forward = False
         self._parts: Parts | None = None
         self._counterparts: list[dict[int, Any]] = []
         # Per replica and tensor, the version of the replica's tensor before the forward.
@@ -106,6 +112,7 @@ class ModuleClones:
             self._given[id(module)] = given_to(self._counterparts[0][id(module)])
         self._versions = [self._versions_of(c) for c in self._counterparts]
         self._steps = {id(p): last_step_of(p) for p in parts.parameters}
+        self._is_forward = True
         return [counterparts[id(self.module)] for counterparts in self._counterparts]
 
     def _give_parameters(self, parameters: list[torch.Tensor], *, detach: bool) -> None:
@@ -219,6 +226,7 @@ class ModuleClones:
         See Note [Clones follow the original].
         """
         self._take_back(self.parts.modules)
+        self._is_forward = False
 
     def _take_back(self, modules: Sequence[nn.Module]) -> None:
         forward = self._counterparts[0]

@@ -33,6 +33,7 @@ from dataparallel.compiled import untraced
 from dataparallel.functions import ReduceAddCoalesced, apply_function
 from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
+from dataparallel.timeline import Timeline
 from dataparallel.wanted_gradients import WantedGradients, will_execute
 
 MaybeTensor: TypeAlias = torch.Tensor | None
@@ -64,12 +65,14 @@ class CutTerms:
         leaves: Per replica its parameters, in the order of the originals.
         run: Runs one function per replica, each in its replica's thread.
         across_processes: Whether gradients are reduced over processes.
+        timeline: Is told when backward runs.
     """
 
     rounds: Rounds
     leaves: Sequence[Sequence[torch.Tensor]]
     run: Callable[[Sequence[Callable[[], None]]], Any]
     across_processes: bool
+    timeline: Timeline
     #: Wanted in every backward that has no `inputs=`; tells whether this one has.
     anchor: torch.Tensor = field(default_factory=make_anchor)
     #: Cuts whose backward may still come.
@@ -293,7 +296,8 @@ class _Backward:
         if self._graphs.separate and len(every) > 1:
             self._graphs.terms.run([functools.partial(backward, [replica]) for replica in every])
         else:
-            backward(every)
+            with self._graphs.terms.timeline.span("backward"):
+                backward(every)
 
     def _accumulate(self, replicas: Sequence[int]) -> None:
         chosen = None

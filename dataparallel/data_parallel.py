@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Literal, TypeVar
@@ -13,16 +12,21 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dataparallel import interpreter_end
 from dataparallel.buffers import BufferPolicy, check_policy
+from dataparallel.chunk_sizes import BatchSplitter, ForwardKeeper
 from dataparallel.compiled import untraced
 from dataparallel.context import refuse_transforms
-from dataparallel.criterion import Weight, arguments, prepare
+from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
 from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
+from dataparallel.prefix import without_prefix
+from dataparallel.replica_changes import ReplicaChanges
 from dataparallel.replica_loss import LossCall
-from dataparallel.replicate import check_placement
 from dataparallel.scatter_gather import gather, move, plan_scatter
+from dataparallel.timeline import Timeline
 
+T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
@@ -32,7 +36,7 @@ _log = logging.getLogger("dataparallel")
 _scattering: ContextVar[tuple[object, int]] = ContextVar("scattering", default=(None, 0))
 
 
-class DataParallel(nn.DataParallel[ModuleT]):
+class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
     """Run a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch.
@@ -66,6 +70,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         split_lists: Whether lists without tensors whose length is the batch are split too.
 
     Attributes:
+        timeline: Tells who listens in which phase the replicas are.
         module: The wrapped module. ``state_dict()`` and the names of parameters and buffers are
             the module's own, and attributes that the wrapper lacks are looked up on it.
         device_ids: The device of each replica.
@@ -110,7 +115,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.scalars = scalars
         self.in_dims = dict(in_dims) if in_dims is not None else None
         self.split_lists = split_lists
-        self._engine = ReplicaEngine(devices, self.buffer_policy)
+        self.timeline = Timeline(devices)
+        self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
+        self._splitter: BatchSplitter | None = None
+        self._keeper: ForwardKeeper | None = None
         if len(devices) == 1:
             self._place(module, devices[0])
 
@@ -138,25 +146,49 @@ class DataParallel(nn.DataParallel[ModuleT]):
             RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
                 active around several replicas.
         """
+        interpreter_end.come_by()
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             refuse_transforms(len(self.device_ids))
             self._engine.check(self.module)
-            with self._engine.between_replicas():
-                args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            if self._engine.is_direct:
-                return self._single(args[0], keywords[0])
-            sizes = sizes_of(args, keywords, self.dim)
+            return self._attempt(lambda: self._forward_once(inputs, kwargs), (inputs, kwargs))
+
+    def _forward_once(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with self.timeline.span("scatter"), self._engine.between_replicas():
+            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
+        sizes = sizes_of(args, keywords, self.dim)
+        self._begin_call(sizes)
+        if self._engine.is_direct:
+            return self._single(args[0], keywords[0])
+        with self.timeline.span("scatter"):
             call = self._engine.enter(args, keywords, sizes)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            with self._engine.finishing(replicas, sizes):
-                outputs = self.parallel_apply(replicas, call.args, call.kwargs)
+        with self._engine.finishing(replicas, sizes):
+            outputs = self.parallel_apply(replicas, call.args, call.kwargs)
+        with self.timeline.span("gather"):
             outputs = call.leave(outputs)
             with self._engine.between_replicas():
-                return self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
+                result = self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
+        return self._engine.leave(result)
+
+    def _attempt(self, call: Callable[[], T], inputs: Any, criterion: nn.Module | None = None) -> T:
+        for around in (self._splitter, self._keeper):
+            if around is not None:
+                call = functools.partial(around.attempt, call, (self.module, criterion), inputs)
+        return call()
+
+    def _use_devices(self, devices: Sequence[torch.device]) -> None:
+        self._engine.close()
+        self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
+
+    def _begin_call(self, sizes: Sequence[int]) -> None:
+        if self._splitter is None or not self._splitter.is_repeating:
+            self.timeline.call(sizes)
 
     def _single(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        output = self.module(*args, **kwargs)
-        return [output] if self.output_device == "each" else move(output, self.output_device)
+        with self.timeline.span("forward"):
+            output = self.module(*args, **kwargs)
+        result = [output] if self.output_device == "each" else move(output, self.output_device)
+        return self._engine.leave(result)
 
     def scatter(
         self,
@@ -173,6 +205,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         owner, num_own = _scattering.get()
         in_dims = self._in_dims_of(num_own if owner is self else len(inputs), kwargs or {})
         options: dict[str, Any] = {"in_dims": in_dims, "split_lists": self.split_lists}
+        if self._splitter is not None:
+            options["chunk_sizes"] = self._splitter.chunk_sizes
         plan = plan_scatter(inputs, kwargs, len(device_ids), self.dim, **options)
         if plan.batch_size is None and (inputs or kwargs):
             kinds = [type(value).__name__ for value in (*inputs, *(kwargs or {}).values())]
@@ -259,28 +293,42 @@ class DataParallel(nn.DataParallel[ModuleT]):
             prepared = prepare(criterion, weight, self.dim)
             refuse_transforms(len(self.device_ids))
             self._engine.check(self.module)
-            args, kwargs = arguments(inputs)
-            target_args, target_kwargs = arguments(targets)
-            named = {LossCall.name(name): value for name, value in target_kwargs.items()}
-            context = copy_context()
-            context.run(_scattering.set, (self, len(args)))
-            with self._engine.between_replicas():
-                chunks, keywords = context.run(
-                    self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
-                )
-            sizes = sizes_of(chunks, keywords, self.dim)
+            call = functools.partial(
+                self._loss_once, prepared, arguments(inputs), arguments(targets)
+            )
+            return self._attempt(call, (inputs, targets), prepared.module)
+
+    def _loss_once(
+        self,
+        prepared: PreparedCriterion,
+        inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+        targets: tuple[tuple[Any, ...], Mapping[str, Any]],
+    ) -> Tensor:
+        (args, kwargs), (target_args, target_kwargs) = inputs, targets
+        named = {LossCall.name(name): value for name, value in target_kwargs.items()}
+        context = copy_context()
+        context.run(_scattering.set, (self, len(args)))
+        with self.timeline.span("scatter"), self._engine.between_replicas():
+            chunks, keywords = context.run(
+                self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
+            )
+        sizes = sizes_of(chunks, keywords, self.dim)
+        self._begin_call(sizes)
+        with self.timeline.span("scatter"):
             call = self._engine.enter(chunks, keywords, sizes)
             replicas: Sequence[nn.Module] = [self.module]
             if not self._engine.is_direct:
                 replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
-            with self._engine.finishing(replicas, sizes):
-                criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
-                with self._engine.finishing(criteria, sizes):
-                    one = LossCall(prepared, len(args), tuple(target_kwargs))
-                    each = zip(replicas, criteria, call.args, call.kwargs, sizes, strict=True)
-                    parts = self._engine.run([functools.partial(one, *entry) for entry in each])
-            place = self.device_ids[0] if self.output_device == "each" else self.output_device
-            return prepared.combine(call.leave(parts), place)
+        with self._engine.finishing(replicas, sizes):
+            criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
+            with self._engine.finishing(criteria, sizes):
+                one = LossCall(prepared, len(args), tuple(target_kwargs), self.timeline)
+                each = zip(replicas, criteria, call.args, call.kwargs, sizes, strict=True)
+                parts = self._engine.run([functools.partial(one, *entry) for entry in each])
+        place = self.device_ids[0] if self.output_device == "each" else self.output_device
+        with self.timeline.span("gather"):
+            loss: Tensor = prepared.combine(call.leave(parts), place)
+        return self._engine.leave(loss)
 
     # --- what the wrapper shows of the module --------------------------------------------------
 
@@ -314,7 +362,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         """Load the module's state, whose names may have a ``module.`` prefix or none."""
         return self.module.load_state_dict(
-            _without_prefix(state_dict, self.module), strict=strict, assign=assign
+            without_prefix(state_dict, self.module), strict=strict, assign=assign
         )
 
     def _load_from_state_dict(
@@ -337,64 +385,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_engine"]
+        del state["_engine"], state["timeline"], state["_splitter"], state["_keeper"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._engine = ReplicaEngine(self.device_ids, self.buffer_policy)
-
-
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
-    output_device: OutputDevice = None,
-    dim: int = 0,
-    module_kwargs: Mapping[str, Any] | None = None,
-) -> Any:
-    """Run a module once on several devices, each on its part of the batch.
-
-    Example::
-
-        output = data_parallel(net, x, device_ids=["cpu", "cpu"])
-
-    Args:
-        module: The module, on the first device.
-        inputs: Its argument, or a tuple of positional arguments; None for none.
-        device_ids: One device per replica. Default: every accelerator, or the CPU.
-        output_device: Where the output is gathered; ``-1`` for the CPU, ``"each"`` for a list of
-            the replicas' outputs. Default: the first device.
-        dim: The batch dimension. Default: 0.
-        module_kwargs: Keyword arguments of the module.
-
-    Returns:
-        What :class:`DataParallel` returns for the same call.
-
-    Raises:
-        ValueError: As :class:`DataParallel` does.
-    """
-    if not isinstance(inputs, tuple):
-        inputs = (inputs,) if inputs is not None else ()
-    devices = parse_devices(device_ids)
-    # The wrapper moves the module to its only device; a function should not move its argument.
-    check_placement(module, devices[0])
-    wrapper = DataParallel(module, devices, output_device, dim)
-    try:
-        return wrapper(*inputs, **(module_kwargs or {}))
-    finally:
-        wrapper.close()
-
-
-def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    prefix = "module."
-    if "module" in module._modules or not all(name.startswith(prefix) for name in state_dict):
-        return state_dict
-    stripped = OrderedDict((name[len(prefix) :], value) for name, value in state_dict.items())
-    versions = getattr(state_dict, "_metadata", None)
-    if versions is not None:
-        # torch keeps the version of each module's state there, under the module's name.
-        stripped._metadata = {  # type: ignore[attr-defined]
-            name[len(prefix) :]: version for name, version in versions.items() if name
-        }
-    return stripped
+        self._splitter = self._keeper = None
+        self.timeline = Timeline(self.device_ids)
+        self._engine = ReplicaEngine(self.device_ids, self.buffer_policy, timeline=self.timeline)

@@ -195,6 +195,22 @@ def memory_allocated(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(device_module(device).memory_allocated(device))
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give memory back that the allocator of an accelerator keeps for later; nothing on the CPU."""
+    if device.type != "cpu":
+        with use_device(device):
+            device_module(device).empty_cache()
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What identifies an accelerator in every process and tool; None where nothing does."""
+    if device.type == "cpu":
+        return None
+    properties = getattr(device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
+
+
 # --- streams ---------------------------------------------------------------------------------
 
 

@@ -17,10 +17,12 @@ from dataparallel.criterion import Weight
 from dataparallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.devices import DeviceLike
 from dataparallel.distributed_names import TorchNames
+from dataparallel.gradient_clipping import GradientClipping
 from dataparallel.mixed_precision import MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group, default_group
 from dataparallel.reducer.average import AverageKind, check_average
+from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reduction import Reduction, ReductionSettings
 from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
@@ -30,7 +32,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
 
 
-class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
+class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClipping):
     """Train a module on the devices of this process, and of all processes of a group.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` that may have several devices per
@@ -81,6 +83,10 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         deterministic: Whether the sum over processes is made in rank order, so that it does not
             depend on ``bucket_cap_mb``. Not together with communication hooks.
         timeout: Seconds that a collective waits for other processes. Default: 60.
+        nonfinite: What becomes of a step if a gradient of any replica of any process is NaN or
+            infinite: ``"ignore"`` (default) does not look; ``"skip"`` leaves all ``.grad`` None in
+            all processes, so that an optimizer changes nothing, and logs a warning; ``"raise"``
+            raises :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients` in all processes.
         buffers, scalars, in_dims, split_lists: See :class:`DataParallel`.
 
     Attributes:
@@ -93,8 +99,6 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
     """
 
     require_backward_grad_sync = True
-    # Whether the one replica is on several devices itself.
-    _spread = False
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         average: AverageKind = "processes",
         deterministic: bool = False,
         timeout: float = 60.0,
+        nonfinite: NonFiniteAction = "ignore",
         buffers: BufferPolicy = "replica0",
         scalars: Literal["stack", "mean", "sum"] = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
@@ -150,6 +155,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         self._delayed = frozenset(name for name, _ in delay_all_reduce_named_params or ())
         self.mixed_precision = MixedPrecision.of(mixed_precision)
         self.mixed_precision.convert_buffers(module)
+        self._nonfinite = NonFinitePolicy.of(nonfinite)
         self._optimizers = InBackwardOptimizers.of(module.parameters())
         self._build()
         self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
@@ -172,9 +178,15 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
             self.mixed_precision,
             self._hook,
             self._optimizers,
+            self._nonfinite,
         )
         self._reduction = Reduction(
-            self.module, devices, self.buffer_policy, settings, spread=self._spread
+            self.module,
+            devices,
+            self.buffer_policy,
+            settings,
+            self.timeline,
+            spread=self._spread,
         )
         self._engine = self._reduction.engine
         self._wait_for_buffers()
@@ -190,6 +202,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
         self._reduction.close()
         self._build()
         self._reduction.engine.weight = weight
+
+    def _use_devices(self, devices: Sequence[torch.device]) -> None:
+        if not self._closed:
+            self._reduction.use_devices(devices)
+            self._engine = self._reduction.engine
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -256,7 +273,9 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
         self._open()
-        if not self._reduction.engine.fits():
+        processes = self._reduction.processes
+        lost = processes is not None and processes.is_broken
+        if lost or not self._reduction.engine.fits():
             self._rebuild(self._reduction.engine.weight)
         reduces = self._will_reduce
         if reduces:
@@ -266,7 +285,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames):
             self._sync_buffers()
         self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         self._reduction.engine.synchronise = self.require_backward_grad_sync
-        with self._inside_ddp_forward():
+        with self._inside_ddp_forward(), self._reduction.telling("forward", reduces=reduces):
             yield
         self.reducer.statistics.forward_end()
         if self._check_sync_bufs_post_fwd():

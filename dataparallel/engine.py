@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -19,6 +20,7 @@ from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
+from dataparallel.timeline import Phase, Timeline, mark_backward
 from dataparallel.workers import WorkerPools
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class ReplicaEngine:
         policy: What becomes of buffers.
         batch_group: Who has the parts of the batch of which ``"sync"`` takes the statistics.
             Default: the replicas of this process.
+        timeline: Is told in which phase the replicas are.
     """
 
     def __init__(
@@ -85,9 +88,12 @@ class ReplicaEngine:
         devices: Sequence[torch.device],
         policy: BufferPolicy,
         batch_group: LocalGroup | None = None,
+        *,
+        timeline: Timeline,
     ) -> None:
         self._devices = tuple(devices)
         self._policy = policy
+        self._timeline = timeline
         self._batch_group = batch_group or LocalGroup()
         self._pools = WorkerPools()
         self._compiled = CompiledCalls()
@@ -188,11 +194,29 @@ class ReplicaEngine:
         several_on_cpu = sum(not is_accelerator(device) for device in self._devices) > 1
         return intra_op.one_thread() if several_on_cpu else contextlib.nullcontext()
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run one call per replica, each in its replica's thread and on its device."""
+    def leave(self, result: T) -> T:
+        """What the caller of a forward gets."""
+        if self._timeline.is_active:
+            mark_backward(self._timeline, result)
+        return result
+
+    def run(self, calls: Sequence[Callable[[], T]], phase: Phase = "forward") -> list[T]:
+        """Run one call per replica, each in its replica's thread and on its device.
+
+        Args:
+            calls: A function for each of the first replicas.
+            phase: What they do.
+
+        Returns:
+            Their results.
+        """
+        waiting = None
+        if self._timeline.is_active:
+            waiting = functools.partial(self._timeline.span, "idle")
+            calls = [self._timeline.spanned(phase, i, call) for i, call in enumerate(calls)]
         devices = self._devices[: len(calls)]
         with self._compiled.arranged(calls, devices) as arranged:
-            return apply_replicas(arranged, devices, self._pools)
+            return apply_replicas(arranged, devices, self._pools, waiting=waiting)
 
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""

@@ -163,6 +163,34 @@ def separate_device_generators(devices: Sequence[torch.device]) -> None:
         seeds.add(seed)
 
 
+class GeneratorStates:
+    """The states of the generators that a call may draw from in this thread.
+
+    Example::
+
+        states = GeneratorStates(devices)
+        torch.rand(3)
+        states.restore()                # the next torch.rand(3) gives the same
+
+    Args:
+        devices: The devices of the replicas; the CPU's generator is one of them in any case.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        source = random_dispatch.current_source()
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        for device in dict.fromkeys((_CPU, *devices)):
+            own = None if source is None else source.generator(device)
+            generator = own or random_dispatch.default_generator(device)
+            if generator is not None:
+                self._states.append((generator, generator.get_state()))
+
+    def restore(self) -> None:
+        """Put the generators into the states that they had."""
+        for generator, state in self._states:
+            generator.set_state(state)
+
+
 # --- the stand-in for torch.random.default_generator -----------------------------------------
 
 

@@ -24,28 +24,14 @@ from types import ModuleType
 
 import torch
 
+from dataparallel.cache_folder import cache_directory, close_to_others, is_trusted
+
+__all__ = ["NativeExtension", "cache_directory"]
+
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w")
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
-
-
-def cache_directory() -> Path:
-    """Where compiled extensions are kept.
-
-    Example::
-
-        shutil.rmtree(cache_directory())    # compile anew next time
-
-    Returns:
-        ``$DATAPARALLEL_CACHE_DIR``, else ``$XDG_CACHE_HOME/dataparallel``, else
-        ``~/.cache/dataparallel``.
-    """
-    if own := os.environ.get("DATAPARALLEL_CACHE_DIR"):
-        return Path(own).expanduser()
-    if general := os.environ.get("XDG_CACHE_HOME"):
-        return Path(general).expanduser() / "dataparallel"
-    return Path.home() / ".cache" / "dataparallel"
 
 
 @dataclass(frozen=True)
@@ -133,22 +119,29 @@ class NativeExtension:
 
     def _compiled(self) -> Path:
         path = self.path()
-        if not path.exists():
-            self._prepare_directory(path.parent)
+        self._prepare_directory(path.parent)
+        if not is_trusted(path):
             # The operating system takes the lock from a process that is killed.
             with _locked(path.parent / "lock"):
-                if not path.exists():
+                if not is_trusted(path):
                     self._compile(path)
         return path
 
     def _prepare_directory(self, directory: Path) -> None:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            close_to_others(directory)
+        except PermissionError as error:
+            if error.errno is None:
+                raise RuntimeError(f"cannot load {self.label}: {error}") from error
+            raise self._no_directory(directory, error) from error
         except OSError as error:
-            raise RuntimeError(
-                f"cannot create {directory} for the compiled {self.label.removeprefix('the ')} "
-                f"({error.strerror}): set DATAPARALLEL_CACHE_DIR to a directory that can be written"
-            ) from error
+            raise self._no_directory(directory, error) from error
+
+    def _no_directory(self, directory: Path, error: OSError) -> RuntimeError:
+        return RuntimeError(
+            f"cannot create {directory} for the compiled {self.label.removeprefix('the ')} "
+            f"({error.strerror}): set DATAPARALLEL_CACHE_DIR to a directory that can be written"
+        )
 
     def _compile(self, target: Path) -> None:
         compiler = self._compiler()
@@ -173,6 +166,7 @@ class NativeExtension:
             )
             linked = directory / target.name
             self._run_all([[*compiler, *map(str, objects), *_link_flags(), "-o", str(linked)]])
+            linked.chmod(0o755)
             os.replace(linked, target)
         _say(f"compiled in {time.monotonic() - started:.0f} seconds")
 
@@ -250,6 +244,7 @@ def _half(sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def _load_file(name: str, path: Path) -> ModuleType:
+    # unsafe-load: nobody else can write to the folder, see Note [Trusted code]
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None

@@ -24,7 +24,8 @@ from dataparallel import devices as _devices
 from dataparallel import generators, rendezvous
 from dataparallel.compiled import CompiledCalls
 from dataparallel.context import ThreadContext
-from dataparallel.workers import SecondaryError, WorkerPools, locate
+from dataparallel.error_location import locate
+from dataparallel.workers import SecondaryError, WorkerPools
 
 T = TypeVar("T")
 
@@ -158,6 +159,7 @@ def apply_replicas(
     pools: WorkerPools | None = None,
     *,
     timeout: float = rendezvous.DEFAULT_TIMEOUT,
+    waiting: rendezvous.Waiting | None = None,
 ) -> list[T]:
     """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context.
 
@@ -166,6 +168,7 @@ def apply_replicas(
         devices: One device per replica, as from ``parse_devices``.
         pools: Whose threads to use. Default: those that all function calls share.
         timeout: Seconds that a replica waits for the others in ``current_rendezvous()``.
+        waiting: Makes what a replica is within while it does, from its index. Default: nothing.
 
     Returns:
         One result per replica, in order.
@@ -178,7 +181,7 @@ def apply_replicas(
         return []
     context = ThreadContext.capture(devices)
     concurrent = context.portable and len(calls) > 1
-    meeting = rendezvous.Rendezvous(len(calls), timeout, concurrent)
+    meeting = rendezvous.Rendezvous(len(calls), timeout, concurrent, waiting)
     labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
     if not concurrent:
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from dataparallel.outside_tensors import OutsideTensors
 from dataparallel.rendezvous import count_meetings
 from dataparallel.replica_parameters import ReplicaParameters
 from dataparallel.standing_clones import StandingClones
+from dataparallel.timeline import Timeline
 from dataparallel.tree import flatten
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class ReducingEngine(ReplicaEngine):
         convert: What becomes of each leaf of the arguments. Default: nothing.
         batch_group: Who has the parts of the batch of which ``"sync"`` takes the statistics.
             Default: the replicas of this process.
+        timeline: Is told in which phase the replicas are.
     """
 
     def __init__(
@@ -56,8 +59,9 @@ class ReducingEngine(ReplicaEngine):
         direct: bool = False,
         convert: Callable[[Any], Any] | None = None,
         batch_group: LocalGroup | None = None,
+        timeline: Timeline,
     ) -> None:
-        super().__init__(devices, policy, batch_group)
+        super().__init__(devices, policy, batch_group, timeline=timeline)
         self._direct = direct
         self._spread = spread
         self._convert = convert
@@ -69,7 +73,8 @@ class ReducingEngine(ReplicaEngine):
         self._terms = CutTerms(
             rounds=rounds,
             leaves=[[leaves.of(i)[k] for k in indices] for i in range(len(devices))],
-            run=self.run,
+            run=functools.partial(self.run, phase="backward"),
+            timeline=timeline,
             across_processes=across_processes,
         )
         self._attached = AttachedGraphs(self._terms, self._originals)
@@ -93,10 +98,18 @@ class ReducingEngine(ReplicaEngine):
             return True
         return self.leaves.follow() and not any([p.requires_grad for p in self._untrained])
 
+    def retire(self) -> None:
+        """Let a backward through earlier forwards fail: the replicas are others from now on."""
+        self._terms.rounds = _Retired(self._terms.rounds)
+
     @property
     def is_direct(self) -> bool:
         """Whether the module itself runs, in the calling thread."""
         return self._direct
+
+    def leave(self, result: T) -> T:
+        """What the caller of a forward gets; the cut tells when backward begins."""
+        return super().leave(result) if self._direct else result
 
     def check(self, module: nn.Module) -> None:
         """Placement is looked at when the clones are filled."""
@@ -153,6 +166,22 @@ class ReducingEngine(ReplicaEngine):
             outside=outside,
         )
         return graphs.connect()
+
+
+class _Retired:
+    """Makes rounds that fail, in all processes, of a backward through replicas that are gone."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def reduce(self, backward: Callable[[], None], **arguments: Any) -> list[torch.Tensor | None]:
+        return self._rounds.reduce(self._refuse, **arguments)
+
+    def _refuse(self) -> None:
+        raise RuntimeError(
+            "replicas were dropped or added after the forward of this backward, so it has no "
+            "replicas any more; run the forward again"
+        )
 
 
 class _CutCall(ReplicaCall):

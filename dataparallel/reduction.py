@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.buffers import BufferPolicy
 from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.cut import Rounds
 from dataparallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
@@ -19,6 +21,7 @@ from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.chained import ChainedReducers
 from dataparallel.reducer.hooks import ResolvedHook
 from dataparallel.reducer.ignored import ignored_names
+from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -32,6 +35,8 @@ from dataparallel.reducer.trained import TrainedParameters, trained_parameters
 from dataparallel.reducing_engine import ReducingEngine
 from dataparallel.replica_parameters import ReplicaParameters
 from dataparallel.replicate import check_placement
+from dataparallel.standing_clones import OtherParameters
+from dataparallel.timeline import Timeline
 
 
 @dataclass
@@ -51,6 +56,7 @@ class ReductionSettings:
         precision: In which dtypes the replicas compute.
         hook: A communication hook.
         optimizers: What takes steps in backward.
+        nonfinite: What becomes of gradients that are not finite.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -65,6 +71,7 @@ class ReductionSettings:
     precision: MixedPrecision = FULL
     hook: ResolvedHook | None = None
     optimizers: InBackwardOptimizers | None = None
+    nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def options(self, names: Sequence[str], *, sends: bool) -> ReducerOptions:
         """The options of a reducer for parameters of these names."""
@@ -98,6 +105,7 @@ class Reduction:
         devices: One device per replica.
         policy: What becomes of buffers.
         settings: How gradients are reduced.
+        timeline: Is told in which phase the replicas are.
         spread: Whether the one replica is on several devices itself.
 
     Attributes:
@@ -117,6 +125,7 @@ class Reduction:
         devices: Sequence[torch.device],
         policy: BufferPolicy,
         settings: ReductionSettings,
+        timeline: Timeline,
         *,
         spread: bool = False,
     ) -> None:
@@ -129,10 +138,16 @@ class Reduction:
             )
         if not spread:
             check_placement(module, devices[0])
+        self._module = module
+        self._policy = policy
         self._settings = settings
+        self._timeline = timeline
+        self._spread = spread
         self._num_replicas = len(devices)
         if policy == "sync":
             _check_weights(settings)
+        if settings.optimizers is not None:
+            settings.nonfinite.refuse_steps_in_backward()
         self.processes = _processes(settings)
         precision = settings.precision
         self.leaves = ReplicaParameters(list(module.parameters()), devices, precision.param_dtype)
@@ -141,45 +156,89 @@ class Reduction:
         self.reducer.optimizers = settings.optimizers
         kept = trained_parameters(module, only=ignored)
         self.local = self._make_reducer(kept, None) if kept.parameters else None
-        rounds: Rounds = self.reducer
-        if self.local is not None:
-            rounds = ChainedReducers(self.reducer, self.local)
-        alone = len(devices) == 1 and self.processes is None
+        self._trained, self._kept = trained, kept
         if self.processes is not None:
             for device in {parameter.device for parameter in trained.parameters}:
                 kernels.warm_up(device)
         self._batch_group: HybridGroup | None = None
         if policy == "sync" and self.processes is not None:
             self._batch_group = HybridGroup(settings.process_group, settings.timeout)
-        self.engine = ReducingEngine(
-            module,
+        self.engine = self._make_engine(devices)
+
+    def _make_engine(self, devices: Sequence[torch.device]) -> ReducingEngine:
+        settings = self._settings
+        precision = settings.precision
+        rounds: Rounds = self.reducer
+        if self.local is not None:
+            rounds = ChainedReducers(self.reducer, self.local)
+        alone = len(devices) == 1 and self.processes is None
+        return ReducingEngine(
+            self._module,
             devices,
-            policy,
+            self._policy,
             self.leaves,
-            trained.indices + kept.indices,
+            self._trained.indices + self._kept.indices,
             rounds,
             across_processes=self.processes is not None,
-            spread=spread,
+            spread=self._spread,
             direct=alone
             and not settings.gradient_as_bucket_view
             and precision == FULL
-            and settings.optimizers is None,
+            and settings.optimizers is None
+            and not settings.nonfinite.looks,
             convert=precision.convert_input if precision.param_dtype else None,
             batch_group=self._batch_group,
+            timeline=self._timeline,
         )
 
     def _make_reducer(
         self, trained: TrainedParameters, processes: ReducerProcesses | None
     ) -> Reducer:
-        replicas = range(self._num_replicas)
         return Reducer(
             trained.parameters,
             trained.names,
-            [[self.leaves.of(i)[k] for k in trained.indices] for i in replicas],
+            self._leaves_of(trained),
             self._settings.options(trained.names, sends=processes is not None),
             processes,
             trained.sparse,
+            timeline=self._timeline,
+            nonfinite=self._settings.nonfinite,
         )
+
+    def _leaves_of(self, trained: TrainedParameters) -> list[list[nn.Parameter]]:
+        replicas = range(self._num_replicas)
+        return [[self.leaves.of(i)[k] for k in trained.indices] for i in replicas]
+
+    def use_devices(self, devices: Sequence[torch.device]) -> None:
+        """Compute on other devices from now on; the other processes need not know.
+
+        Args:
+            devices: One device per replica; the first is the one of the originals, as before.
+        """
+        before = self.engine
+        before.retire()
+        before.close()
+        self._num_replicas = len(devices)
+        self.leaves = self.leaves.on(devices)
+        for reducer, trained in ((self.reducer, self._trained), (self.local, self._kept)):
+            if reducer is not None:
+                reducer.use_leaves(self._leaves_of(trained))
+        self.engine = self._make_engine(devices)
+        self.engine.synchronise = before.synchronise
+        self.engine.weight = before.weight
+
+    @contextlib.contextmanager
+    def telling(self, doing: str, *, reduces: bool) -> Iterator[None]:
+        """Let the other processes know of an exception, if they will wait for this process."""
+        try:
+            yield
+        except (CollectiveError, CollectiveTimeout, OtherParameters):
+            # The others know it too, or it is no failure.
+            raise
+        except BaseException as error:
+            if reduces and self.processes is not None:
+                self.processes.control.tell(error, doing)
+            raise
 
     def reset(self) -> None:
         """Forget a round that was left unfinished by an error."""

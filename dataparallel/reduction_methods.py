@@ -12,6 +12,7 @@ from dataparallel.kernels import warm_up
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.hooks import ResolvedHook, resolve_hook
+from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reduction import Reduction
 
@@ -27,6 +28,7 @@ class ReductionMethods:
     _reduction: Reduction
     _hook: ResolvedHook | None = None
     _optimizers: InBackwardOptimizers | None
+    _nonfinite: NonFinitePolicy
 
     def _rebuild(self) -> None:
         """Make everything anew; the wrapper knows how."""
@@ -122,7 +124,9 @@ class ReductionMethods:
 
         Raises:
             RuntimeError: There are such optimizers already.
+            ValueError: The wrapper looks for gradients that are not finite.
         """
+        self._nonfinite.refuse_steps_in_backward()
         if self._optimizers is not None:
             raise RuntimeError("the parameters of this wrapper are stepped in backward already")
         trained = [p for p in self.module.parameters() if p.requires_grad]

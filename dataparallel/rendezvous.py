@@ -12,16 +12,20 @@ one output per replica, built by ``combine``; its backward then waits for nobody
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
 
 from dataparallel.workers import SecondaryError
 
 V = TypeVar("V")
 R = TypeVar("R")
+
+Waiting: TypeAlias = Callable[[int], AbstractContextManager[object]]
 
 DEFAULT_TIMEOUT = 300.0
 #: What :meth:`Rendezvous.leave` is told of a replica that raised.
@@ -103,16 +107,22 @@ class Rendezvous:
         timeout: Seconds that a replica waits for the others before it raises.
         concurrent: Whether the replicas run at the same time. If they run one after another, a
             meeting of several is an error at once.
+        waiting: Makes what a replica is within while it waits, from its index. Default: nothing.
     """
 
     def __init__(
-        self, num_replicas: int, timeout: float = DEFAULT_TIMEOUT, concurrent: bool = True
+        self,
+        num_replicas: int,
+        timeout: float = DEFAULT_TIMEOUT,
+        concurrent: bool = True,
+        waiting: Waiting | None = None,
     ) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
         self.num_replicas = num_replicas
         self.timeout = timeout
         self._concurrent = concurrent or num_replicas == 1
+        self._waiting = waiting
         self._lock = threading.Lock()
         self._round: _Round | None = None
         self._sequence = 0
@@ -170,7 +180,8 @@ class Rendezvous:
             )
         meeting, gate = self._join(index, key, value, by_last)
         if gate is not None:
-            self._await(meeting, gate, index, self.timeout if timeout is None else timeout)
+            with contextlib.nullcontext() if self._waiting is None else self._waiting(index):
+                self._await(meeting, gate, index, self.timeout if timeout is None else timeout)
         if meeting.failure is None and meeting.combiner == index:
             self._combine(meeting, combine)
         if meeting.failure is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dataparallel.criterion import PreparedCriterion
 from dataparallel.denominators import Part
+from dataparallel.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,13 @@ class LossCall:
         prepared: The criterion.
         num_inputs: How many of the positional arguments are the module's.
         target_names: Names of the keyword arguments that are the criterion's.
+        timeline: Is told when the loss is computed.
     """
 
     prepared: PreparedCriterion
     num_inputs: int
     target_names: tuple[str, ...]
+    timeline: Timeline
 
     @staticmethod
     def name(target_name: str) -> str:
@@ -55,6 +58,7 @@ class LossCall:
         own = {name: value for name, value in kwargs.items() if name not in scattered}
         targets = {name: kwargs[key] for key, name in scattered.items()}
         output = replica(*args[: self.num_inputs], **own)
-        return self.prepared.local(
-            output, args[self.num_inputs :], targets, samples=samples, replica=criterion
-        )
+        with self.timeline.span_here("loss"):
+            return self.prepared.local(
+                output, args[self.num_inputs :], targets, samples=samples, replica=criterion
+            )

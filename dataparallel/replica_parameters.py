@@ -74,6 +74,14 @@ class ReplicaParameters:
             if device not in self._places
         ]
 
+    def on(self, devices: Sequence[torch.device]) -> ReplicaParameters:
+        """Other leaves for the same parameters.
+
+        Args:
+            devices: One device per replica; the first as before.
+        """
+        return ReplicaParameters(self._originals, devices, self._dtype)
+
     def of(self, replica: int) -> list[nn.Parameter]:
         """The leaves of one replica, in the order of the originals."""
         return self._leaves[replica]

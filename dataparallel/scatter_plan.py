@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import devices as _devices
-from dataparallel.comm.local import chunk_lengths
+from dataparallel.chunk_sizes import ChunkSizesOf, settle
 from dataparallel.functions import Broadcast, Scatter, apply_function
 from dataparallel.tree import Structure, flatten
 
@@ -176,7 +176,7 @@ def plan_scatter(
     kwargs: Mapping[str, Any] | None,
     num_slots: int,
     dim: int = 0,
-    chunk_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[int] | ChunkSizesOf | None = None,
     in_dims: Mapping[str | int, Any] | None = None,
     split_lists: bool = False,
 ) -> ScatterPlan:
@@ -193,7 +193,8 @@ def plan_scatter(
         kwargs: Keyword arguments; ``None`` for none.
         num_slots: How many device slots there are.
         dim: Dimension along which tensors are split.
-        chunk_sizes: Samples per slot. Default: as ``torch.chunk`` divides.
+        chunk_sizes: Samples per slot, or a function that gives them for a batch size and a number
+            of slots. Default: as ``torch.chunk`` divides.
         in_dims: For an argument, by position or name, its own dim; ``None`` to give it whole to
             each replica; or a mapping or sequence that says so for its parts. Names and positions
             that a call doesn't use are ignored.
@@ -236,7 +237,7 @@ def plan_trees(
     named_trees: Iterable[tuple[str, Any, Any]],
     num_slots: int,
     dim: int,
-    chunk_sizes: Sequence[int] | None,
+    chunk_sizes: Sequence[int] | ChunkSizesOf | None,
     split_lists: bool,
 ) -> ScatterPlan:
     """Plan any containers, each given as its name, itself, and its ``in_dims``."""
@@ -257,8 +258,9 @@ def plan_trees(
             f"{'; '.join(faults)}; give such an argument another dim, or None, through in_dims"
         )
     batch_size = _batch_size([leaf for _, leaves in trees for leaf in leaves])
-    sizes = _chunk_sizes(batch_size, num_slots, chunk_sizes)
-    total = sum(sizes) if chunk_sizes is not None else batch_size
+    sizes = settle(batch_size, num_slots, chunk_sizes)
+    is_told = chunk_sizes is not None and not callable(chunk_sizes)
+    total = sum(sizes) if is_told else batch_size
     return ScatterPlan(
         batch_size=total,
         dim=dim,
@@ -371,30 +373,3 @@ def _batch_size(leaves: Sequence[_Leaf]) -> int | None:
             "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
         )
     return size(split[0])
-
-
-def _chunk_sizes(
-    batch_size: int | None, num_slots: int, given: Sequence[int] | None
-) -> tuple[int, ...]:
-    if given is None:
-        return (1,) if batch_size is None else chunk_lengths(batch_size, num_slots)
-    sizes = tuple(given)
-    faults = []
-    if len(sizes) != num_slots:
-        faults.append(
-            f"chunk_sizes has {len(sizes)} entries but there are {num_slots} device slots"
-        )
-    if any(size < 0 for size in sizes):
-        faults.append(f"chunk_sizes has negative entries: {sizes}")
-    if batch_size is not None and sum(sizes) != batch_size:
-        faults.append(f"chunk_sizes add up to {sum(sizes)} but the batch has {batch_size} samples")
-    while len(sizes) > 1 and sizes[-1] == 0:
-        sizes = sizes[:-1]
-    if len(sizes) > 1 and 0 in sizes:
-        faults.append(
-            f"chunk_sizes {tuple(given)} leave out slot {sizes.index(0)} in the middle; reorder "
-            "the devices so that zeros come last"
-        )
-    if faults:
-        raise ValueError("; ".join(faults))
-    return sizes

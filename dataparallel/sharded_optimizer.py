@@ -21,9 +21,10 @@ from torch.optim.optimizer import ParamsT
 from dataparallel import devices as _devices
 from dataparallel import generators
 from dataparallel.context import ThreadContext
+from dataparallel.error_location import locate
 from dataparallel.optimizer_part import carry_back, check_divisible, view_of
 from dataparallel.optimizer_shard import OptimizerShard
-from dataparallel.workers import WorkerPools, locate
+from dataparallel.workers import WorkerPools
 
 
 def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()) -> list[int]:

@@ -81,6 +81,7 @@ class StandingClones(ModuleClones):
     def release(self) -> None:
         """End a forward. If it was not committed, nothing is known of the clones any more."""
         if self._is_forward:
+            self._buffer_copies.forget()
             self._filled = self._is_forward = False
 
     def commit(self) -> None:

@@ -151,6 +151,10 @@ class TensorCopies:
                             result[slot][index] = copy
         return result
 
+    def forget(self) -> None:
+        """Make new copies next time; somebody may have written some without a trace."""
+        self._buckets = {}
+
     def _current(
         self, bucket: _Bucket | None, originals: list[torch.Tensor], places: int
     ) -> _Bucket:

@@ -14,18 +14,22 @@ import ctypes
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from dataparallel import intra_op
+from dataparallel import interpreter_end, intra_op
+from dataparallel.error_location import add_note, locate
 
 T = TypeVar("T")
 
 # Seconds that an interrupted call waits for its replicas to notice.
-INTERRUPT_GRACE = 2.0
+INTERRUPT_GRACE = 0.7
+# Seconds between two looks at which of them have, and after which they are interrupted again.
+_LOOK, _AGAIN = 0.01, 0.2
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
 # Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
@@ -64,12 +68,15 @@ class _Latch:
 
     def wait(self) -> None:
         while not self._open.acquire(timeout=_WAIT):
-            pass
+            interpreter_end.come_by()
         self._open.release()
+        interpreter_end.come_by()
 
-    def wait_at_most(self, seconds: float) -> None:
-        if self._open.acquire(timeout=seconds):
+    def wait_at_most(self, seconds: float) -> bool:
+        opened = self._open.acquire(timeout=seconds)
+        if opened:
             self._open.release()
+        return opened
 
 
 class _Job(Generic[T]):
@@ -112,8 +119,10 @@ def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:
             job = inbox.get()
             if job is None:
                 return
+            interpreter_end.start()
             job.execute()
             del job
+            interpreter_end.stop()
 
 
 def _close(
@@ -149,6 +158,8 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._inboxes: list[queue.SimpleQueue[_Job[Any] | None]] = []
         self._finalizer = weakref.finalize(self, _close, self._threads, self._inboxes, os.getpid())
+        # Then others may still use it, see Note [Threads at the end].
+        self._finalizer.atexit = False
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -189,11 +200,11 @@ class Workers:
                 that of the lowest index, the others as notes.
         """
         assert not self.closed, "a closed pool runs nothing"
-        self._grow(len(tasks))
         latch = _Latch(len(tasks))
         shares = threads or [None] * len(tasks)
         jobs = [_Job(task, latch, share) for task, share in zip(tasks, shares, strict=True)]
         try:
+            self._grow(len(tasks))
             for inbox, job in zip(self._inboxes, jobs, strict=False):
                 inbox.put(job)
             latch.wait()
@@ -211,9 +222,10 @@ class Workers:
                 name=f"dataparallel-replica-{index}",
                 daemon=True,
             )
+            # First of all, so that a thread is told to end even if an interrupt comes right now.
+            self._inboxes.append(inbox)
             thread.start()
             self._threads.append(thread)
-            self._inboxes.append(inbox)
 
     def _interrupt(
         self,
@@ -231,14 +243,32 @@ class Workers:
         try:
             if on_interrupt is not None:
                 on_interrupt()
-            for thread, job in zip(self._threads, jobs, strict=False):
-                if not job.finished and thread.ident is not None:
-                    _raise_in(thread.ident)
-            latch.wait_at_most(INTERRUPT_GRACE)
+            deadline = time.monotonic() + INTERRUPT_GRACE
+            # More than once: what is raised in a finalizer, or is caught, does not end a replica.
+            while self._raise_in_unfinished(jobs) and time.monotonic() < deadline:
+                self._wait_for_end(jobs, latch, _AGAIN)
         finally:
             _close(self._threads, self._inboxes, os.getpid(), join=False)
             for job in jobs:
                 job.error = None
+
+    def _raise_in_unfinished(self, jobs: Sequence[_Job[Any]]) -> bool:
+        unfinished = self._unfinished(jobs)
+        for thread in unfinished:
+            if thread.ident is not None:
+                _raise_in(thread.ident)
+        return bool(unfinished)
+
+    def _wait_for_end(self, jobs: Sequence[_Job[Any]], latch: _Latch, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not latch.wait_at_most(_LOOK) and time.monotonic() < deadline:
+            # One that the interrupt met on its way out of a task has not counted itself.
+            if not self._unfinished(jobs):
+                return
+
+    def _unfinished(self, jobs: Sequence[_Job[Any]]) -> list[threading.Thread]:
+        pairs = zip(self._threads, jobs, strict=False)
+        return [thread for thread, job in pairs if not job.finished and thread.is_alive()]
 
 
 def _raise_in(ident: int) -> None:
@@ -268,52 +298,6 @@ def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:
     finally:
         # The traceback holds this frame, which would hold the error.
         del error, failed
-
-
-class _KeyMessage(str):
-    """A string that ``KeyError`` shows as it is, where it would show the ``repr``."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def locate(error: BaseException, label: str) -> None:
-    """Add to an exception where it happened, so that ``str(error)`` tells.
-
-    The exception stays the same object: type, attributes and traceback are kept. Where its type
-    makes the text from something other than its message, the label is a note below the traceback.
-
-    Args:
-        error: The exception, changed in place.
-        label: For example ``"in replica 0 on device cpu"``.
-    """
-    text = str(error)
-    if label in text:
-        return
-    if len(error.args) == 1 and isinstance(error.args[0], str):
-        message = f"{error.args[0]}\n{label}" if error.args[0] else label
-        error.args = (_KeyMessage(message) if isinstance(error, KeyError) else message,)
-    elif len(error.args) == 1 and isinstance(error, KeyError):
-        error.args = (_KeyMessage(f"{error.args[0]!r}\n{label}"),)
-    elif not error.args and not text:
-        error.args = (label,)
-    elif isinstance(error, OSError) and isinstance(error.strerror, str):
-        error.strerror = f"{error.strerror} ({label})"
-    elif isinstance(error, UnicodeError) and hasattr(error, "reason"):
-        error.reason = f"{error.reason} ({label})"
-    if label not in str(error):
-        add_note(error, label)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a line that is shown below the traceback of an exception."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        # Python 3.10 shows no notes, but keeps them for whoever looks.
-        vars(error).setdefault("__notes__", []).append(note)
 
 
 # --- pools of one owner ----------------------------------------------------------------------

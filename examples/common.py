@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import dataparallel
+from dataparallel.monitor import StepMonitor, StepRecord
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -98,7 +99,7 @@ def join_processes() -> tuple[int, int]:
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
     if not dist.is_initialized():
-        dist.init_process_group()
+        dataparallel.init_process_group()
         if dist.get_rank() > 0:
             console.quiet = True
     return dist.get_rank(), dist.get_world_size()
@@ -202,6 +203,14 @@ class TrainingProgress:
 
 
 # --- checkpoints -----------------------------------------------------------------------------
+
+
+def typical_step(monitor: StepMonitor) -> StepRecord:
+    """The training step of median length."""
+    steps = sorted(
+        (step for step in monitor.steps if step.kind == "train"), key=lambda step: step.seconds
+    )
+    return steps[len(steps) // 2]
 
 
 def save_checkpoint(path: pathlib.Path, model: nn.Module) -> None:

@@ -95,6 +95,7 @@ def parse_options() -> argparse.Namespace:
 def start_worker(name: str, rank: int, num_processes: int) -> None:
     """Make this process a worker that others can call."""
     # No types are declared for it.
+    # unsafe-load: for a trusted network alone: workers run what others send
     init_rpc: Any = torch_rpc.init_rpc
     with warnings.catch_warnings():
         # What it does with a process group of its own.

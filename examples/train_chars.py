@@ -19,11 +19,13 @@ from common import (
     load_checkpoint,
     option_parser,
     save_checkpoint,
+    typical_step,
 )
-from timeline import Span, draw_timeline, record_step
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.monitor import StepMonitor, StepRecord
+from dataparallel.tools.monitor.step_picture import draw_step
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -57,7 +59,8 @@ def main() -> int:
 
     model = DataParallel(net, device_ids=devices)
     begin = time.perf_counter()
-    losses, test_losses = train(model, train_text, test_text, options, clock)
+    with StepMonitor(model) as monitor:
+        losses, test_losses = train(model, train_text, test_text, options, clock)
     known = ", ".join(f"{name} {loss:.2f}" for name, loss in baselines.items())
     console.print(
         f"test loss {test_losses[-1]:.2f} nats per letter ({known}) "
@@ -71,15 +74,8 @@ def main() -> int:
     reloaded = test_loss(bare, test_text)
     console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2f}")
 
-    x, y = random_windows(train_text, options.batch_size)
-    model.train()
-    spans = record_step(
-        model,
-        lambda: model.loss(nn.CrossEntropyLoss(), x, y),
-        torch.optim.AdamW(model.parameters(), lr=0.0),
-    )
     plot = options.output / "chars.png"
-    draw(plot, losses, test_losses, baselines, spans)
+    draw(plot, losses, test_losses, baselines, typical_step(monitor))
     console.print(f"{plot}: loss, baselines, and what each replica did in one step")
     console.rule("what the model writes")
     console.print(write(bare, "def ", 400), markup=False)
@@ -212,7 +208,7 @@ def draw(
     losses: list[float],
     test_losses: list[float],
     baselines: dict[str, float],
-    spans: list[Span],
+    step: StepRecord,
 ) -> None:
     """Losses and baselines above, the timeline below."""
     figure, (above, below) = plt.subplots(2, figsize=(9, 7), height_ratios=(3, 2))
@@ -228,7 +224,7 @@ def draw(
     above.set(xlabel="epoch", ylabel="nats per letter")
     above.set_title("Python's standard library, letter by letter", loc="left")
     above.legend()
-    draw_timeline(below, spans)
+    draw_step(below, step)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -23,13 +23,15 @@ from common import (
     load_checkpoint,
     option_parser,
     save_checkpoint,
+    typical_step,
 )
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from timeline import Span, draw_timeline, record_step
 from torch import Tensor, nn
 
 from dataparallel import DistributedDataParallel
+from dataparallel.monitor import StepMonitor, StepRecord
+from dataparallel.tools.monitor.step_picture import draw_step
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -52,20 +54,13 @@ def main() -> int:
     model = DistributedDataParallel(net, device_ids=devices, average="samples")
     torch.manual_seed(options.seed + rank)
     begin = time.perf_counter()
-    losses, accuracies = train(model, (train_x, train_y), (test_x, test_y), options, clock)
+    with StepMonitor(model) as monitor:
+        losses, accuracies = train(model, (train_x, train_y), (test_x, test_y), options, clock)
     seconds = time.perf_counter() - begin
 
-    # Now, since the step below changes the statistics of batch norm.
     checkpoint = options.output / "digits.safetensors"
     if rank == 0:
         save_checkpoint(checkpoint, model)
-    x, y = next(shuffled_batches(train_x, train_y, options, epoch=0))
-    model.train()
-    spans = record_step(
-        model,
-        lambda: nn.functional.cross_entropy(model(x), y.to(devices[0])),
-        torch.optim.AdamW(model.parameters(), lr=0.0),
-    )
     model.close()
     if rank > 0:
         return 0
@@ -77,7 +72,7 @@ def main() -> int:
     reloaded = accuracy(bare, test_x, test_y)
     console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2%}")
     plot = options.output / "digits.png"
-    draw(plot, losses, accuracies, spans)
+    draw(plot, losses, accuracies, typical_step(monitor))
     console.print(f"{plot}: loss, accuracy, and what each replica did in one step")
     # On accelerators one digit may fall to the other side by rounding.
     if abs(reloaded - accuracies[-1]) > 0.005:
@@ -180,7 +175,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def draw(
-    path: pathlib.Path, losses: list[float], accuracies: list[float], spans: list[Span]
+    path: pathlib.Path, losses: list[float], accuracies: list[float], step: StepRecord
 ) -> None:
     """Loss and accuracy above, the timeline below."""
     figure, (above, below) = plt.subplots(2, figsize=(9, 7), height_ratios=(3, 2))
@@ -195,7 +190,7 @@ def draw(
     right.set_ylabel("test accuracy (%)")
     right.set_ylim(top=100.5)
     figure.legend(loc="center right", bbox_to_anchor=(0.98, 0.5), bbox_transform=above.transAxes)
-    draw_timeline(below, spans)
+    draw_step(below, step)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -11,16 +11,18 @@ file stays in the cache of this package, because compiling one source takes seco
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dataparallel.cache_folder import cache_directory, close_to_others, is_trusted
 from dataparallel.kernels import sources
-from dataparallel.native import cache_directory
 
 # What names a kernel: a section of machine code, or an entry of the intermediate code.
 _KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")
@@ -57,7 +59,8 @@ def compile_source(nvrtc: Any, source: str, capability: tuple[int, int]) -> Comp
     suffix = "cubin" if architecture.startswith("sm_") else "ptx"
     path = cache_directory() / f"kernels-{digest}" / f"{source}.{suffix}"
     try:
-        names = _names(path.read_bytes())
+        close_to_others(path.parent)
+        names = _names(path.read_bytes()) if is_trusted(path) else ()
     except OSError:
         names = ()
     if not names:
@@ -102,13 +105,16 @@ def _compile(nvrtc: Any, source: str, options: tuple[str, ...], suffix: str) -> 
 def _keep(path: Path, code: bytes) -> Path:
     """Write the file at once, since other processes may look for it; elsewhere if need be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        close_to_others(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as name:
             made = Path(name) / path.name
             made.write_bytes(code)
+            made.chmod(0o644)
             os.replace(made, path)
     except OSError:
         # No place that is ours, or a full one: a file of this process alone.
-        path = Path(tempfile.mkdtemp(prefix="dataparallel-kernels-")) / path.name
+        folder = tempfile.mkdtemp(prefix="dataparallel-kernels-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = Path(folder) / path.name
         path.write_bytes(code)
     return path

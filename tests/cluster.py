@@ -10,9 +10,8 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import itertools
-import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import pathlib
 import pickle
@@ -29,10 +28,10 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 
-import dataparallel
 import dataparallel.virtual
+from tests import forkserver
 
 Result = TypeVar("Result")
 
@@ -63,8 +62,7 @@ class _Job:
     rank: int
     world_size: int
     args: tuple[object, ...]
-    number: int
-    port: int
+    store: str
     timeout: float
     init_group: bool
 
@@ -119,9 +117,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self._workers: dict[bool, list[_Worker]] = {False: [], True: []}
-        self._numbers = itertools.count()
-        self._store: TCPStore | None = None
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forkserver.context()
 
     @overload
     def run(
@@ -189,15 +185,15 @@ class Cluster:
             BaseException: What a rank raised; its cause tells the rank and the traceback there.
             RankDied: A rank ended, or ran for longer than ``timeout``.
         """
-        if self._store is None:
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        number = next(self._numbers)
         workers = self._ready(world_size, virtual)
-        for rank, worker in enumerate(workers):
-            port = self._store.port
-            job = _Job(function, rank, world_size, args, number, port, timeout, init_group)
-            worker.connection.send_bytes(pickle.dumps(job))
-        replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
+        # Not by TCP, where torch asks the name server for the name of each address: an answer that
+        # is lost takes five seconds.
+        with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+            store = f"{folder}/store"
+            for rank, worker in enumerate(workers):
+                job = _Job(function, rank, world_size, args, store, timeout, init_group)
+                worker.connection.send_bytes(pickle.dumps(job))
+            replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
         if expect_errors:
             return [reply.error or reply.value for _, reply in sorted(replies.items())]
         failed = {rank: reply for rank, reply in sorted(replies.items()) if reply.error}
@@ -215,14 +211,15 @@ class Cluster:
             for worker in workers:
                 worker.stop()
             workers.clear()
-        self._store = None
 
     def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
         """Workers that wait for a job; new ones start where there are too few."""
         workers = self._workers[virtual]
-        for worker in [worker for worker in workers if not worker.process.is_alive()]:
-            worker.kill()
-            workers.remove(worker)
+        for rank, worker in enumerate(workers):
+            if not worker.process.is_alive():
+                worker.kill()
+                # In its place: a process has the same rank as long as it lives.
+                workers[rank] = self._start(virtual)
         while len(workers) < world_size:
             workers.append(self._start(virtual))
         for worker in workers[:world_size]:
@@ -359,15 +356,16 @@ def _call(received: bytes) -> _Reply:
 
 @contextlib.contextmanager
 def _group(job: _Job) -> Iterator[None]:
-    store = TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore(f"run{job.number}", store),
+        store=FileStore(job.store, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout),
     )
     try:
+        # A rank that ends at once would else leave others that are still about to connect to it.
+        dist.barrier()
         yield
     finally:
         if dist.is_initialized():

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import types
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import dataparallel.virtual
+from dataparallel.tools.bench import processes
+from tests.bench_workers import ForkedWorker
 from tests.cluster import Cluster
 
+# The option --faults, and the fixtures of tests of faults.
+pytest_plugins = ["tests.faults.harness"]
+
 dataparallel.virtual.enable(4)
+
+# torch asks the name server for the name of every address that a TCPStore meets, the loopback
+# interface's too; and an answer that is lost takes five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # A shell that starts a process in the background lets it ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +55,13 @@ def cluster() -> Iterator[Cluster]:
     processes = Cluster()
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of benchmarks start in a moment. Each benchmark has a run without this, too."""
+    names = {"PIPE": subprocess.PIPE, "Popen": ForkedWorker}
+    monkeypatch.setattr(processes, "subprocess", types.SimpleNamespace(**names))
 
 
 @pytest.fixture(autouse=True)

@@ -228,6 +228,40 @@ def test_sync_names_both_numbers_of_channels(slots: list[str]) -> None:
     assert model.num_batches_tracked.item() == 0
 
 
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_forward_that_failed_leaves_no_statistics_behind(
+    slots: list[str], wrapper: Any, failing: int
+) -> None:
+    class Fails(nn.Module):
+        armed = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            replica = current_replica()
+            assert replica is not None
+            if self.armed and replica.index == failing:
+                raise ValueError("not now")
+            return x
+
+    def build() -> tuple[Any, Fails, nn.BatchNorm1d]:
+        torch.manual_seed(0)
+        fails, norm = Fails(), nn.BatchNorm1d(4)
+        net = nn.Sequential(nn.Linear(6, 4), fails, norm).to(slots[0])
+        return wrapper(net, slots[:3], buffers="mean"), fails, norm
+
+    x = torch.randn(24, 6, device=slots[0])
+    (model, fails, ours), (reference, _, theirs) = build(), build()
+    for _ in range(2):
+        fails.armed = True
+        with pytest.raises(ValueError, match="not now"):
+            model(x)
+        fails.armed = False
+        model(x)
+        reference(x)
+        torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+        torch.testing.assert_close(ours.running_var, theirs.running_var)
+
+
 @pytest.mark.parametrize("buffers", ["replica0", "mean", "sync"])
 def test_an_empty_batch(slots: list[str], buffers: Any) -> None:
     bare, model = pair(slots, buffers=buffers)

@@ -117,7 +117,7 @@ def test_a_replica_that_fails_releases_the_other_processes(cluster: Cluster) -> 
     assert ours[0][0] == "ValueError" and "a fault of its own" in ours[0][1]
     # At once, and not after 20 seconds.
     assert theirs[0][0] == "CollectiveError"
-    assert "rank 0 did not come, or ended" in theirs[0][1]
+    assert "rank 0 did not come" in theirs[0][1]
     for i in range(3):
         check_works([works[i], others[i]])
 
@@ -166,7 +166,7 @@ def test_a_failure_after_the_agreement(cluster: Cluster) -> None:
     assert ours[0][0] == "MemoryError"
     assert others[0][0] == "CollectiveError"
     assert "all_reduce of a reduction over 3 members" in others[0][1]
-    assert "rank 1 did not come, or ended" in others[0][1]
+    assert "rank 1 did not come" in others[0][1]
     for i in range(2):
         check_works([works[i], also[i]])
 
@@ -211,7 +211,7 @@ def run_forward_before_a_failure(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_backward_over_a_link_that_is_gone(cluster: Cluster) -> None:
     for name, text in cluster.run(run_forward_before_a_failure, 2):
-        assert name == "RuntimeError"
+        assert name == "CollectiveError"
         assert "run forward again in every process" in text
 
 

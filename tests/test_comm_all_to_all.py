@@ -182,7 +182,7 @@ def test_wrong_arguments_of_all_to_all(
 
 
 def expect_something_else(rank: int, world_size: int, wanted: torch.Tensor) -> tuple[str, float]:
-    link = ProcessLink(purpose="test")
+    link = ProcessLink(purpose="test", checks="off")
     kind = routing.kind_of(torch.ones(2, 3))
     like = [kind] * world_size if rank == 0 else [routing.kind_of(wanted), kind]
     found = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +119,9 @@ def _waits(rank: int, world_size: int) -> str:
 
 def test_waiting_for_buffers_ends(cluster: Cluster) -> None:
     _, message = cluster.run(_waits, 2)
-    assert "rank 1: broadcast of buffers of rank 0" in message and "within 0.5" in message
+    assert "rank 1: broadcast of buffers of rank 0" in message
+    # A little more where the comparison with the other process was waited for.
+    assert re.search(r"within 0\.[5-9]", message)
 
 
 def test_buffers_without_other_processes() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import dataparallel
-from dataparallel import collectives, comm, distributed_autograd, kernels, virtual
+from dataparallel import checkpoint, collectives, comm, distributed_autograd, kernels, virtual
 from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,6 +42,12 @@ LAUNCHED = "# torchrun "
 
 #: Public objects that show no example, and why.
 NO_EXAMPLE = {
+    "checkpoint.CheckpointError": "an error",
+    "checkpoint.NoCheckpoint": "an error",
+    "checkpoint.Loaded": "a record; the example of load shows it",
+    "checkpoint.Progress": "a record; the example of Saving shows it",
+    "checkpoint.GenerationInfo": "a record; the example of generations shows it",
+    "collectives.CollectiveMismatch": "an error",
     "collectives.Group": "a type",
     "collectives.traceable_collective_remaps": "a table; the docs show it",
     "Replica": "a record; the example of current_replica shows it",
@@ -53,7 +59,15 @@ NO_EXAMPLE = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Everything that users call, with its qualified name."""
-    for module in (dataparallel, collectives, comm, distributed_autograd, kernels, virtual):
+    for module in (
+        dataparallel,
+        checkpoint,
+        collectives,
+        comm,
+        distributed_autograd,
+        kernels,
+        virtual,
+    ):
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.ismodule(value):
@@ -136,6 +150,11 @@ def names_for(code: str) -> dict[str, Any]:
         "model": dataparallel.DataParallel(net, homes),
         "replicas": dataparallel.replicate(net, homes),
         "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "scheduler": None,
+        "dataset": [(torch.randn(4), 0)] * 8,
+        "step": 1,
+        "DataLoader": torch.utils.data.DataLoader,
         "my_loss": lambda output, target: ((output.argmax(1) - target) ** 2 * output.sum(1)).mean(),
         "train_step": lambda: dataparallel.DataParallel(net, homes)(x).sum().backward(),
         "loader": [(x, y)] * 2,
@@ -178,7 +197,9 @@ def test_what_is_public_shows_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_of_a_docstring(name: str) -> None:
+def test_example_of_a_docstring(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = EXAMPLES[name]
     names = names_for(code)
     if name.startswith("comm."):
@@ -194,6 +215,13 @@ def test_example_of_a_docstring(name: str) -> None:
             each: getattr(distributed_autograd, each) for each in distributed_autograd.__all__
         }
         run_on_a_worker(code, names, name)
+    elif name.startswith("checkpoint."):
+        monkeypatch.chdir(tmp_path)
+        names |= {each: getattr(checkpoint, each) for each in checkpoint.__all__}
+        try:
+            run(code, names, name)
+        finally:
+            checkpoint.close()
     else:
         run(code, names, name)
 

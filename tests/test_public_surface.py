@@ -19,7 +19,7 @@ from torch.nn.parallel import comm as their_comm
 from torch.nn.parallel.scatter_gather import scatter_kwargs as their_scatter_kwargs
 
 import dataparallel
-from dataparallel import comm, comm_hooks, distributed_autograd, kernels, virtual
+from dataparallel import checkpoint, comm, comm_hooks, distributed_autograd, kernels, virtual
 
 EXPORTED = {
     dataparallel: [
@@ -29,6 +29,8 @@ EXPORTED = {
         "Replica",
         "Replicate",
         "ShardedOptimizer",
+        "balance",
+        "checkpoint",
         "collectives",
         "comm",
         "compute_bucket_assignment_by_size",
@@ -36,11 +38,28 @@ EXPORTED = {
         "data_parallel",
         "distributed_autograd",
         "gather",
+        "init_process_group",
+        "monitor",
         "parallel_apply",
         "replicate",
         "scatter",
         "scatter_kwargs",
+        "survive_device_loss",
+        "telling_failures",
         "virtual",
+    ],
+    checkpoint: [
+        "CheckpointError",
+        "GenerationInfo",
+        "Loaded",
+        "NoCheckpoint",
+        "Progress",
+        "ResumableSampler",
+        "Saving",
+        "close",
+        "generations",
+        "load",
+        "save",
     ],
     comm: [
         "broadcast",
@@ -90,9 +109,13 @@ EXPORTED = {
         "enable",
         "enable_from_environment",
         "is_enabled",
+        "is_lost",
         "is_strict",
+        "lose_device",
         "pending",
         "reset_counters",
+        "restore_device",
+        "set_memory_limit",
         "set_strict",
         "strict_mode",
     ],

@@ -26,7 +26,7 @@ DEVICES = [f"virtual:{i}" for i in range(3)]
 ORDERING = ("wait_stream", "record_stream")
 # Needed where leaves have another stream than the backward, and buckets are sent from the device:
 # of virtual devices they are sent from the host, which waits for them in any case.
-NOT_SHOWN = ("reducer.py",)
+NOT_SHOWN = ("round.py",)
 # Shown for calls between local workers by distributed_autograd/test_local_streams.py.
 SHOWN_ELSEWHERE = ("parcel.py",)
 

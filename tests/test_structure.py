@@ -23,7 +23,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "devices",
+            "cache_folder",
             "checksum",
+            "interpreter_end",
             "intra_op",
             "kernels",
             "native",
@@ -37,6 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "attached_graphs",
             "bucket_steps",
+            "chunk_sizes",
             "clone",
             "clones",
             "compile_lock",
@@ -44,6 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "parts",
             "context",
             "distributed_autograd",
+            "error_location",
             "functions",
             "generators",
             "gradient_edges",
@@ -54,6 +58,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "optimizer_part",
             "optimizer_shard",
             "outside_tensors",
+            "process_start",
             "parallel_apply",
             "random_dispatch",
             "rendezvous",
@@ -63,6 +68,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "scatter_gather",
             "scatter_plan",
             "standing_clones",
+            "timeline",
             "sharded_optimizer",
             "tensor_copies",
             "turns",
@@ -85,23 +91,37 @@ LAYERS: tuple[frozenset[str], ...] = (
             "distributed",
             "distributed_names",
             "engine",
+            "functional",
+            "gradient_clipping",
             "join",
             "logged_state",
             "mixed_precision",
+            "prefix",
             "process_choice",
             "reduction_methods",
             "reducing_engine",
             "reduction",
+            "replica_changes",
             "replica_loss",
             "tensor_broadcast",
         }
     ),
+    frozenset({"checkpoint"}),
+    frozenset({"monitor"}),
+    frozenset({"repeating"}),
+    frozenset({"balancing", "shrinking"}),
     frozenset({"__init__"}),
     frozenset({"tools"}),
 )
 
 #: Modules of the lowest layer that must not even import their neighbours, except for those named.
-TORCH_ONLY = {"native": (), "devices": (), "kernels": ("native",), "virtual": ("native",)}
+TORCH_ONLY = {
+    "cache_folder": (),
+    "native": ("cache_folder",),
+    "devices": (),
+    "kernels": ("cache_folder", "native"),
+    "virtual": ("native",),
+}
 
 #: The places above devices.py that may name a device type, and why.
 MAY_NAME_CUDA = {
@@ -111,6 +131,7 @@ MAY_NAME_CUDA = {
     "tools/doctor/accelerators.py": "tells which of NVIDIA's drivers and libraries are missing",
     "tools/doctor/basics.py": "tells what torch was built for",
     "tools/doctor/kernels.py": "tells what launches kernels on CUDA devices",
+    "tools/monitor/sources/visible_devices.py": "tells how torch calls a device of NVIDIA's",
 }
 
 MAX_LINES_OF_FILE = 400

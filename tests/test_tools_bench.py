@@ -234,6 +234,7 @@ SMALL = ["bench", "train", "--cases", "deep", "--steps", "1"]
 BARS = ["--bar", "1000", "--bar-worst", "1e-6"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_beside_both_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--rounds", "2", "--json", "-", *BARS]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -251,6 +252,7 @@ def test_a_small_run_beside_both_peers(capsys: pytest.CaptureFixture[str]) -> No
     assert ddp["met"]["time_worst"] is False
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_two_processes_of_ours_miss_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--processes", "2", "--devices", "cpu", "--peers", "ddp", "--rounds", "1"]
     assert cli.main([*SMALL, *words, "--bar", "1e-6", "--check"]) == 1

@@ -217,6 +217,7 @@ def test_a_small_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_of_four_workers_misses_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--workers", "4", "--bar", "1e-9", "--check", "--json", "-"]
     assert cli.main([*SMALL, *words]) == 1

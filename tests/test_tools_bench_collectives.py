@@ -324,7 +324,7 @@ def test_conclusions_say_whether_a_bar_is_met() -> None:
 SMALL = ["bench", "collectives", "--sizes", "128KiB,512KiB", "--rounds", "1", "--steps", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_of_all_operations(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,7 +348,7 @@ def test_a_small_run_of_all_operations(
     assert text.count("missed") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_of_replicas_of_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--forms", "hybrid", "--bar", "1e-9", "--check", "--json", "-"]
     assert cli.main([*SMALL, *words]) == 1

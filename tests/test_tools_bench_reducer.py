@@ -228,6 +228,7 @@ SMALL = ["bench", "reducer", "--gradients", "small", "--rounds", "1", "--steps",
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_beside_both_peers(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

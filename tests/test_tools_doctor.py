@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pathlib
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,10 +44,15 @@ def fake_torch(
     )
 
 
+def nothing_installed(name: str) -> Any:
+    raise metadata.PackageNotFoundError(name)
+
+
 def fake_probe(torch: Any = None, **others: Any) -> Probe:
     """A machine with nothing on it but, where given, torch."""
     nothing: dict[str, Any] = {
         "version": lambda distribution: None,
+        "distribution": nothing_installed,
         "module": lambda name: torch if name == "torch" else None,
         "which": lambda name: None,
         "output": lambda *command: None,
@@ -172,6 +178,43 @@ def test_a_failing_nvml_leaves_it_to_nvidia_smi() -> None:
     assert accelerators.driver(fake_probe(module=modules.get, **smi())).detail.startswith("570.1")
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "detail", "remedy"),
+    [
+        (12, "missing", "no driver answers; needed for CUDA: libnvidia-ml.so.1", "install NVIDIA"),
+        (9, "problem", "NVIDIA's driver is not loaded", "load the driver with: sudo modprobe"),
+        (18, "problem", "the driver that is loaded and its library", "restart the machine"),
+        (4, "problem", "not permitted", "run as root"),
+        (77, "problem", "NVML fails with error 77", "see: sudo dmesg"),
+    ],
+)
+def test_a_driver_that_does_not_start_is_explained(
+    code: int, status: str, detail: str, remedy: str
+) -> None:
+    class NVMLError(Exception):
+        value = code
+
+    def fail() -> None:
+        raise NVMLError
+
+    modules = {"pynvml": SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail)}
+    check = accelerators.driver(fake_probe(module=modules.get))
+    assert (check.name, check.status) == ("NVIDIA driver", status)
+    assert check.detail.startswith(detail)
+    assert check.remedy.startswith(remedy)
+
+
+def test_packages_that_overwrite_each_other_are_a_problem() -> None:
+    class Installed:
+        files = (metadata.PackagePath("pynvml.py"),)
+
+    probe = fake_probe(version=lambda name: "13.0", distribution=lambda name: Installed())
+    check = accelerators.gpu_packages(probe)
+    assert check.status == "problem"
+    assert check.detail.endswith("have overwritten each other's module pynvml")
+    assert check.remedy.endswith("pip install nvidia-ml-py")
+
+
 def test_peer_access_is_a_matrix_from_row_to_column() -> None:
     (check,) = accelerators.peer_access(fake_probe(fake_torch(cuda="12.8", gpus=3)))
     assert check.detail.splitlines() == [
@@ -233,6 +276,9 @@ def test_every_missing_extra_says_what_for_and_how() -> None:
     assert {check.status for check in missing} == {"missing"}
     assert all(check.detail.startswith("for ") for check in missing)
     assert all(check.remedy.startswith("pip install ") for check in missing)
+    purposes = {check.name: check.detail for check in missing}
+    for name in ("psutil", "prometheus-client", "matplotlib"):
+        assert "`dataparallel monitor" in purposes[name]
     there = fake_probe(version=lambda distribution: "1.0")
     assert {check.status for check in basics.extras(there)} == {"ok"}
 

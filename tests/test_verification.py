@@ -261,10 +261,20 @@ def verify_names(rank: int, world_size: int, names: list[list[str]], rank_resize
 
 
 def test_other_names_are_a_warning(cluster: Cluster) -> None:
-    results = cluster.run(verify_names, 2, [["a", "b", "c"], ["b", "a", "c"]], -1)
+    results = cluster.run(verify_names, 2, [["a", "b", "c"], ["b", "d", "c"]], -1)
     expected = (
         "UserWarning: parameters have other names in other processes, but the same sizes: "
-        "('a' in rank 0, 'b' in rank 1), ('b' in rank 0, 'a' in rank 1); their gradients are"
+        "('a' in rank 0, 'b' in rank 1), ('b' in rank 0, 'd' in rank 1); their gradients are"
+    )
+    assert len(set(results)) == 1
+    assert results[0].startswith(expected)
+
+
+def test_another_order_of_the_same_names_is_an_error(cluster: Cluster) -> None:
+    results = cluster.run(verify_names, 2, [["a", "b", "c"], ["b", "a", "c"]], -1)
+    expected = (
+        "ValueError: the processes have their parameters in different orders: "
+        "('a' in rank 0, 'b' in rank 1), ('b' in rank 0, 'a' in rank 1); register them in the same"
     )
     assert len(set(results)) == 1
     assert results[0].startswith(expected)

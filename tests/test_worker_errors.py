@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.workers import WorkerPools, locate
+from dataparallel.error_location import locate
+from dataparallel.workers import WorkerPools
 
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 

@@ -38,10 +38,13 @@ from dataparallel.collectives.inplace import (
     traceable_collective_remaps,
 )
 from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.process_checks import named, set_checks
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.comm.checks import CollectiveMismatch
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "CollectiveMismatch",
     "Group",
     "HybridGroup",
     "LocalGroup",
@@ -62,6 +65,7 @@ __all__ = [
     "all_to_all_single_autograd",
     "broadcast",
     "gather",
+    "named",
     "permute_tensor",
     "reduce",
     "reduce_scatter_single",
@@ -72,6 +76,7 @@ __all__ = [
     "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_inplace",
     "scatter",
+    "set_checks",
     "traceable_collective_remaps",
     "wait_tensor",
 ]

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import parent_group
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.rendezvous import RendezvousKeyError
@@ -94,7 +95,9 @@ class HybridLink:
                 self.close()
             if self._link is None:
                 parent = self._parent()
-                self._link = ProcessLink(parent, timeout=self.timeout, purpose="hybrid")
+                self._link = ProcessLink(
+                    parent, timeout=self.timeout, purpose="hybrid", checks="off"
+                )
                 self._count = 0
                 # When the processes' own group is gone, this one goes too.
                 reference = weakref.ref(self)
@@ -104,9 +107,10 @@ class HybridLink:
     def check_current(self, link: ProcessLink, what: str) -> None:
         """Raise a RuntimeError if ``link`` is not the one that is used at the moment."""
         if link is not self._link or link.closed or link.broken or not _is_known(link):
-            raise RuntimeError(
+            why = f". What failed: {link.broken}" if link.broken else ""
+            raise CollectiveError(
                 f"{what}: the link between the processes failed or was closed since forward; run "
-                "forward again in every process"
+                f"forward again in every process{why}"
             )
 
     def count(self) -> int:

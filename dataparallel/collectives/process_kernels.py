@@ -19,10 +19,9 @@ them there, in the order of the ranks: half of what gloo would send for it, and 
 What the backend writes to is seen by it through ``Tensor.data``: autograd would take a write that
 it does after the launch for a change of the result.
 
-Nobody compares what the processes come with. Gloo ends a process that gets more bytes than it
-expects, and a broadcast to a longer tensor leaves its end unwritten. With the environment variable
-TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares shapes and operations before each collective; the
-error then says where the other processes are.
+Gloo ends a process that gets more bytes than it expects, and a broadcast to a longer tensor leaves
+its end unwritten. So it is compared with what the other processes come with; see
+Note [Checked collectives].
 
 Nothing is launched for tensors without elements, which all processes know to be such.
 """
@@ -40,8 +39,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel.collectives import pending
+from dataparallel.collectives.group_lookup import group_of as group_of
+from dataparallel.collectives.process_checks import checks_of
 from dataparallel.collectives.process_work import ProcessWork, Start
 from dataparallel.collectives.reductions import mean_of, reduce_terms
+from dataparallel.comm.calls import Call
 from dataparallel.comm.operations import TAKEN, Reduction, Wire, plan_reduction
 
 # Dtypes with which torch computes on the CPU. The others are added, and so on, as something else.
@@ -73,43 +75,21 @@ _backends: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-def group_of(name: str) -> dist.ProcessGroup:
-    """The process group of a name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    import torch.distributed.distributed_c10d as c10d
-
-    find: Any = vars(c10d)["_resolve_process_group"]
-    try:
-        group: dist.ProcessGroup = find(name)
-    except RuntimeError as error:
-        known = ", ".join(repr(each) for each in sorted(c10d._world.pg_names.values())) or "none"
-        raise ValueError(
-            f"there is no process group {name!r} in this process, or it was destroyed; pass a "
-            f"ProcessGroup, a name of one (group.group_name; here: {known}), 'local' or 'hybrid'"
-        ) from error
-    return group
-
-
 # --- reductions ------------------------------------------------------------------------------
 
 
 def all_reduce(tensor: Tensor, op: str, name: str) -> Tensor:
     """Launch; see ``functional.all_reduce``."""
-    return _reduce("all_reduce", tensor, op, None, group_of(name))
+    return _reduce("all_reduce", tensor, op, None, name)
 
 
 def reduce(tensor: Tensor, op: str, root: int, name: str) -> Tensor:
     """Launch; see ``functional.reduce``."""
-    return _reduce("reduce", tensor, op, root, group_of(name))
+    return _reduce("reduce", tensor, op, root, name)
 
 
-def _reduce(
-    operation: str, tensor: Tensor, op: str, root: int | None, group: dist.ProcessGroup
-) -> Tensor:
-    tensor = _checked(tensor)
+def _reduce(operation: str, tensor: Tensor, op: str, root: int | None, name: str) -> Tensor:
+    group, tensor = _begun(operation, tensor, name, op if root is None else f"{op} to {root}")
     result = tensor.new_empty(tensor.shape)
     if tensor.numel() == 0:
         return result
@@ -145,8 +125,7 @@ def _reduce(
 
 def reduce_scatter(tensor: Tensor, op: str, dim: int, name: str) -> Tensor:
     """Launch; see ``functional.reduce_scatter_tensor``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("reduce_scatter_tensor", tensor, name, f"{op}, dim {dim}")
     size = group.size()
     chunks = _chunks(tensor, dim, size)
     result = tensor.new_empty(chunks.shape[1:])
@@ -217,8 +196,7 @@ def _deliver(wire: Wire, total: Tensor, result: Tensor, op: str, size: int) -> N
 
 def broadcast(tensor: Tensor, root: int, name: str) -> Tensor:
     """Launch; see ``functional.broadcast``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("broadcast", tensor, name, f"from {root}")
     result = tensor.new_empty(tensor.shape)
     if tensor.numel() == 0:
         return result
@@ -232,8 +210,7 @@ def broadcast(tensor: Tensor, root: int, name: str) -> Tensor:
 
 def all_gather(tensor: Tensor, dim: int, name: str) -> Tensor:
     """Launch; see ``functional.all_gather_tensor``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("all_gather_tensor", tensor, name, f"dim {dim}")
     size = group.size()
     result = tensor.new_empty(_times(tensor.shape, dim, size))
     if tensor.numel() == 0:
@@ -248,8 +225,7 @@ def all_gather(tensor: Tensor, dim: int, name: str) -> Tensor:
 
 def gather(tensor: Tensor, dim: int, root: int, name: str) -> Tensor:
     """Launch; see ``functional.gather``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("gather", tensor, name, f"dim {dim} to {root}")
     size = group.size()
     here = group.rank() == root
     result = tensor.new_empty(_times(tensor.shape, dim, size if here else 0))
@@ -278,8 +254,7 @@ def _gathering(
 
 def scatter(tensor: Tensor, dim: int, root: int, name: str) -> Tensor:
     """Launch; see ``functional.scatter``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("scatter", tensor, name, f"dim {dim} from {root}")
     size = group.size()
     chunks = _chunks(tensor, dim, size)
     result = tensor.new_empty(chunks.shape[1:])
@@ -295,8 +270,7 @@ def scatter(tensor: Tensor, dim: int, root: int, name: str) -> Tensor:
 
 def all_to_all(tensor: Tensor, gets: Sequence[int], gives: Sequence[int], name: str) -> Tensor:
     """Launch; see ``functional.all_to_all_single``."""
-    group = group_of(name)
-    tensor = _checked(tensor)
+    group, tensor = _begun("all_to_all_single", tensor, name, "", gives, gets)
     row = tensor.shape[1:]
     result = tensor.new_empty((sum(gets), *row))
     if row.numel() == 0:
@@ -313,13 +287,25 @@ def all_to_all(tensor: Tensor, gets: Sequence[int], gives: Sequence[int], name: 
 # --- what they have in common ----------------------------------------------------------------
 
 
-def _checked(tensor: Tensor) -> Tensor:
+def _begun(
+    operation: str,
+    tensor: Tensor,
+    name: str,
+    option: str,
+    gives: Sequence[int] = (),
+    gets: Sequence[int] = (),
+) -> tuple[dist.ProcessGroup, Tensor]:
+    """Check the tensor, and that the other processes come with the same; and find the group."""
+    group = group_of(name)
     if tensor.layout != torch.strided:
         raise ValueError(
             f"collectives take strided tensors, but got one of shape {tuple(tensor.shape)} with "
             f"the layout {tensor.layout}; use its to_dense()"
         )
-    return tensor.detach()
+    # Each process may have another number of rows for the others.
+    shape = tensor.shape[1:] if gets else tensor.shape
+    checks_of(group).before(Call(operation, option, tensor.dtype, shape, "", gives, gets))
+    return group, tensor.detach()
 
 
 def _launched(

@@ -9,9 +9,7 @@ on whatever stream; the waiter's stream then waits for that one.
 
 from __future__ import annotations
 
-import itertools
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel.collectives.process_checks import checks_of
+from dataparallel.comm.checks import LATE_ANSWER
+from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.launcher import SLICE, is_time_limit, wait_briefly
 from dataparallel.comm.process_errors import (
     CollectiveError,
@@ -26,6 +27,7 @@ from dataparallel.comm.process_errors import (
     Place,
     Reports,
     failure,
+    given_up,
 )
 from dataparallel.comm.process_group import shared_store
 from dataparallel.devices import (
@@ -38,10 +40,6 @@ from dataparallel.devices import (
 
 #: Gives a collective to the backend, when called with ``async_op=True``.
 Start: TypeAlias = Callable[..., Any]
-
-_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class ProcessWork:
@@ -64,6 +62,7 @@ class ProcessWork:
 
     __slots__ = (
         "_blocks",
+        "_checks",
         "_device",
         "_finish",
         "_group",
@@ -95,7 +94,8 @@ class ProcessWork:
         self._finish = finish
         # Holds what the backend reads and writes.
         self._start: Start | None = start
-        self._sequence = _next_number(group)
+        self._checks = checks_of(group)
+        self._sequence = self._checks.number
         self._started = time.monotonic()
         try:
             work = start(async_op=True)
@@ -133,9 +133,27 @@ class ProcessWork:
     def _wait_for_backend(self) -> None:
         try:
             while not self._wait_a_little():
-                pass
+                self._checks.hear()
+                self._see_failures()
+        except CollectiveError:
+            raise
         except RuntimeError as error:
+            # Why another process has not come may be known already.
+            self._checks.hear(LATE_ANSWER)
             raise self._error(error) from error
+
+        if self._checks.failures is not None:
+            self._checks.failures.completed()
+
+    def _see_failures(self) -> None:
+        failures, group, place = self._checks.failures, self._group, self._place()
+        cause = None if failures is None else failures.find(str(place))
+        if cause is not None:
+            ranks = dist.get_process_group_ranks(group)
+            seconds = time.monotonic() - self._started
+            error = given_up(place, _name_of(group), ranks, group.rank(), cause, seconds)
+            self._checks.give_up(error)
+            raise error
 
     def _wait_a_little(self) -> bool:
         if not self._blocks:
@@ -157,23 +175,24 @@ class ProcessWork:
         seconds = time.monotonic() - self._started
         timed_out = is_time_limit(str(error))
         group, place = self._group, self._place()
-        link = f"process group {group.group_name}/collectives"
+        link = _name_of(group)
         ranks = list(range(group.size()))
         reports: object = "the process group was destroyed"
+        channel = None
         if _is_alive(group):
             ranks = dist.get_process_group_ranks(group)
-            mine = Reports(shared_store(group), link, group.rank(), group.size())
+            channel = channel_of(group, shared_store(group))
+            mine = Reports(shared_store(group), link, group.rank(), group.size(), channel)
             reports = mine.exchange(place, timed_out)
         assert isinstance(reports, (dict, str))
         reason = None if timed_out else str(error)
-        return failure(place, link, ranks, group.rank(), reports, seconds, timed_out, reason)
+        return failure(
+            place, link, ranks, group.rank(), reports, channel, seconds, timed_out, reason
+        )
 
 
-def _next_number(group: dist.ProcessGroup) -> int:
-    numbers = _sequences.get(group)
-    if numbers is None:
-        numbers = _sequences.setdefault(group, itertools.count(1))
-    return next(numbers)
+def _name_of(group: dist.ProcessGroup) -> str:
+    return f"process group {group.group_name}/collectives"
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

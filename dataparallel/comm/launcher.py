@@ -5,28 +5,38 @@ Note [After a failure]
 When a collective fails, processes may have left it at different points, so later ones would be
 matched wrongly. The link is broken from then on, in every process that noticed, and says why.
 Collectives that were in flight end by themselves within the timeout: each has it as its own limit,
-and the first that runs into it makes gloo close the connections.
+and the first that runs into it makes gloo close the connections. Who waits for one does not wait so
+long if another process has failed, see Note [Signs of life]: gloo has no way to end a collective,
+so the wait ends and the collective is left alone, with the memory that it reads and writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dataparallel import devices as _devices
+from dataparallel import interpreter_end
+from dataparallel.comm.calls import Call
+from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
+from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure_channel import patience
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
     Place,
     Reports,
     failure,
+    given_up,
     purpose_of,
 )
 from dataparallel.comm.staging import Carried
@@ -37,7 +47,7 @@ SLICE = 0.5
 _SHORTEST = 0.001
 # Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
 # wait for it.
-_MARGIN = 0.5
+_MARGIN = 0.15
 
 # What backends write when nothing but their time limit was reached.
 _TIME_IS_OVER = ("timed out", "timeout")
@@ -154,14 +164,24 @@ class Launcher:
         rank: This process, as an index of ``ranks``.
         timeout: Seconds that a wait may take.
         reports: How the processes tell each other where they are.
+        known: Per rank, the number of what it had told of failures when the link was made.
+        checks: Counts collectives, and compares them with those of the others.
 
     Attributes:
+        patience, known: See :class:`~dataparallel.comm.failure_channel.Listener`.
         launched: How many collectives were launched so far, by operation.
         broken: Why nothing can be launched any more; ``None`` if it can.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, timeout: float, reports: Reports
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: float,
+        reports: Reports,
+        known: Mapping[int, int],
+        checks: CollectiveChecks,
     ) -> None:
         self.launched: Counter[str] = Counter()
         self.broken: str | None = None
@@ -170,12 +190,22 @@ class Launcher:
         self._rank = rank
         self._timeout = timeout
         self._reports = reports
-        self._sequence = 0
+        self._checks = checks
+        self.patience = patience(timeout)
+        self.known = known
+        self._cause: Failure | None = None
+        self._waiting: Place | None = None
         self._launching = threading.Lock()
         self._failing = threading.Lock()
 
     def launch(
-        self, operation: str, what: str, carried: Carried, start: Callable[[], dist.Work | None]
+        self,
+        operation: str,
+        what: str,
+        carried: Carried,
+        start: Callable[[], dist.Work | None],
+        option: str = "",
+        parcels: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Pending:
         """Launch a collective. All of them come here.
 
@@ -184,18 +214,27 @@ class Launcher:
             what: What it is about, for messages.
             carried: What is sent.
             start: Gives it to the backend.
+            option: With what it reduces, or from which process it comes. Default: neither.
+            parcels: How much goes to each process, and comes from each. Default: nobody chooses.
 
         Returns:
             What to wait for.
 
         Raises:
+            CollectiveMismatch: The processes come with different collectives.
             CollectiveError: The link is broken, or the backend refused.
         """
         with self._launching:
             self.check()
-            self._sequence += 1
+            shape = carried.tensor.shape if parcels is None else ()
+            dtype = carried.tensor.dtype
+            call = Call(operation, option, dtype, shape, what, *(parcels or ((), ())))
+            coming = Place(self._checks.sequence + 1, operation, what)
+            check = functools.partial(self.check, coming, time.monotonic())
+            with self._breaking():
+                self._checks.before(call, check)
             self.launched[operation] += 1
-            place = Place(self._sequence, operation, what)
+            place = Place(self._checks.sequence, operation, what)
             started = time.monotonic()
             try:
                 work = start()
@@ -218,27 +257,81 @@ class Launcher:
             CollectiveError: The collective failed, or the link was broken before it ended.
         """
         deadline = time.monotonic() + self._timeout + _MARGIN
-        while True:
-            remaining = deadline - time.monotonic()
-            try:
-                if wait(max(_SHORTEST, min(SLICE, remaining))):
-                    return
-            except RuntimeError as error:
-                raise self._failed(place, started, str(error)) from error
-            self.check()
-            if remaining <= 0:
-                raise self._failed(place, started, None)
+        try:
+            while True:
+                remaining = deadline - time.monotonic()
+                try:
+                    if wait(max(_SHORTEST, min(SLICE, remaining))):
+                        return
+                except RuntimeError as error:
+                    # That others came with something else may be the reason.
+                    self._hear(LATE_ANSWER)
+                    raise self._failed(place, started, str(error)) from error
+                self._hear()
+                self._waiting = place
+                interpreter_end.come_by()
+                self._reports.channel.check(self)
+                self.check(place, started)
+                if remaining <= 0:
+                    raise self._failed(place, started, None)
+        finally:
+            self._waiting = None
+
+    def _hear(self, seconds: float = 0.0) -> None:
+        """Raise a CollectiveMismatch that was found after a launch."""
+        with self._breaking():
+            self._checks.hear(seconds)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveMismatch as error:
+            if not error.usable:
+                self.broken = self.broken or str(error)
+            raise
 
     def wait_for_future(self, future: torch.futures.Future[Any], what: str) -> None:
         """Like :meth:`wait`, for something that is no collective of the link."""
         ready = threading.Event()
         future.add_done_callback(lambda _: ready.set())
-        self.wait(Place(self._sequence, "future", what), time.monotonic(), ready.wait)
+        self.wait(Place(self._checks.sequence, "future", what), time.monotonic(), ready.wait)
 
-    def check(self) -> None:
-        """Raise a CollectiveError if the link is broken."""
+    def hear(self, failure: Failure) -> None:
+        """Take note that a process of the link has failed; whoever waits is released."""
+        self._cause = self._cause or failure
+
+    @property
+    def cause(self) -> str | None:
+        """What is known of a process of the link that has failed; None if none has."""
+        return None if self._cause is None else str(self._cause)
+
+    def place(self) -> str | None:
+        """Where this process waits, if it has done so for a while."""
+        waiting = self._waiting
+        return None if waiting is None else f"{waiting} for {purpose_of(self._name)!r}"
+
+    def check(self, place: Place | None = None, started: float = 0.0) -> None:
+        """Raise a CollectiveError if the link is broken, or a process of it has failed.
+
+        Args:
+            place: What is waited for. Default: nothing yet.
+            started: When it was launched.
+        """
+        if self._cause is not None and not self.broken:
+            place = place or Place(self._checks.sequence + 1, "the next collective", "this link")
+            seconds = time.monotonic() - started if started else 0.0
+            raise self._given_up(place, seconds, self._cause)
         if self.broken:
             raise self._broken_error()
+
+    def _given_up(self, place: Place, seconds: float, cause: Failure) -> CollectiveError:
+        error = given_up(place, self._name, self._ranks, self._rank, cause, seconds)
+        self.broken = str(error)
+        if cause.kind != "raised":
+            # Others may not see it, as those on another machine, or as long as this one is cut off.
+            self._reports.channel.tell(cause)
+        return error
 
     def _failed(
         self, place: Place, started: float, reason: str | None
@@ -253,14 +346,24 @@ class Launcher:
                 return self._broken_error()
             reports = self._reports.exchange(place, timed_out)
             error = failure(
-                place, self._name, self._ranks, self._rank, reports, seconds, timed_out, reason
+                place,
+                self._name,
+                self._ranks,
+                self._rank,
+                reports,
+                self._reports.channel,
+                seconds,
+                timed_out,
+                reason,
             )
-            self.broken = str(error)
+            self.broken, self._cause = str(error), error.failure
         return error
 
     def _broken_error(self) -> CollectiveError:
-        return CollectiveError(
+        error = CollectiveError(
             f"the link for {purpose_of(self._name)!r} is broken, because its processes may be at "
             "different collectives since one failed; close it and make a new one in every process, "
             f"or start the processes again. What failed: {self.broken}"
         )
+        error.failure = self._cause
+        return error

@@ -219,3 +219,12 @@ def _substitute(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex64
     return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:
+    """Raise a ValueError for a tensor that an operation does not take."""
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{operation} takes strided tensors, but {what} has the layout {tensor.layout}; "
+            "send its indices and values"
+        )

@@ -9,20 +9,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure_channel import FailureChannel
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a process ended, a connection broke, or the link was broken before."""
+    """A collective failed: a process ended, a connection broke, or the link was broken before.
+
+    Attributes:
+        place: The collective that failed; None if there was none.
+        failure: What is known of the process that is the cause; None if no single one is.
+    """
+
+    place: Place | None = None
+    failure: Failure | None = None
 
 
 class CollectiveTimeout(TimeoutError):
-    """A collective did not complete in time; the message says which rank is missing."""
+    """A collective did not complete in time; the message says which rank is missing.
+
+    Attributes:
+        place, failure: As in :class:`CollectiveError`.
+    """
+
+    place: Place | None = None
+    failure: Failure | None = None
 
 
 # Seconds that a rank whose collective failed waits for the reports of the others.
 GRACE = 1.0
+# The same after a timeout, when the others have had time enough.
+_LATE_GRACE = 0.3
 # Seconds after which a store that does not answer counts as lost.
 _STORE_TIMEOUT = 2.0
 _POLL = 0.02
@@ -65,9 +85,13 @@ class Reports:
         link: Name of the link, the same in all its processes and unlike that of any other.
         rank: This rank, from 0 to ``world_size - 1``.
         world_size: How many ranks the link has.
+        channel: What is known of failures.
     """
 
-    def __init__(self, store: Store, link: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, link: str, rank: int, world_size: int, channel: FailureChannel
+    ) -> None:
+        self.channel = channel
         self._store = store
         self._link = link
         self._rank = rank
@@ -89,7 +113,7 @@ class Reports:
         def ask() -> None:
             try:
                 self._tell(Report(self._link, place, timed_out))
-                answers.append(self._hear())
+                answers.append(self._hear(_LATE_GRACE if timed_out else GRACE))
             except Exception as error:
                 answers.append(str(error).splitlines()[0])
 
@@ -108,13 +132,18 @@ class Reports:
         self._store.set(f"{self._link}/report/{self._rank}", text)
         self._store.set(f"latest/{self._rank}", text)
 
-    def _hear(self) -> dict[int, Report]:
+    def _hear(self, grace: float) -> dict[int, Report]:
         others = {rank for rank in range(self._world_size) if rank != self._rank}
         reports: dict[int, Report] = {}
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         while True:
             reports.update(self._read(f"{self._link}/report", others - reports.keys()))
-            if len(reports) == len(others):
+            silent = others - reports.keys()
+            if not silent:
+                return reports
+            self.channel.look(_POLL)
+            # Nobody waits for the report of a process that is gone.
+            if all(self.channel.failure_of(rank) is not None for rank in silent):
                 return reports
             if time.monotonic() > deadline:
                 return reports | self._read("latest", others - reports.keys())
@@ -135,6 +164,7 @@ def failure(
     ranks: Sequence[int],
     rank: int,
     reports: Mapping[int, Report] | str,
+    channel: FailureChannel | None,
     seconds: float,
     timed_out: bool,
     reason: str | None,
@@ -147,6 +177,7 @@ def failure(
         ranks: The number that each rank of the link has in the default group.
         rank: This rank, as an index of ``ranks``.
         reports: What :meth:`Reports.exchange` returned.
+        channel: What is known of failures; None if the group is gone.
         seconds: How long this rank had waited.
         timed_out: Whether the time was over here.
         reason: What the backend said, if that is more than that the time was over.
@@ -157,27 +188,68 @@ def failure(
     """
     head = f"rank {ranks[rank]}: {place} over {len(ranks)} processes for {purpose_of(link)!r}"
     event = "did not complete within" if timed_out else "failed after"
-    who = _who(place, link, ranks, rank, reports)
+    who = _who(place, link, ranks, rank, reports, channel)
     text = f"{head} {event} {seconds:.3g} s: {who}; {_REMEDY}"
     if reason is not None:
         text = f"{text}. The backend said: {reason}"
     here = [] if isinstance(reports, str) else reports.values()
-    if timed_out or any(report.timed_out for report in here if report.link == link):
-        return CollectiveTimeout(text)
-    return CollectiveError(text)
+    late = timed_out or any(report.timed_out for report in here if report.link == link)
+    error = CollectiveTimeout(text) if late else CollectiveError(text)
+    error.place = place
+    lost = _lost(ranks, rank, reports, channel)
+    error.failure = next(iter(lost.values()), None)
+    return error
+
+
+def given_up(
+    place: Place, link: str, ranks: Sequence[int], rank: int, cause: Failure, seconds: float
+) -> CollectiveError:
+    """The error for a collective that is waited for no more, because a process has failed."""
+    error = CollectiveError(
+        f"rank {ranks[rank]}: {place} over {len(ranks)} processes for {purpose_of(link)!r} was "
+        f"given up after {seconds:.3g} s: {cause}"
+    )
+    error.place, error.failure = place, cause
+    return error
+
+
+def _lost(
+    ranks: Sequence[int],
+    rank: int,
+    reports: Mapping[int, Report] | str,
+    channel: FailureChannel | None,
+) -> dict[int, Failure]:
+    """The ranks that have failed, and how."""
+    if channel is None:
+        return {}
+    told = {} if isinstance(reports, str) else reports
+    found = {i: channel.failure_of(i) for i in range(len(ranks)) if i != rank and i not in told}
+    return {i: failure for i, failure in found.items() if failure is not None}
 
 
 def _who(
-    place: Place, link: str, ranks: Sequence[int], rank: int, reports: Mapping[int, Report] | str
+    place: Place,
+    link: str,
+    ranks: Sequence[int],
+    rank: int,
+    reports: Mapping[int, Report] | str,
+    channel: FailureChannel | None,
 ) -> str:
     """What the other ranks do instead."""
+    lost = _lost(ranks, rank, reports, channel)
+    parts = [str(failure) for failure in dict.fromkeys(lost.values())]
     if isinstance(reports, str):
+        if parts:
+            return "; ".join(parts)
         return (
             "nobody knows which rank is missing, because the store of the process group did not "
             f"answer ({reports}); the process that holds it, mostly that of rank 0, may have ended"
         )
-    missing = [ranks[i] for i in range(len(ranks)) if i != rank and i not in reports]
-    parts = [f"{name_ranks(missing)} did not come, or ended"] if missing else []
+    for i in range(len(ranks)):
+        if i != rank and i not in reports and i not in lost:
+            state = channel.describe(i) if channel is not None else ""
+            note = f" ({state})" if state else ", or ended"
+            parts.append(f"rank {ranks[i]} did not come{note}")
     for i, report in sorted(reports.items()):
         if report.link != link:
             parts.append(f"rank {ranks[i]} waits in another link, {report.link}: {report.place}")

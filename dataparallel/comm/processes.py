@@ -18,15 +18,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dataparallel.comm import json_texts
+from dataparallel.comm.checks import CheckMode, CollectiveChecks
+from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.launcher import Launcher, Pending
-from dataparallel.comm.operations import Wire, check_operation, plan_reduction
+from dataparallel.comm.meeting import Meeting
+from dataparallel.comm.operations import Wire, check_operation, check_strided, plan_reduction
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
 from dataparallel.comm.process_group import (
     make_group,
     parent_group,
     release_group,
     shared_store,
-    unused_name,
 )
 from dataparallel.comm.routing import (
     Kind,
@@ -65,8 +69,11 @@ class ProcessLink:
         timeout: Seconds that a process waits for the others, at a collective and at the
             construction. Default: 60.
         purpose: What the link is for, in one word: it is a part of names and of messages.
+        checks: When collectives are compared before they are launched, the same in all processes;
+            see Note [Checked collectives]. Default: as ``collectives.set_checks`` says.
 
     Attributes:
+        name: The same in all its processes, and unlike that of any other.
         rank: This process, from 0 to ``world_size - 1``.
         world_size: How many processes the link has.
         timeout: Seconds that a process waits for the others.
@@ -84,6 +91,7 @@ class ProcessLink:
         *,
         timeout: float = DEFAULT_TIMEOUT,
         purpose: str,
+        checks: CheckMode | None = None,
     ) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
@@ -94,24 +102,32 @@ class ProcessLink:
         self.rank = parent.rank()
         self.world_size = parent.size()
         self.timeout = timeout
-        self._name = unused_name(store, purpose, self.rank)
-        self._holder = [make_group(parent, store, self._name, timeout)]
+        ranks = dist.get_process_group_ranks(parent)
+        self._channel = channel_of(parent, store)
+        meeting = Meeting(store, purpose, ranks, self.rank, self._channel)
+        self.name = meeting.meet(timeout)
+        self._holder = [make_group(parent, store, self.name, timeout)]
         types = [device.type for device in self.group._device_types]
         #: Names of the backends, by the type of device that they take.
         self._backends = {t: str(self.group._get_backend(torch.device(t)).name()) for t in types}
         self._devices = frozenset(types)
         self._buffers = HostBuffers()
-        reports = Reports(store, self._name, self.rank, self.world_size)
+        reports = Reports(store, self.name, self.rank, self.world_size, self._channel)
         reports.clear()
-        ranks = dist.get_process_group_ranks(parent)
-        self._launcher = Launcher(self._name, ranks, self.rank, timeout, reports)
+        #: See Note [Checked collectives].
+        self.checks = CollectiveChecks.of(parent, store, self.name, checks, timeout)
+        self._launcher = Launcher(
+            self.name, ranks, self.rank, timeout, reports, meeting.known, self.checks
+        )
+        if self.world_size > 1:
+            self._channel.add(self._launcher)
         self._finalizer = weakref.finalize(self, release_group, self._holder)
         # At exit the process ends, and with it all connections.
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.broken else "open"
-        return f"ProcessLink({self._name}, rank {self.rank} of {self.world_size}, {state})"
+        return f"ProcessLink({self.name}, rank {self.rank} of {self.world_size}, {state})"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -123,7 +139,7 @@ class ProcessLink:
     @property
     def broken(self) -> str | None:
         """Why the link can't be used any more; ``None`` if it can."""
-        return self._launcher.broken
+        return self._launcher.broken or self._launcher.cause
 
     @property
     def launched(self) -> Counter[str]:
@@ -137,7 +153,29 @@ class ProcessLink:
 
     def close(self) -> None:
         """Give the process group back. Returns within seconds in any case; may be called again."""
+        self._channel.discard(self._launcher)
+        self.checks.close()
         self._finalizer()
+
+    # --- failures --------------------------------------------------------------------------------
+
+    def tell(self, error: BaseException, doing: str, *, ends: bool = True) -> None:
+        """Tell the other processes that this one has failed; see Note [Signs of life].
+
+        Args:
+            error: What was raised here.
+            doing: What it was raised in, for messages.
+            ends: Whether whoever waits for this process is released, with an error that carries
+                this one; all links of the group are broken then. False: the others only get to know
+                it if they ask :meth:`told`.
+        """
+        if self.world_size > 1:
+            self._channel.tell(error, doing, ends=ends)
+
+    def told(self, rank: int) -> Failure | None:
+        """What a process of the link told last, or None; at most some seconds old."""
+        self._channel.look(1.0)
+        return self._channel.told(rank)
 
     # --- collectives -------------------------------------------------------------------------
 
@@ -185,6 +223,7 @@ class ProcessLink:
                 lambda: dist.all_gather(
                     list(gathered.parts), gathered.sent, self.group, async_op=True
                 ),
+                option=op,
             )
         carried = self._carry(tensor, wire=plan.wire)
         return self._launcher.launch(
@@ -192,6 +231,7 @@ class ProcessLink:
             what,
             carried,
             lambda: dist.all_reduce(carried.sent, plan.of_torch, self.group, async_op=True),
+            option=op,
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
@@ -211,13 +251,14 @@ class ProcessLink:
         """
         if not 0 <= source < self.world_size:
             raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
-        _check_strided(tensor, "broadcast", what)
+        check_strided(tensor, "broadcast", what)
         carried = self._carry(tensor, load=self.rank == source)
         return self._launcher.launch(
             "broadcast",
             what,
             carried,
             lambda: dist.broadcast(carried.sent, group=self.group, group_src=source, async_op=True),
+            option=f"from {source}",
         )
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
@@ -235,7 +276,7 @@ class ProcessLink:
             CollectiveTimeout: Another process did not come in time.
             CollectiveError: The collective failed, or the link is broken.
         """
-        _check_strided(tensor, "all_gather", what)
+        check_strided(tensor, "all_gather", what)
         carried = self._carry(tensor)
         parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
         pending = self._launcher.launch(
@@ -295,6 +336,7 @@ class ProcessLink:
             lambda: dist.all_to_all_single(
                 arrived, carried.sent, sizes, parcel_sizes(kinds), self.group, async_op=True
             ),
+            parcels=(parcel_sizes(kinds), sizes),
         )
         pending.wait_for_backend()
         senders = dist.get_process_group_ranks(self.group)
@@ -312,6 +354,7 @@ class ProcessLink:
 
         Raises:
             TypeError: JSON can't hold the value.
+            ValueError: What came from a process is no JSON.
             CollectiveTimeout: Another process did not come in time.
             CollectiveError: The collective failed, or the link is broken.
         """
@@ -320,9 +363,9 @@ class ProcessLink:
             int(length)
             for length in self.all_gather(torch.tensor(len(data)), what=f"size of {what}")
         ]
+        json_texts.check_sizes(lengths, what)
         padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8)
-        parts = self.all_gather(padded, what=what)
-        return [json.loads(bytes(part.tolist())) for part in parts]
+        return json_texts.decode(self.all_gather(padded, what=what), what)
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
         """The value of a future that somebody else completes, such as a communication hook.
@@ -353,11 +396,3 @@ class ProcessLink:
         if self.closed:
             raise CollectiveError(f"{self!r}: the link was closed; make a new one in every process")
         self._launcher.check()
-
-
-def _check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{operation} takes strided tensors, but {what} has the layout {tensor.layout}; "
-            "send its indices and values"
-        )

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 import torch
 
+from dataparallel import interpreter_end
 from dataparallel.context import ThreadContext
 
 #: What runs in a thread. It gets a function to call once its work is done but for telling so.
@@ -61,21 +62,28 @@ class CallThreads:
         self._process = os.getpid()
         self.closed = False
 
+    def check_process(self) -> None:
+        """Raise a RuntimeError in a process that was forked from the one that has the threads.
+
+        Nothing is locked for it: a thread that does not exist there may have held the lock.
+        """
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"worker '{self._name}' belongs to the process {self._process}, and this one "
+                f"({os.getpid()}) was forked from it: make LocalWorkers here"
+            )
+
     def submit(self, task: Task) -> None:
         """Run a task in one of the threads.
 
         Raises:
             RuntimeError: The threads were closed, or the task is nested and the limit is reached.
         """
+        self.check_process()
         nested = is_nested()
         with self._lock:
             if self.closed:
                 raise RuntimeError(f"worker '{self._name}' was closed")
-            if self._process != os.getpid():
-                raise RuntimeError(
-                    f"worker '{self._name}' belongs to the process {self._process}, and this one "
-                    f"({os.getpid()}) was forked from it: make LocalWorkers here"
-                )
             if not nested and not self._room_for_outer():
                 self._waiting.append(task)
                 return
@@ -130,8 +138,10 @@ class CallThreads:
         # As a fresh thread has it, so that no call sees what another one has set.
         fresh = ThreadContext.capture((self._device,))
         while (entry := self._inbox.get()) is not None:
+            interpreter_end.start()
             fresh.run(0, entry)
             # A thread that waits holds no call.
             del entry
+            interpreter_end.stop()
             with self._lock:
                 self._idle += 1

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dataparallel import interpreter_end
+from dataparallel.distributed_autograd.call_threads import is_nested
 from dataparallel.distributed_autograd.extension import Context, Worker
 from dataparallel.distributed_autograd.remote_value import Reference
 
@@ -72,6 +74,8 @@ def current_endpoint() -> Endpoint:
     Raises:
         RuntimeError: It runs on none.
     """
+    if not is_nested():
+        interpreter_end.come_by()
     endpoint = _here.get()
     for find in _of_process:
         endpoint = endpoint or find()

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
+from dataparallel import interpreter_end
 from dataparallel.native import NativeExtension
 
 #: Seconds that code which runs in a pass, a hook for instance, gets when the process ends.
@@ -114,6 +115,7 @@ def extension() -> Extension:
     if _loaded is None:
         _loaded = cast(Extension, _EXTENSION.load())
         atexit.register(_end, _loaded)
+        interpreter_end.come_first()
     return _loaded
 
 

@@ -16,7 +16,7 @@ from dataparallel.distributed_autograd.local_reference import LocalReference
 from dataparallel.distributed_autograd.parcel import Parcel, Streams, on_streams, pack, unpack
 from dataparallel.distributed_autograd.pending_calls import PendingCall, PendingCalls
 from dataparallel.distributed_autograd.remote_value import Reference, expect_future, is_async
-from dataparallel.workers import add_note
+from dataparallel.error_location import add_note
 
 Function = Callable[..., Any]
 
@@ -77,6 +77,7 @@ class LocalEndpoint(Endpoint):
         context: Context | None,
     ) -> torch.futures.Future[Any]:
         callee = self.group.endpoints[to]
+        callee.threads.check_process()
         shown = getattr(function, "__qualname__", None) or repr(function)
         label = f"{shown} on worker '{callee.name}'"
         seconds = self.group.timeout if timeout is None else timeout

@@ -47,6 +47,7 @@ class ProcessEndpoint(Endpoint):
     def hold(self, to: int) -> Reference:
         if to == self.worker.id():
             return cast(Reference, torch_rpc.RRef(RemoteValue()))
+        # unsafe-load: a worker of a trusted network, see docs/security.md
         return cast(Reference, torch_rpc.remote(self.agent.get_worker_info(to), RemoteValue))
 
     def outstanding_calls(self) -> int:
@@ -72,10 +73,12 @@ class ProcessEndpoint(Endpoint):
         info = self.agent.get_worker_info(to)
         seconds = torch_rpc.constants.UNSET_RPC_TIMEOUT if timeout is None else timeout
         if context is None:
+            # unsafe-load: a worker of a trusted network, see docs/security.md
             plain = torch_rpc.rpc_async(info, function, tuple(args), dict(kwargs), seconds)
             return plain  # type: ignore[no-any-return]
         envelope = seal((function, tuple(args), dict(kwargs)), self.worker, context, to)
         serve = _serve_async if is_async(function) else _serve
+        # unsafe-load: a worker of a trusted network, see docs/security.md
         answer = torch_rpc.rpc_async(info, serve, (envelope,), None, seconds)
         self.count(1)
         return _opened(answer, self, context, info)

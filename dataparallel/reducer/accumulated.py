@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel.gradient_home import IN_GRAD, GradientHome
+from dataparallel.reducer.nonfinite import Finding
 
 
 class Accumulated:
@@ -43,6 +44,10 @@ class Accumulated:
         self.home = home
         #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
         self._unreduced: dict[int, torch.Tensor | None] = {}
+        #: What is not finite in the unreduced part, see :mod:`dataparallel.reducer.guard`.
+        self.findings: list[Finding] = []
+        #: How large elements may be, as a part of the largest number of their dtype.
+        self.magnitude = 0.0
 
     def before_unsynchronised(self) -> None:
         """A backward under ``no_sync`` begins: all that it adds stays unreduced."""

@@ -194,6 +194,12 @@ class _Filled(NamedTuple):
     others: list[_Bucket]
 
 
+def whole_order(arrived: Sequence[int], count: int) -> list[int]:
+    """The order of all parameters, from that in which some have arrived, maybe several times."""
+    order = list(dict.fromkeys(arrived))
+    return order + sorted(set(range(count)).difference(order), reverse=True)
+
+
 def _fill(
     tensors: Iterable[tuple[int, torch.Tensor]], limits: Sequence[int], sparse: AbstractSet[int]
 ) -> _Filled:

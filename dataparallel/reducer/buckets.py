@@ -110,6 +110,12 @@ class Buckets:
         trained = [[leaves[i] for i in b if leaves[i].requires_grad] for b in self.plan.buckets]
         return [bucket[-1] for bucket in trained if bucket]
 
+    def views(self, number: int) -> Sequence[torch.Tensor]:
+        """The gradients in the flat tensor of a bucket."""
+        storage = self.storages[number]
+        assert storage is not None
+        return storage.views
+
     def is_viewed(self, number: int) -> bool:
         """Whether the gradients of a bucket are views of its flat tensor."""
         return self._viewed[number]
@@ -138,6 +144,8 @@ class Buckets:
 
     def sum_views(self, number: int) -> None:
         """Add the flat tensors of a bucket of all replicas into that of replica 0, in order."""
+        if len(self.gradients) == 1:
+            return
         total = self._flat(number)
         terms = [total, *(self._flat_of(gradients[number]) for gradients in self.gradients[1:])]
         if can_add(terms, total.device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.reducer.nonfinite import NonFiniteGradients
 from dataparallel.reducer.reducer import Reducer
 
 
@@ -19,6 +20,9 @@ class ChainedReducers:
     def __init__(self, reducer: Reducer, local: Reducer) -> None:
         self._reducer = reducer
         self._local = local
+        if reducer.guard is not None and local.guard is not None:
+            # A gradient that stays here and is not finite spoils the step of all.
+            reducer.guard.inner, local.guard.decides = local.guard, False
 
     def reduce(
         self,
@@ -39,7 +43,15 @@ class ChainedReducers:
         def both() -> None:
             kept.extend(self._local.reduce(backward, task=task, last=last))
 
-        gradients = self._reducer.reduce(
-            both, synchronise=synchronise, weight=weight, task=task, last=last
-        )
+        try:
+            gradients = self._reducer.reduce(
+                both, synchronise=synchronise, weight=weight, task=task, last=last
+            )
+        except NonFiniteGradients:
+            self._local.drop_gradients()
+            raise
+        guard = self._reducer.guard
+        if guard is not None and guard.dropped:
+            self._local.drop_gradients()
+            kept = [None] * len(kept)
         return gradients + kept

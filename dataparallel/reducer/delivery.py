@@ -36,7 +36,7 @@ class Delivery:
         accumulated: Accumulated,
         step: StepBucket | None,
     ) -> None:
-        self._originals = originals
+        self.originals = originals
         self._buckets = buckets
         self._accumulated = accumulated
         self._step = step
@@ -69,7 +69,7 @@ class Delivery:
         for index, grad in zip(bucket, sums or [None] * len(bucket), strict=True):
             self.result[index] = grad if not extra else add(grad, extra.get(index))
         first = next((grad for grad in sums if grad is not None), None)
-        if first is not None and first.dtype != self._originals[bucket[0]].dtype:
+        if first is not None and first.dtype != self.originals[bucket[0]].dtype:
             for index in bucket:
                 self.result[index] = self._converted(index, self.result[index])
 
@@ -116,10 +116,22 @@ class Delivery:
         bucket = self._buckets.plan.buckets[number]
         self.in_place.update(index for index in bucket if used[index])
 
+    def withdraw(self) -> None:
+        """Deliver nothing after all, and let there be no gradients from before the round either."""
+        home = self._accumulated.home
+        self._buckets.forget_views(home)
+        # What they were before the round is of no use any more.
+        home.settle()
+        for original in self.originals:
+            home.write(original, None)
+        self._accumulated.after_synchronised()
+        self.result = [None] * len(self.result)
+        self.in_place.clear()
+
     def step(self, number: int, grads: Sequence[MaybeTensor]) -> None:
         """Put the gradients of a bucket into ``.grad``, and take the optimizer's step."""
         assert self._step is not None
-        bucket = [self._originals[index] for index in self._buckets.plan.buckets[number]]
+        bucket = [self.originals[index] for index in self._buckets.plan.buckets[number]]
         with torch.no_grad():
             for original, grad in zip(bucket, grads, strict=True):
                 if grad is not None:
@@ -128,7 +140,7 @@ class Delivery:
             self._step(bucket)
 
     def _converted(self, index: int, grad: MaybeTensor) -> MaybeTensor:
-        return None if grad is None else grad.to(self._originals[index].dtype)
+        return None if grad is None else grad.to(self.originals[index].dtype)
 
 
 def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from dataparallel import kernels
+from dataparallel.error_location import add_note
 from dataparallel.reducer.buckets import empty_sparse
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage
-from dataparallel.workers import add_note
 
 if TYPE_CHECKING:
     from dataparallel.comm.processes import Pending, ProcessLink
+    from dataparallel.reducer.failed_rounds import FailedRounds
+    from dataparallel.reducer.guard import Guard, Said
 
 _MOST_MARKS = 61
 
@@ -74,6 +76,8 @@ class Outcome(NamedTuple):
     num_unused: int
     num_late: int
     failed_ranks: list[int]
+    num_nonfinite: int = 0
+    magnitude: int = 0
 
 
 class AllReduce:
@@ -141,6 +145,7 @@ class Exchange:
         control: The group for what is said about rounds.
         scale: Tells what gradients are multiplied by before they are sent; it may have to wait.
         statistics: Where it is noted when buckets are sent and received.
+        failed: Tells the others why the round has failed. Default: nobody does.
     """
 
     def __init__(
@@ -152,8 +157,10 @@ class Exchange:
         control: ProcessLink,
         scale: Callable[[], float],
         statistics: ReducerStatistics,
+        failed: FailedRounds | None = None,
     ) -> None:
         self._storages = storages
+        self.failed = failed
         self._describe = describe
         self._sender = sender
         self._link = link
@@ -242,6 +249,8 @@ class Exchange:
             error: Why the round has failed; gets a note if the others could not be told.
         """
         self._gives_up = True
+        if self.failed is not None:
+            self.failed.tell(error)
         try:
             for number, like in enumerate(likes):
                 self.submit_nothing(number, like)
@@ -268,19 +277,26 @@ class Exchange:
             with contextlib.suppress(Exception):
                 sent.wait()
 
-    def receive(self, *, unused: int, late: int) -> tuple[list[torch.Tensor], Outcome]:
+    def receive(
+        self, *, unused: int, late: int, said: Said | None = None, guard: Guard | None = None
+    ) -> tuple[list[torch.Tensor], Outcome]:
         """All buckets, and what all processes say about the round.
 
         Args:
             unused: How many parameters had no gradient in this process.
             late: How many had one that was too late for its bucket.
+            said: What the guard of this process says. Default: nothing.
+            guard: Looks at what a communication hook has made. Default: nobody does.
         """
         buckets = range(len(self._ready))
         if self._may_fail_alone:
             # The others shall not think that all is well before that is certain here.
             flats = [self.wait(bucket) for bucket in buckets]
-            return flats, self.conclude(unused=unused, late=late).wait()
-        pending = self.conclude(unused=unused, late=late)
+            if guard is not None:
+                guard.look_at_flats(flats)
+                said = guard.say()
+            return flats, self.conclude(unused=unused, late=late, said=said).wait()
+        pending = self.conclude(unused=unused, late=late, said=said)
         return [self.wait(bucket) for bucket in buckets], pending.wait()
 
     def wait(self, bucket: int) -> torch.Tensor:
@@ -289,12 +305,14 @@ class Exchange:
         self._statistics.bucket_finished(bucket)
         return flat
 
-    def conclude(self, *, unused: int, late: int, failed: bool = False) -> PendingOutcome:
+    def conclude(
+        self, *, unused: int, late: int, failed: bool = False, said: Said | None = None
+    ) -> PendingOutcome:
         """Tell the other processes how the round went here, and learn how it went there."""
         self.concluded = True
         # A bit per rank; those beyond the last bit share it.
         mark = 1 << min(self._control.rank, _MOST_MARKS)
-        counts = torch.tensor([unused, late, mark if failed else 0])
+        counts = torch.tensor([unused, late, mark if failed else 0, *(said or (0, 0))])
         return PendingOutcome(self._control.all_reduce(counts, what="the end of a round"), counts)
 
 
@@ -308,9 +326,9 @@ class PendingOutcome:
     def wait(self) -> Outcome:
         """The outcome, once every process has said its part."""
         self._pending.wait()
-        unused, late, marks = (int(count) for count in self._counts.tolist())
+        unused, late, marks, nonfinite, magnitude = map(int, self._counts.tolist())
         failed = [rank for rank in range(_MOST_MARKS + 1) if marks >> rank & 1]
-        return Outcome(unused, late, failed)
+        return Outcome(unused, late, failed, nonfinite, magnitude)
 
 
 def pack(storage: BucketStorage, sums: Sequence[torch.Tensor | None], scale: float) -> None:

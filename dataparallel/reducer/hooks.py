@@ -22,12 +22,16 @@ import functools
 import inspect
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dataparallel.reducer import builtin_hooks
 from dataparallel.reducer.builtin_hooks import CommHook
+
+if TYPE_CHECKING:
+    from dataparallel.reducer.pending_hook import HookSender
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = (_TORCHS + "powerSGD_hook",)
@@ -56,6 +60,23 @@ class ResolvedHook(NamedTuple):
     one_bucket_at_a_time: bool = False
     in_memory_order: bool = False
     kernels: tuple[str, ...] = ()
+
+    def sender(
+        self,
+        parameters: Sequence[Sequence[torch.Tensor]],
+        names: Sequence[Sequence[str]],
+        timeout: float,
+    ) -> HookSender:
+        """What reduces the buckets of one round through the hook.
+
+        Args:
+            parameters: Per bucket, its parameters: the originals.
+            names: Per bucket, their names.
+            timeout: Seconds to wait for the hook, at most.
+        """
+        from dataparallel.reducer.pending_hook import HookSender
+
+        return HookSender(self, parameters, names, timeout)
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dataparallel.reducer.debug import describe_names
 
@@ -55,12 +55,17 @@ def graph_changed(names: Sequence[str]) -> str:
     )
 
 
-def others_failed(ranks: Sequence[int]) -> str:
-    """The backward of other processes failed."""
+def others_failed(ranks: Sequence[int], reasons: Mapping[int, tuple[str, str]]) -> str:
+    """The backward of other processes failed, each maybe with a message and a traceback."""
     which = ", ".join(str(rank) for rank in ranks)
+    told = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in reasons.items())
+    traces = "".join(
+        f"\nTraceback of rank {rank}:\n{trace.rstrip()}\n" for rank, (_, trace) in reasons.items()
+    )
     return (
         f"the backward of rank {which} failed, so no gradient of this step was reduced and .grad "
         "is as it was before; its own error says why. All ranks can go on with the next step"
+        f"{f' ({told})' if told else ''}{traces}"
     )
 
 

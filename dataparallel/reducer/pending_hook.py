@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dataparallel.error_location import locate
 from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.grad_bucket import GradBucket
 from dataparallel.reducer.hooks import ResolvedHook
 from dataparallel.reducer.storage import BucketStorage
-from dataparallel.workers import locate
 
 
 def run_hook(hook: ResolvedHook, bucket: GradBucket) -> PendingHook:
@@ -226,6 +226,11 @@ class HookSender:
         self._timeout = timeout
         self._previous: _Sent | None = None
         self._broken: str | None = None
+
+    @property
+    def name(self) -> str:
+        """That of the hook."""
+        return self._hook.name
 
     def break_off(self, bucket: int, error: Exception) -> None:
         """Send nothing any more: a bucket for which others wait could not be sent."""

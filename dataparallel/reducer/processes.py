@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dataparallel.comm.process_group import parent_group, shared_store
 from dataparallel.comm.processes import ProcessLink
+from dataparallel.reducer.agreement import digest
 from dataparallel.reducer.average import AverageKind, scale_of
 from dataparallel.reducer.exchange import AllReduce, Exchange, OrderedSum, Sender
+from dataparallel.reducer.failed_rounds import FailedRounds
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage
+
+# Of how many buckets messages show the sizes.
+_MOST_BUCKETS = 6
 
 
 class ReducerProcesses:
@@ -32,6 +39,9 @@ class ReducerProcesses:
         self.num_active: Callable[[], int] | None = None
         # A communication hook divides by the number of processes; so much more it gets.
         self._times = 1
+        store = shared_store(parent_group(group))
+        self._failed = FailedRounds(store, self.control.name, self.rank)
+        self._plan: tuple[Any, str] = ((), "")
 
     def exchange(
         self,
@@ -55,6 +65,9 @@ class ReducerProcesses:
             deterministic: Whether sums are made in rank order.
             statistics: Where it is noted when buckets are sent and received.
         """
+        hook: str | None = getattr(sender, "name", None)
+        self._failed.begin()
+        self._begin_step(storages, describe, (average, deterministic, hook))
         sum_over = OrderedSum if deterministic else AllReduce
         self._times = 1 if sender is None else self.world_size
         return Exchange(
@@ -65,7 +78,27 @@ class ReducerProcesses:
             self.control,
             self._scale(average, weight),
             statistics,
+            self._failed,
         )
+
+    def _begin_step(
+        self,
+        storages: Sequence[BucketStorage | None],
+        describe: Sequence[str],
+        options: tuple[str, bool, str | None],
+    ) -> None:
+        """See that all processes are about to reduce the same buckets in the same way.
+
+        Raises:
+            CollectiveMismatch: They are not.
+        """
+        # What describes buckets is made anew with them.
+        key = describe, options
+        if key != self._plan[0]:
+            self._plan = key, _describe(storages, *options)
+        self.control.checks.begin_step()
+        # Over the group of the buffers, too: one process may be in a forward instead.
+        self.buckets.checks.begin_step(self._plan[1])
 
     def _scale(self, average: AverageKind, weight: float) -> Callable[[], float]:
         # Asked for in the round: while some have joined, the answer has to come from the others.
@@ -119,7 +152,27 @@ class ReducerProcesses:
         self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
         return [int(index) for index in tensor.tolist()]
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a link is broken; all processes then make new ones at their next forward."""
+        return self.buckets.broken is not None or self.control.broken is not None
+
     def close(self) -> None:
         """Give the groups back."""
         self.buckets.close()
         self.control.close()
+
+
+def _describe(
+    storages: Sequence[BucketStorage | None], average: str, deterministic: bool, hook: str | None
+) -> str:
+    """What must be the same in all processes for a round, on one line."""
+    buckets = [
+        "sparse" if storage is None else f"{storage.flat.numel()} {storage.flat.dtype}"
+        for storage in storages
+    ]
+    shown = ", ".join(buckets[:_MOST_BUCKETS]).replace("torch.", "")
+    more = f" and {len(buckets) - _MOST_BUCKETS} more" if buckets[_MOST_BUCKETS:] else ""
+    how = f"average={average!r}, deterministic={deterministic}"
+    ways = f"{how}, {f'the hook {hook}' if hook else 'no hook'}"
+    return f"{len(buckets)} buckets of {shown}{more} ({digest(buckets):x}), {ways}"

@@ -22,27 +22,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dataparallel import devices as _devices
 from dataparallel.gradient_home import IN_GRAD, current_home
 from dataparallel.parallel_apply import record_range
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
+from dataparallel.reducer.bucket_plan import whole_order
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.debug import log_plan
-from dataparallel.reducer.delivery import Delivery, add
+from dataparallel.reducer.delivery import Delivery
 from dataparallel.reducer.entrances import Entrances
+from dataparallel.reducer.guard import Guard, Said
 from dataparallel.reducer.leaf_hooks import LeafHooks
-from dataparallel.reducer.local_sum import MaybeTensor, local_sum
+from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.original_hooks import OriginalHooks
+from dataparallel.reducer.reception import Reception
+from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.usage import Usage
 from dataparallel.reducer.verification import verify_across_processes, verify_replicas
+from dataparallel.timeline import Timeline
 
 if TYPE_CHECKING:
     from dataparallel.optimizer_in_backward import InBackwardOptimizers
-    from dataparallel.reducer.exchange import Exchange, Sender
+    from dataparallel.reducer.exchange import Exchange, Outcome
     from dataparallel.reducer.hooks import ResolvedHook
     from dataparallel.reducer.processes import ReducerProcesses
 
@@ -62,9 +67,11 @@ class Reducer:
         options: See :class:`ReducerOptions`.
         processes: The other processes. Default: there are none.
         expect_sparse: Per parameter, whether its gradient will be sparse. Default: none.
+        timeline: Is told in which phase the replicas are. Default: nobody is.
+        nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
 
     Raises:
-        ValueError: Parameters differ between replicas or processes.
+        ValueError: Parameters differ between replicas or processes, or the policy does.
     """
 
     def __init__(
@@ -75,7 +82,10 @@ class Reducer:
         options: ReducerOptions,
         processes: ReducerProcesses | None = None,
         expect_sparse: Sequence[bool] = (),
+        timeline: Timeline | None = None,
+        nonfinite: NonFinitePolicy | None = None,
     ) -> None:
+        nonfinite = nonfinite or NonFinitePolicy()
         self.names = list(names)
         self.options = options
         self.processes = processes
@@ -85,7 +95,11 @@ class Reducer:
         verify_replicas(self._leaves, self.names, [self._expect_sparse] * len(self._leaves))
         if processes is not None:
             verify_across_processes(
-                self._originals, self.names, processes.control, self._expect_sparse
+                self._originals,
+                self.names,
+                processes.control,
+                self._expect_sparse,
+                nonfinite=nonfinite.action,
             )
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._accumulated = self.accumulations.of(IN_GRAD)
@@ -103,11 +117,18 @@ class Reducer:
         self.num_rounds = 0
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
-        self.statistics = ReducerStatistics(devices=[leaf[0].device for leaf in self._leaves])
+        places = [leaf[0].device for leaf in self._leaves]
+        self.statistics = ReducerStatistics(devices=places)
+        self._timeline = timeline or Timeline(places)
+        #: Looks for gradients that are not finite; None where nobody wants to know.
+        link = None if processes is None else processes.control
+        self.guard = Guard.of(nonfinite, self._originals, self.names, places, link)
         #: What takes an optimizer's steps in backward; set by the wrapper.
         self.optimizers: InBackwardOptimizers | None = None
         #: Called when a round has ended; set by the wrapper.
         self.at_end: Callable[[], None] = lambda: None
+        #: Called when a round has failed, in all processes.
+        self.at_failure: Callable[[BaseException], None] = lambda error: None
         self._make_buckets(None)
 
     # --- buckets and hooks ---------------------------------------------------------------------
@@ -201,7 +222,8 @@ class Reducer:
                     raise RuntimeError(messages.FAILED_MEANWHILE) from round_.failure
                 if not self._entrances.computed():
                     return [None] * len(self._originals)
-                result = self._finish(round_)
+                with self._timeline.span("reduce local"):
+                    result = self._finish(round_)
             except BaseException as error:
                 ended = True
                 self._fail(round_, error)
@@ -224,48 +246,53 @@ class Reducer:
         self._sums = [[] for _ in self.buckets.plan.buckets]
         if self.processes is not None and synchronise:
             self._accumulated.notice_zeroed()
+            members = (self.buckets.arranged(self._originals), self.buckets.arranged(self.names))
             self._exchange = self.processes.exchange(
                 self.buckets.storages,
                 self.buckets.describe,
                 self.options.average,
                 weight=weight,
-                sender=self._sender(self.processes),
+                sender=self.hook and self.hook.sender(*members, self.processes.timeout),
                 statistics=self.statistics,
                 deterministic=self.options.deterministic,
             )
         elif self.processes is not None:
             self._accumulated.before_unsynchronised()
         hooked = self._user_hooks.with_gradient_hooks
-        self.buckets.attach(self._accumulated, hooked, reduces=self._exchange is not None)
+        reduces = self._exchange is not None
+        if self.guard is not None:
+            alone = len(self._leaves) == 1 and not reduces
+            self.guard.begin(self.buckets, self._accumulated, alone=alone)
+        self.buckets.attach(self._accumulated, hooked, reduces=reduces)
+        self._replica_sums = ReplicaSums(
+            self.buckets,
+            self._accumulated,
+            self.usage,
+            self._user_hooks,
+            self.guard,
+            has_processes=self.processes is not None,
+            reduces=reduces,
+        )
         self._round = Round(
             self.buckets.gradients,
             self._complete,
+            look=None if self.guard is None else self.guard.look,
             # One thread at a time takes gradients of a replica that is on one device only.
             eager=eager and self.buckets.ordered and len(set(self.buckets.homes)) == 1,
             left_to_the_end=frozenset(map(self.buckets.plan.bucket_of, self._late_parameters)),
         )
         return self._round
 
-    def _sender(self, processes: ReducerProcesses) -> Sender | None:
-        if self.hook is None:
-            return None
-        from dataparallel.reducer.pending_hook import HookSender
-
-        parameters = self.buckets.arranged(self._originals)
-        names = self.buckets.arranged(self.names)
-        return HookSender(self.hook, parameters, names, processes.timeout)
-
     def _complete(self, number: int, rows: list[list[MaybeTensor]]) -> None:
         """A bucket has come from all replicas: sum it up and send it."""
         assert self._round is not None
         with contextlib.ExitStack() as streams:
             streams.enter_context(record_range(f"reduce {self.buckets.describe[number]}"))
-            for stream in self._round.streams:
-                if stream is not None:
-                    streams.enter_context(_devices.use_stream(stream))
+            streams.enter_context(self._round.on_streams())
             if self.processes is None:
                 self.statistics.bucket_launched(number)
-            sums = self._local_sums(number, rows)
+            streams.enter_context(self._timeline.span_here("reduce local"))
+            sums = self._replica_sums.of(number, rows)
             if self._exchange is not None:
                 viewed = self.buckets.is_viewed(number)
                 self._exchange.submit(
@@ -278,86 +305,43 @@ class Reducer:
                 self.statistics.bucket_finished(number)
         self._sums[number] = sums
 
-    def _local_sums(self, number: int, rows: list[list[MaybeTensor]]) -> list[MaybeTensor]:
-        bucket = self.buckets.plan.buckets[number]
-        if self.buckets.is_viewed(number):
-            self.buckets.sum_views(number)
-            sums = list(rows[0])
-            used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
-            self.buckets.complete_views(number, used, self._user_hooks)
-            if self._accumulated.any:
-                pairs = zip(bucket, used, strict=True)
-                used = [use or self._accumulated.has_unreduced(i) for i, use in pairs]
-        else:
-            sums = local_sum(rows, self.buckets.homes[number])
-            if self.processes is not None:
-                sums = self._user_hooks.run_all(bucket, sums)
-            if self._exchange is not None and self._accumulated.any:
-                terms = zip(bucket, sums, strict=True)
-                sums = [add(self._accumulated.unreduced(index), grad) for index, grad in terms]
-            used = [grad is not None for grad in sums]
-        for index, has_gradient in zip(bucket, used, strict=True):
-            self.usage.used[index] |= has_gradient
-        return sums
-
     def _finish(self, round_: Round) -> list[MaybeTensor]:
         round_.finish()
-        for stream in round_.streams:
-            if stream is not None:
-                _devices.wait_stream(_devices.current_stream(stream.device), stream)
-        extra = self._late(round_)
+        round_.wait_for_streams()
+        extra = self._replica_sums.late(round_)
+        self.usage.end_round()
+        if self.optimizers is not None and extra and self._exchange is None:
+            raise RuntimeError(messages.late_in_step([self.names[i] for i in extra]))
         delivery = self._delivery()
-        if self._exchange is not None:
-            self._receive(self._exchange, delivery, extra)
+        reception = Reception(delivery, self._replica_sums, self._sums, extra)
+        if self._exchange is None:
+            said: Said | Outcome = reception.keep()
         else:
-            for number, sums in enumerate(self._sums):
-                self._sums[number] = []
-                delivery.keep(number, sums, self.usage.used, extra)
-            if self.optimizers is not None and extra:
-                raise RuntimeError(messages.late_in_step([self.names[i] for i in extra]))
+            assert self.processes is not None
+            with self._timeline.span("reduce across processes"):
+                said = reception.receive(self._exchange, self.processes)
+        self._late_parameters |= reception.extra.keys()
+        if self.guard is not None:
+            self.guard.judge(said, delivery, stays=bool(self.processes and not self._exchange))
         # First, since the other processes wait for this one in it.
         self._after_round()
-        self.usage.end_round()
         self._accumulated = self.accumulations.after_round()
         self._user_hooks.published(delivery.in_place)
         return delivery.result
 
+    def drop_gradients(self) -> None:
+        """Let there be no gradients, neither of the last round nor from before it."""
+        accumulated = self.accumulations.of(current_home())
+        Delivery(self._originals, self.buckets, accumulated, None).withdraw()
+
     def _delivery(self) -> Delivery:
-        step = None if self.optimizers is None else self.optimizers.step
+        step = None if self.optimizers is None else self._step
         return Delivery(self._originals, self.buckets, self._accumulated, step)
 
-    def _late(self, round_: Round) -> dict[int, torch.Tensor]:
-        """The sums of what came after its bucket was taken, by the index of the parameter."""
-        extra: dict[int, torch.Tensor] = {}
-        for number, rows in round_.late().items():
-            bucket = self.buckets.plan.buckets[number]
-            sums = local_sum(rows, self.buckets.homes[number])
-            if self.processes is not None or self.buckets.is_viewed(number):
-                sums = self._user_hooks.run_all(bucket, sums)
-            for index, grad in zip(bucket, sums, strict=True):
-                if grad is not None:
-                    extra[index] = grad
-        self.usage.check_late(extra)
-        self._late_parameters |= extra.keys()
-        return extra
-
-    def _receive(
-        self, exchange: Exchange, delivery: Delivery, extra: dict[int, torch.Tensor]
-    ) -> None:
-        assert self.processes is not None
-        flats, outcome = exchange.receive(unused=self.usage.num_unused, late=len(extra))
-        if outcome.failed_ranks:
-            raise RuntimeError(messages.others_failed(outcome.failed_ranks))
-        used: Sequence[int] = [True] * len(self.names)
-        if outcome.num_unused:
-            used = self.processes.used_anywhere(self.usage.used)
-        if outcome.num_late:
-            extra = self.processes.reduce_late(extra, self._originals, exchange.scale())
-            self._late_parameters |= extra.keys()
-        for number, flat in enumerate(flats):
-            sums, self._sums[number] = self._sums[number], []
-            delivery.receive(number, flat, sums, used, extra)
-        self._accumulated.after_synchronised()
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
+        assert self.optimizers is not None
+        with self._timeline.span("optimizer", 0):
+            self.optimizers.step(parameters)
 
     # --- the end of a round ----------------------------------------------------------------------
 
@@ -367,12 +351,10 @@ class Reducer:
         self.num_rounds += 1
         self._exchange = None
         if not self.buckets.ordered:
-            order = list(dict.fromkeys(self.order))
-            order += sorted(set(range(len(self.names))).difference(order), reverse=True)
+            self.order = whole_order(self.order, len(self.names))
             if self.processes is not None:
-                order = self.processes.order_of_rank_0(order)
-            self.order = order
-            self._make_buckets(order)
+                self.order = self.processes.order_of_rank_0(self.order)
+            self._make_buckets(self.order)
 
     def _fail(self, round_: Round, error: BaseException) -> None:
         """Drop the round; let the other processes know instead of letting them wait."""
@@ -387,6 +369,24 @@ class Reducer:
             self.buckets.forget_views(self._accumulated.home)
             self._accumulated = self.accumulations.after_round()
             self._round, self._sums = None, []
+            self.at_failure(error)
+
+    def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Reduce over other replicas from now on; the other processes need not know.
+
+        Args:
+            leaves: Per replica, what it computes with in place of the originals.
+        """
+        self.reset()
+        verify_replicas(leaves, self.names, [self._expect_sparse] * len(leaves))
+        self._leaves = [list(replica) for replica in leaves]
+        devices = [replica[0].device for replica in leaves]
+        self.statistics.use_devices(devices)
+        if self.guard is not None:
+            self.guard.use_devices(devices)
+        # What an unfinished first round has seen is not the order of a whole one.
+        self.order = self.order if self.buckets.ordered else []
+        self._make_buckets(self.order if self.buckets.ordered else None)
 
     def reset(self) -> None:
         """Forget an unfinished round, as after a backward that failed outside of the replicas."""

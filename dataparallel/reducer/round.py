@@ -16,8 +16,9 @@ it is summed and reduced at the end of the round, and from then on its bucket is
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -28,6 +29,9 @@ from dataparallel.reducer.local_sum import MaybeTensor
 #: Called with the number of a bucket and, per replica, the gradients of its parameters.
 Complete = Callable[[int, list[list[MaybeTensor]]], None]
 
+#: Called with a replica, the number of a bucket and the gradients, before they are added up.
+Look = Callable[[int, int, Sequence[MaybeTensor]], None]
+
 
 class Round:
     """Collects the gradients of one backward. See Note [When a bucket is ready].
@@ -37,6 +41,7 @@ class Round:
         complete: Called once for each bucket, in order on each replica's thread.
         eager: Whether buckets are completed before the end of backward.
         left_to_the_end: Buckets that are not, nevertheless; nor are those after them.
+        look: Called for each bucket of each replica, in its thread. Default: nobody looks.
     """
 
     def __init__(
@@ -46,11 +51,13 @@ class Round:
         *,
         eager: bool = True,
         left_to_the_end: frozenset[int] = frozenset(),
+        look: Look | None = None,
     ) -> None:
         self._gradients = gradients
         self._num_buckets = num_buckets = len(gradients[0])
         self._complete = complete
         self.eager = eager
+        self._look = look
         self._left_to_the_end = left_to_the_end
         self._lock = threading.Lock()
         #: Per replica, the bucket that is taken next.
@@ -85,7 +92,9 @@ class Round:
 
     def _take(self, replica: int, bucket: int, stream: _devices.Stream | None) -> None:
         self._next[replica] = bucket + 1
-        self._rows[bucket][replica] = self._gradients[replica][bucket].take()
+        self._rows[bucket][replica] = taken = self._gradients[replica][bucket].take()
+        if self._look is not None:
+            self._look(replica, bucket, taken)
         with self._lock:
             if stream is not None:
                 self.streams[replica] = stream
@@ -95,6 +104,21 @@ class Round:
             rows, self._rows[bucket] = self._rows[bucket], []
             self._complete(bucket, rows)
 
+    @contextlib.contextmanager
+    def on_streams(self) -> Iterator[None]:
+        """Queue work behind what computed the gradients within a ``with`` block."""
+        with contextlib.ExitStack() as used:
+            for stream in self.streams:
+                if stream is not None:
+                    used.enter_context(_devices.use_stream(stream))
+            yield
+
+    def wait_for_streams(self) -> None:
+        """Let what the caller queues from now on come after what computed the gradients."""
+        for stream in self.streams:
+            if stream is not None:
+                _devices.wait_stream(_devices.current_stream(stream.device), stream)
+
     def late(self) -> dict[int, list[list[MaybeTensor]]]:
         """What came after its bucket was taken: bucket, and per replica the gradients."""
         found: dict[int, list[list[MaybeTensor]]] = {}
@@ -102,6 +126,9 @@ class Round:
             replicas = [gradients[bucket] for gradients in self._gradients]
             if any([leaf.grad is not None for replica in replicas for leaf in replica.leaves]):
                 found[bucket] = [StolenGradients(replica.leaves).take() for replica in replicas]
+                if self._look is not None:
+                    for replica, taken in enumerate(found[bucket]):
+                        self._look(replica, bucket, taken)
         return found
 
     def drop(self) -> None:

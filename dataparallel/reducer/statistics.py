@@ -20,6 +20,7 @@ A bucket is finished when its result is awaited, which may be some time after it
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -187,6 +188,17 @@ class ReducerStatistics:
         self._sums: dict[str, int] = {}
         self._counts: dict[str, int] = {}
 
+    def use_devices(self, devices: Sequence[torch.device]) -> None:
+        """Let the replicas be on other devices; what is not read yet is forgotten.
+
+        Args:
+            devices: Where the replicas are.
+        """
+        with self._lock:
+            self._devices = list(dict.fromkeys(devices))
+            self._sample = None
+            self._unread.clear()
+
     @property
     def sample_rate(self) -> int:
         """After the first ten, one in so many iterations is sampled."""
@@ -257,8 +269,7 @@ class ReducerStatistics:
         Args:
             bucket: Number of the bucket.
         """
-        if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
+        if (sample := self._sample) is not None and (mark := self._made()) is not None:
             with self._lock:
                 sample.launched.setdefault(bucket, mark)
 
@@ -268,8 +279,7 @@ class ReducerStatistics:
         Args:
             bucket: Number of the bucket.
         """
-        if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
+        if (sample := self._sample) is not None and (mark := self._made()) is not None:
             with self._lock:
                 sample.last = sample.finished[bucket] = mark
 
@@ -293,20 +303,30 @@ class ReducerStatistics:
             return self._latest
 
     def _mark(self, point: str) -> None:
-        if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
+        if (sample := self._sample) is not None and (mark := self._made()) is not None:
             with self._lock:
                 sample.points.setdefault(point, mark)
 
+    def _made(self) -> _Mark | None:
+        """A mark; None where a device is lost, which is for others to notice."""
+        try:
+            return _Mark(self._devices)
+        except RuntimeError:
+            self.abandon()
+            return None
+
     def _read(self, *, wait: bool) -> None:
         while self._unread:
-            marks = self._unread[0].marks()
-            if wait:
-                for mark in marks:
-                    mark.synchronize()
-            elif not all(mark.has_happened() for mark in marks):
-                return
-            self._add(self._unread.popleft())
+            sample = self._unread[0]
+            # A device that is lost will never tell.
+            with contextlib.suppress(RuntimeError):
+                for mark in sample.marks():
+                    if wait:
+                        mark.synchronize()
+                    elif not mark.has_happened():
+                        return
+                self._add(sample)
+            self._unread.popleft()
 
     def _add(self, sample: _Sample) -> None:
         measures = sample.measures()

@@ -15,7 +15,7 @@ from dataparallel.reducer.agreement import gather_if_different
 #: What messages call the comparison across processes.
 _WHAT = "the comparison of parameters"
 
-#: How many parameters with other names a warning shows: with a prefix, all of them have.
+#: How many parameters with other names a message shows: with a prefix, all of them have.
 _MAX_NAMES = 4
 
 
@@ -113,11 +113,14 @@ def verify_across_processes(
     names: Sequence[str],
     link: ProcessLink,
     expect_sparse: Sequence[bool] | None = None,
+    *,
+    nonfinite: str = "ignore",
 ) -> None:
     """Check that the parameters of all processes go together; every process calls this.
 
     If all is well, one small collective was needed. If not, every process raises the same error.
-    Where parameters have other names but all else is equal, a warning tells it.
+    Where parameters have other names but all else is equal, a warning tells it; an error, if they
+    are the same names in another order.
 
     Example::
 
@@ -128,22 +131,37 @@ def verify_across_processes(
         names: One per parameter.
         link: The processes to compare with.
         expect_sparse: Whether the gradient of each parameter will be sparse. Default: none will be.
+        nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
 
     Raises:
-        ValueError: The numbers of parameters differ; or sizes; or strides (of dimensions with more
-            than one element); or dtypes; or ``requires_grad``; or whether gradients will be sparse.
-            The message has all faults of the first of these kinds, with rank, name, and both sides.
+        ValueError: ``nonfinite`` differs; or the numbers of parameters; or sizes; or strides (of
+            dimensions with more than one element); or dtypes; or ``requires_grad``; or whether
+            gradients will be sparse; or the order of names. The message has all faults of the first
+            of these kinds, with rank, name, and both sides.
     """
     if link.world_size == 1:
         return
     own = _describe(parameters, names, expect_sparse or [False] * len(parameters))
     keys = [[kind.key(entry) for kind in _KINDS] for entry in own]
     gathered = gather_if_different(
-        [keys, list(names)], link, details=[asdict(entry) for entry in own], what=_WHAT
+        [keys, list(names), nonfinite],
+        link,
+        details=[asdict(entry) for entry in own],
+        what=_WHAT,
     )
     if gathered is None:
         return
-    entries = [[_read(fields) for fields in details] for _, details in gathered]
+    actions = [action for (_, _, action), _ in gathered]
+    if len(set(actions)) > 1:
+        raise ValueError(
+            f"the processes have different values of nonfinite: {_by_value('rank', actions)}; they "
+            "skip a step, or raise an error, together, so pass the same in every process"
+        )
+    _complain([[_read(fields) for fields in details] for _, details in gathered])
+
+
+def _complain(entries: Sequence[Sequence[_Description]]) -> None:
+    """Raise an error for the first kind of fault, or warn of names."""
     counts = [len(each) for each in entries]
     if len(set(counts)) > 1:
         raise ValueError(
@@ -157,7 +175,17 @@ def verify_across_processes(
             f"the parameters of the processes have {fault}\nBuild the same model in every process, "
             "and convert and freeze its parameters there in the same way before you wrap it"
         )
-    warnings.warn(_about_names(entries), stacklevel=2)
+    if len({frozenset(entry.name for entry in each) for each in entries}) == 1:
+        raise ValueError(
+            f"the processes have their parameters in different orders: {_renamed(entries)}; "
+            "register them in the same order in every process"
+        )
+    warnings.warn(
+        "parameters have other names in other processes, but the same sizes: "
+        f"{_renamed(entries)}; their gradients are averaged as if they were the same. If that is "
+        "not what you mean, build the same model in every process",
+        stacklevel=3,
+    )
 
 
 # --- descriptions and their comparison -------------------------------------------------------
@@ -207,19 +235,15 @@ def _named(place: str, sides: Sequence[_Description]) -> str:
     return f"({_by_value(place, [repr(name) for name in names])})"
 
 
-def _about_names(entries: Sequence[Sequence[_Description]]) -> str:
-    """What is told where parameters have other names, and else are the same."""
+def _renamed(entries: Sequence[Sequence[_Description]]) -> str:
+    """The parameters that have another name somewhere, by their place."""
     renamed = [
         _named("rank", sides)
         for sides in zip(*entries, strict=True)
         if len({side.name for side in sides}) > 1
     ]
     others = f" and {len(renamed) - _MAX_NAMES} others" if len(renamed) > _MAX_NAMES else ""
-    return (
-        "parameters have other names in other processes, but the same sizes: "
-        f"{', '.join(renamed[:_MAX_NAMES])}{others}; their gradients are averaged as if they were "
-        "the same. If the order of registration differs, build the same model in every process"
-    )
+    return f"{', '.join(renamed[:_MAX_NAMES])}{others}"
 
 
 def _only_somewhere(entries: Sequence[Sequence[_Description]]) -> str:

@@ -15,7 +15,9 @@ from dataparallel.virtual.backend import (
     enable_from_environment,
     is_enabled,
 )
+from dataparallel.virtual.device_loss import is_lost, lose_device, restore_device
 from dataparallel.virtual.inspection import counters, pending, reset_counters
+from dataparallel.virtual.memory_limit import set_memory_limit
 from dataparallel.virtual.strictness import is_strict, set_strict, strict_mode
 
 __all__ = [
@@ -24,9 +26,13 @@ __all__ = [
     "enable",
     "enable_from_environment",
     "is_enabled",
+    "is_lost",
     "is_strict",
+    "lose_device",
     "pending",
     "reset_counters",
+    "restore_device",
+    "set_memory_limit",
     "set_strict",
     "strict_mode",
 ]

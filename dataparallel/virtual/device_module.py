@@ -214,7 +214,7 @@ def empty_cache() -> None:
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Free and total bytes; every device counts the host's memory as its own."""
+    """Free and total bytes; the host's memory is each device's own, up to its limit."""
     free, total = required().memory_info(_index(device))
     return free, total
 

@@ -7,7 +7,7 @@ import torch
 from dataparallel.virtual.extension import required
 
 
-def _index(device: torch.device | str | int | None) -> int:
+def index_of(device: torch.device | str | int | None) -> int:
     """The index of a virtual device; -1 stands for all of them."""
     if device is None:
         return -1
@@ -43,8 +43,8 @@ def pending(where: torch.Stream | torch.device | str | int | None = None) -> int
     """
     extension = required()
     if isinstance(where, torch.Stream):
-        return extension.pending_on_stream(_index(where.device), where.stream_id)
-    index = _index(where)
+        return extension.pending_on_stream(index_of(where.device), where.stream_id)
+    index = index_of(where)
     indices = range(extension.device_count()) if index == -1 else [index]
     return sum(extension.pending_on_device(each) for each in indices)
 
@@ -72,7 +72,7 @@ def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
         RuntimeError: Virtual devices are not enabled.
         ValueError: There is no such virtual device.
     """
-    return dict(required().counters(_index(device)))
+    return dict(required().counters(index_of(device)))
 
 
 def reset_counters(device: torch.device | str | int | None = None) -> None:
@@ -89,4 +89,4 @@ def reset_counters(device: torch.device | str | int | None = None) -> None:
         RuntimeError: Virtual devices are not enabled.
         ValueError: There is no such virtual device.
     """
-    required().reset_counters(_index(device))
+    required().reset_counters(index_of(device))

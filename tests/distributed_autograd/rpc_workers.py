@@ -76,10 +76,6 @@ def rpc_world(
     """
     # Compiling takes longer than a test may.
     extension()
-    ranks = enumerate(cluster.run(_earlier_rank, world_size, init_group=False))
-    if any(earlier not in (None, rank) for rank, earlier in ranks):
-        # A process that ended has changed their order, and torch's RPC knows one rank for each.
-        cluster.close()
     with tempfile.TemporaryDirectory(prefix="rpc-") as directory:
         inputs = (function, directory, timeout, frozenset(lost), args)
         if expect_errors:
@@ -88,13 +84,6 @@ def rpc_world(
             )
             return run
         return cluster.run(_serve, world_size, *inputs, timeout=timeout, init_group=False)
-
-
-_rank: int | None = None
-
-
-def _earlier_rank(rank: int, world_size: int) -> int | None:
-    return _rank
 
 
 def _serve(
@@ -106,8 +95,6 @@ def _serve(
     lost: frozenset[int],
     args: tuple[object, ...],
 ) -> Any:
-    global _rank
-    _rank = rank
     # As gloo, it would else look up the machine's name, and listen to the network.
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     store = FileStore(f"{directory}/meetings", world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -209,16 +210,33 @@ def test_threads_belong_to_the_only_group_or_are_told_what_to_do() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_is_told_that_it_has_no_workers() -> None:
-    with LocalWorkers(["cpu"], timeout=PATIENCE):
+    with LocalWorkers(["cpu"], timeout=PATIENCE) as workers:
         rpc_sync("worker0", my_name)
+        group = current_endpoint().group  # type: ignore[attr-defined]
+        locked, forked = threading.Event(), threading.Event()
+
+        def hold_locks() -> None:
+            # As a thread does that finishes a call while another one forks.
+            with group.pending._changed, group.endpoints[0].threads._lock:
+                locked.set()
+                forked.wait(PATIENCE)
+
+        holder = threading.Thread(target=hold_locks)
+        holder.start()
+        assert locked.wait(PATIENCE)
         child = os.fork()
         if child == 0:
+            signal.alarm(30)
             try:
                 rpc_sync("worker0", my_name)
             except RuntimeError as error:
-                os._exit(7 if "was forked from it: make LocalWorkers here" in str(error) else 1)
+                told = "was forked from it: make LocalWorkers here" in str(error)
+                workers.close()
+                os._exit(7 if told else 1)
             finally:
                 os._exit(2)
+        forked.set()
+        holder.join(PATIENCE)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert rpc_sync("worker0", my_name) == "worker0"
 

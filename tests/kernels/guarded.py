@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import mmap
-import multiprocessing
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from dataparallel.kernels import backend
+from tests import forkserver
 from tests.kernels.host_backend import HostBackend
 
 #: The exit status of a process that has touched memory which it may not touch.
@@ -78,10 +78,7 @@ def exit_status(cases: Callable[..., None], *args: Any, timeout: float = 200) ->
     Returns:
         0 if the function has returned; :data:`OUT_OF_BOUNDS`; or the status of another failure.
     """
-    # Forked from a process that has imported torch already, and has nothing else.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=_child, args=(cases, args))
+    process = forkserver.context().Process(target=_child, args=(cases, args))
     process.start()
     process.join(timeout)
     if process.is_alive():

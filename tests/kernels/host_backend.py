@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -9,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -107,23 +109,48 @@ def library_of(text: str, name: str) -> ctypes.CDLL:
         text: Their source, with all that it includes.
         name: Of the file, for a reader of error messages.
     """
-    text = f'#include "{_HEADERS / "host.h"}"\n{text}'
-    headers = (path.read_text(encoding="utf-8") for path in sorted(_HEADERS.glob("*.h")))
-    parts = (text, *headers, *_FLAGS)
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = cache_directory() / f"kernels-{digest}"
-    path = folder / f"{name}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    text = f'#include "{_header()}"\n{text}'
+    path = _cached(text) / f"{name}.so"
+    with _locked(path.parent):
         if not path.exists():
-            _compile(text, path)
+            _compile(text, f"{name}.cpp", path)
     return ctypes.CDLL(str(path))
 
 
-def _compile(text: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as name:
-        source, made = Path(name) / f"{path.stem}.cpp", Path(name) / path.name
+def _header() -> Path:
+    """A header with all that the kernels find, beside what g++ has made of it.
+
+    To compile it takes half of the time of a small kernel.
+    """
+    text = f'#include "{_HEADERS / "host.h"}"\n'
+    path = _cached(text) / "all.h"
+    made = path.with_suffix(".h.gch")
+    with _locked(path.parent):
+        if not made.exists():
+            path.write_text(text, encoding="utf-8")
+            _compile(text, path.name, made)
+    return path
+
+
+def _cached(text: str) -> Path:
+    """The folder of what becomes of a text."""
+    headers = (path.read_text(encoding="utf-8") for path in sorted(_HEADERS.glob("*.h")))
+    parts = (text, *headers, *_FLAGS)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return cache_directory() / f"kernels-{digest}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(text: str, name: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        source, made = Path(folder) / name, Path(folder) / path.name
         source.write_text(text, encoding="utf-8")
         subprocess.run(["g++", *_FLAGS, str(source), "-o", str(made)], check=True)
         os.replace(made, path)

@@ -121,7 +121,7 @@ ours = {m for m in sys.modules if m.startswith("dataparallel.")}
 print(sorted(m for m in ours if not m.startswith("dataparallel.virtual")))
 """
     done = run_python(ALONE + code)
-    assert done.stdout == "['dataparallel.native']\n", done.stderr
+    assert done.stdout == "['dataparallel.cache_folder', 'dataparallel.native']\n", done.stderr
 
 
 def test_module_list_of_torch() -> None:

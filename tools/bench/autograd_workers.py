@@ -49,6 +49,7 @@ class _Engine:
 _theirs: Any = torch.distributed.autograd
 _ENGINES: dict[Form, _Engine] = {
     "ours": _Engine(ours.context, ours.rpc_sync, ours.backward, ours.get_gradients),
+    # unsafe-load: between processes that the benchmark has started
     "torch": _Engine(_theirs.context, torch_rpc.rpc_sync, _theirs.backward, _theirs.get_gradients),
 }
 
@@ -94,6 +95,7 @@ class Workers:
         options: dict[str, Any] = {}
         if task.transport != "default":
             options["_transports"] = [task.transport]
+        # unsafe-load: between processes that the benchmark has started
         torch_rpc.init_rpc(  # type: ignore[no-untyped-call]
             f"worker{task.rank}",
             rank=task.rank,
@@ -182,6 +184,7 @@ class Workers:
             gradients = engine.get_gradients(context_id)
         # The messages that end a context must not become a part of the other's time.
         for rank in range(1, self.task.world_size):
+            # unsafe-load: between processes that the benchmark has started
             torch_rpc.rpc_sync(f"worker{rank}", _settle)
         return gradients
 

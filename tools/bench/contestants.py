@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-Kind = Literal["ours", "bare", "ddp"]
+Kind = Literal["ours", "watched", "bare", "ddp"]
 Wrapper = Literal["dp", "ddp"]
 Mode = Literal["step", "forward-backward", "forward", "inference"]
 Loss = Literal["gathered", "replicas"]
@@ -26,7 +26,8 @@ class Task:
     """One worker process's place in its contestant.
 
     Attributes:
-        kind: ``"ours"``: our wrapper over this process's devices; ``"bare"``: the module alone,
+        kind: ``"ours"``: our wrapper over this process's devices; ``"watched"``: the same within a
+            ``StepMonitor``; ``"bare"``: the module alone,
             whole batch, on the first device; ``"ddp"``: one of torch's DDP processes.
         devices: This process's own, one per replica.
         replicas: Into how many parts the whole batch is divided, over all processes.
@@ -124,7 +125,7 @@ def plan_contestants(
         task: What all have in common; the place in the contestant is filled in.
         devices: Those of each of our processes, one per replica. torch DDP gets as many processes
             as there are replicas, each with the device of one.
-        peers: ``"bare"`` and ``"ddp"``, in any order.
+        peers: ``"bare"``, ``"ddp"`` and ``"watched"``, in any order.
 
     Returns:
         Ours, then the peers in the order given.
@@ -156,6 +157,7 @@ def plan_contestants(
     name = "our DDP" if task.wrapper == "ddp" else "DataParallel"
     ours = f"{name} {len(devices)}x{len(devices[0])}"
     known = {
+        "watched": Contestant("watched", f"{ours}, watched", team("watched", devices)),
         "bare": Contestant("bare", "bare module", team("bare", [of_replicas[:1]])),
         "ddp": Contestant(
             "ddp",

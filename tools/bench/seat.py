@@ -48,7 +48,7 @@ class Seat:
         """
         if self.task.kind == "bare":
             return module
-        if self.task.kind == "ours" and self.task.wrapper == "dp":
+        if self.task.kind in ("ours", "watched") and self.task.wrapper == "dp":
             return dataparallel.DataParallel(module, self.slots)
         if self.task.kind == "ddp":
             return nn.parallel.DistributedDataParallel(

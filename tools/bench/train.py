@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from dataparallel.tools.arguments import Subparsers
 
-_PEERS = ("bare", "ddp")
+#: Those of the default, and ours with a monitor, which shows what that costs.
+_PEERS = ("bare", "ddp", "watched")
 CASE_NAMES = ("mlp", "wide", "deep", "transformer", "conv")
 
 
@@ -46,6 +47,7 @@ def add_to(subjects: Subparsers) -> None:
             "dataparallel bench train --peers ddp --bar 0.8 --bar-worst 1 --bar-memory 0.6",
             "dataparallel bench train --processes 2 --devices cpu --peers ddp",
             "dataparallel bench train --devices cpu --cases deep --peers ddp",
+            "dataparallel bench train --devices cpu,cpu --peers watched",
             "dataparallel bench train --wrapper dp --mode forward --peers bare",
             "dataparallel bench train --mode forward-backward --devices virtual:0,virtual:1",
             "dataparallel bench train --json results.json",
@@ -81,7 +83,8 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
         help="processes of ours, each with all of --devices and its part of the batch; "
         "default: 1. torch DDP gets one process per replica")  # fmt: skip
     add("--peers", type=names_in(_PEERS), default=None, metavar="LIST",
-        help="whom to compare with; default: bare,ddp (bare alone on virtual devices)")  # fmt: skip
+        help="whom to compare with: bare, ddp, watched (ours with a StepMonitor); default: "
+        "bare,ddp (bare alone on virtual devices)")  # fmt: skip
     add("--threads-per-replica", type=count, default=1, metavar="N",
         help="intra-op threads of each replica, and of the bare module; default: 1")  # fmt: skip
 
@@ -146,7 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _default_peers(devices: Sequence[str]) -> list[str]:
-    return ["bare"] if _any_virtual(devices) else list(_PEERS)
+    return ["bare"] if _any_virtual(devices) else ["bare", "ddp"]
 
 
 def _any_virtual(devices: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.monitor import StepMonitor
 from dataparallel.tools.bench.cases import CASES, criterion
 from dataparallel.tools.bench.contestants import Optimizer, TrainTask
 from dataparallel.tools.bench.memory import MemoryGauge
@@ -48,6 +49,9 @@ class Trainer:
         if task.statistics:
             time_every_iteration(self.model)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
+        if task.kind == "watched" and isinstance(self.model, DataParallel):
+            # For as long as the process lives; somebody may look at it meanwhile.
+            self._monitor = StepMonitor(self.model).__enter__()
         self._timed: list[dict[str, float]] = []
 
     def _whole_batch(self) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataparallel.tools.doctor.check import Check, Probe
+from dataparallel.tools.monitor.sources.nvml_errors import (
+    LIBRARY_NOT_FOUND,
+    MEANINGS,
+    package_problem,
+)
 
 
 def devices(probe: Probe) -> Iterator[Check]:
@@ -47,7 +52,7 @@ def driver(probe: Probe) -> Check:
     """The NVIDIA driver, through NVML or else nvidia-smi, and whether torch can use it."""
     found = _nvml_driver(probe) or _smi_driver(probe)
     if found is None:
-        return Check("Devices", "NVIDIA driver", "missing", "no driver answers; needed for CUDA")
+        return _no_driver(probe)
     version, names = found
     detail = f"{version}, {len(names)} GPU(s): {', '.join(names)}"
     torch = probe.module("torch")
@@ -80,6 +85,24 @@ def _nvml_driver(probe: Probe) -> tuple[str, list[str]] | None:
     finally:
         nvml.nvmlShutdown()
     return version, names
+
+
+def _no_driver(probe: Probe) -> Check:
+    """Why no driver answers: there is none, or it does not work."""
+    name, needed = "NVIDIA driver", "no driver answers; needed for CUDA"
+    nvml = probe.module("pynvml")
+    if nvml is None:
+        return Check("Devices", name, "missing", needed)
+    try:
+        nvml.nvmlInit()
+        nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        code = int(getattr(error, "value", LIBRARY_NOT_FOUND))
+        what, remedy = MEANINGS.get(code, (f"NVML fails with error {code}", "see: sudo dmesg"))
+        if code != LIBRARY_NOT_FOUND:
+            return Check("Devices", name, "problem", what, remedy)
+        return Check("Devices", name, "missing", f"{needed}: {what}", remedy)
+    return Check("Devices", name, "missing", needed)
 
 
 def _smi_driver(probe: Probe) -> tuple[str, list[str]] | None:
@@ -171,6 +194,9 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
 def gpu_packages(probe: Probe) -> Check:
     """The optional package that is of use with NVIDIA GPUs only."""
     name, purpose = "nvidia-ml-py", "driver and memory of NVIDIA GPUs"
+    problem = package_problem(probe.distribution)
+    if problem is not None:
+        return Check("Extras", name, "problem", *problem)
     version = probe.version(name)
     if version:
         return Check("Extras", name, "ok", f"{version}, for {purpose}")

@@ -12,9 +12,22 @@ _MINIMUM_TORCH = (2, 9)
 #: Distribution, what it is needed for, the command that installs it.
 _EXTRAS = (
     ("rich", "tables and progress of this command", 'pip install "dataparallel[tools]"'),
-    ("psutil", "memory figures of `dataparallel bench`", 'pip install "dataparallel[tools]"'),
+    (
+        "psutil",
+        "memory figures of `dataparallel bench`, readings of `dataparallel monitor`",
+        'pip install "dataparallel[tools]"',
+    ),
+    (
+        "prometheus-client",
+        "the metrics of `dataparallel monitor serve`",
+        'pip install "dataparallel[monitor]"',
+    ),
     ("safetensors", "checkpoints of the examples", 'pip install "dataparallel[examples]"'),
-    ("matplotlib", "plots of the examples", 'pip install "dataparallel[examples]"'),
+    (
+        "matplotlib",
+        "plots of `dataparallel monitor` and of the examples",
+        'pip install "dataparallel[monitor]"',
+    ),
     ("scikit-learn", "the digits of the examples", 'pip install "dataparallel[examples]"'),
 )
 

@@ -48,6 +48,7 @@ def _version(distribution: str) -> str | None:
 
 def _module(name: str) -> Any:
     try:
+        # unsafe-load: the names stand in the checks of this folder
         return importlib.import_module(name)
     except (ImportError, OSError):
         # OSError: a shared library that the package loads is not there.
@@ -78,6 +79,7 @@ class Probe:
 
     Attributes:
         version: Installed version of a distribution, or None.
+        distribution: An installed distribution, as ``importlib.metadata`` describes it.
         module: The module of that name, or None where it cannot be imported.
         which: Path of an executable, or None.
         output: What a command prints, or None where it fails or takes over ten seconds.
@@ -88,6 +90,7 @@ class Probe:
     """
 
     version: Callable[[str], str | None] = _version
+    distribution: Callable[[str], Any] = metadata.distribution
     module: Callable[[str], Any] = _module
     which: Callable[[str], str | None] = shutil.which
     output: Callable[..., str | None] = _output

@@ -1,4 +1,5 @@
 // The interface through which torch selects devices and streams and records events.
+#include "loss.h"
 #include "memory.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -15,6 +16,11 @@ struct Event {
     return record;
   }
 };
+
+std::shared_ptr<Record> alive(std::shared_ptr<Record> record) {
+  check_alive(record->stream.device);
+  return record;
+}
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -58,12 +64,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return handle_of(previous);
   }
   bool queryStream(const c10::Stream& stream) const override {
+    check_alive(stream.device_index());
     return stream_of(stream).poll();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    check_alive(stream.device_index());
     stream_of(stream).synchronize();
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
+    check_alive(checked_index(index));
     synchronize_device(checked_index(index));
   }
 
@@ -75,6 +84,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         "an event of virtual:", static_cast<int>(device_index),
         " cannot be recorded on a stream of ", stream.device());
     check_not_forked();
+    check_alive(stream.device_index());
     if (*event == nullptr) {
       *event = new Event();
     }
@@ -87,15 +97,17 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
-      stream_of(stream).wait(static_cast<Event*>(event)->latest());
+      const auto record = alive(static_cast<Event*>(event)->latest());
+      check_alive(stream.device_index());
+      stream_of(stream).wait(record);
     }
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || static_cast<Event*>(event)->latest()->poll();
+    return event == nullptr || alive(static_cast<Event*>(event)->latest())->poll();
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      auto record = static_cast<Event*>(event)->latest();
+      auto record = alive(static_cast<Event*>(event)->latest());
       record->stream.run_until(record->position);
     }
   }
@@ -107,8 +119,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(
         start != nullptr && end != nullptr,
         "both events must be recorded before the elapsed time can be computed");
-    const double first = static_cast<Event*>(start)->latest()->seconds.load();
-    const double last = static_cast<Event*>(end)->latest()->seconds.load();
+    const double first = alive(static_cast<Event*>(start)->latest())->seconds.load();
+    const double last = alive(static_cast<Event*>(end)->latest())->seconds.load();
     TORCH_CHECK(
         first >= 0 && last >= 0,
         "both events must be completed before the elapsed time can be computed");

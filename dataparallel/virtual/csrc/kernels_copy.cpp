@@ -65,6 +65,14 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   other.wait(stream.record(/*timed=*/false));
 }
 
+// One side of a copy.
+void begin_at(const at::Tensor& tensor) {
+  if (is_virtual(tensor)) {
+    begin_operation(tensor.device().index());
+    check_contents(tensor.storage().data_ptr());
+  }
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   check_not_forked();
   TORCH_CHECK(
@@ -76,7 +84,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   if (self._is_zerotensor()) {
     at::Tensor target = dst;
     target.zero_();
-  } else if (is_virtual(self) && is_virtual(dst)) {
+    return dst;
+  }
+  begin_at(self);
+  begin_at(dst);
+  if (is_virtual(self) && is_virtual(dst)) {
     copy_between_devices(self, dst);
   } else if (is_virtual(dst)) {
     TORCH_CHECK(self.is_cpu(), "cannot copy from ", self.device(), " to ", dst.device());
@@ -94,6 +106,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  begin_at(self);
   current_stream(self.device().index()).synchronize();
   KernelScope scope;
   return cpu_alias(self).item();

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 namespace vdev {
 namespace {
@@ -14,7 +15,11 @@ namespace {
 // A loop that never waits would otherwise keep everything it has ever computed.
 constexpr int64_t kMaxRetiredBytes = int64_t{1} << 30;
 
+// Of a device that has no limit.
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
 struct alignas(64) Usage {
+  std::atomic<int64_t> limit{kUnlimited};
   std::atomic<int64_t> retired_bytes{0};
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> peak_bytes{0};
@@ -36,7 +41,16 @@ void raise_to(std::atomic<int64_t>& peak, int64_t value) {
 void account_allocation(c10::DeviceIndex device, size_t nbytes) {
   const auto amount = static_cast<int64_t>(nbytes);
   Usage& usage = usages[static_cast<size_t>(device)];
-  raise_to(usage.peak_bytes, usage.bytes.fetch_add(amount) + amount);
+  const int64_t bytes = usage.bytes.fetch_add(amount) + amount;
+  const int64_t limit = usage.limit.load(std::memory_order_relaxed);
+  if (bytes > limit) {
+    usage.bytes.fetch_sub(amount);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, false, "virtual:", static_cast<int>(device),
+        " is out of memory. Tried to allocate ", amount, " bytes; ", bytes - amount,
+        " are in use, and dataparallel.virtual.set_memory_limit allows ", limit, ".");
+  }
+  raise_to(usage.peak_bytes, bytes);
   raise_to(usage.peak_blocks, usage.blocks.fetch_add(1) + 1);
   usage.bytes_ever.fetch_add(amount, std::memory_order_relaxed);
   usage.blocks_ever.fetch_add(1, std::memory_order_relaxed);
@@ -207,6 +221,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   if (nbytes == 0) {
     return c10::DataPtr(nullptr, device_at(device));
   }
+  check_alive(device);
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(nbytes);
   if (current_stream(device).defers()) {
     // What was never written, or not yet, must not look right by luck.
@@ -215,11 +230,21 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   return adopt_memory(std::move(memory), nbytes, device);
 }
 
+void check_contents(const c10::DataPtr& data) {
+  if (data.get_deleter() == &release_block) {
+    const auto* block = static_cast<const Block*>(data.get_context());
+    if (C10_UNLIKELY(block->restorations != restorations(block->owner.device))) {
+      fail_on_lost_memory(block->owner.device);
+    }
+  }
+}
+
 void resize_storage(const c10::Storage& storage, size_t nbytes) {
   const c10::DeviceIndex device = storage.device().index();
   c10::DataPtr grown = allocate_on(device, nbytes);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0) {
+    check_contents(storage.data_ptr());
     // The old contents may still be on their way.
     current_stream(device).synchronize();
     std::memcpy(grown.get(), storage.data(), kept);
@@ -229,10 +254,17 @@ void resize_storage(const c10::Storage& storage, size_t nbytes) {
 }
 
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
+  check_alive(checked_index(device));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const size_t total = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;
-  const auto used = static_cast<size_t>(usages[static_cast<size_t>(checked_index(device))].bytes);
+  const Usage& usage = usages[static_cast<size_t>(checked_index(device))];
+  const size_t host = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;
+  const size_t total = std::min(host, static_cast<size_t>(usage.limit.load()));
+  const auto used = static_cast<size_t>(usage.bytes.load());
   return {total - std::min(used, total), total};
+}
+
+void set_memory_limit(c10::DeviceIndex device, std::optional<int64_t> bytes) {
+  usages[static_cast<size_t>(checked_index(device))].limit = bytes.value_or(kUnlimited);
 }
 
 BlockRef block_of(const c10::DataPtr& data) {

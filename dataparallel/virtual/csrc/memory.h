@@ -1,6 +1,7 @@
 // Device memory: blocks of host memory that follow the lifetime rules of a caching allocator.
 #pragma once
 
+#include "loss.h"
 #include "streams.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -8,6 +9,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <optional>
 #include <vector>
 
 namespace vdev {
@@ -16,7 +18,10 @@ namespace vdev {
 // may use it after it was freed; work on other streams may not, unless the stream was recorded.
 struct Block final : c10::intrusive_ptr_target {
   Block(c10::DataPtr memory, size_t nbytes, Stream& owner)
-      : memory(std::move(memory)), nbytes(nbytes), owner(owner) {}
+      : memory(std::move(memory)),
+        nbytes(nbytes),
+        owner(owner),
+        restorations(vdev::restorations(owner.device)) {}
   ~Block() override;
 
   void record(Stream& stream);
@@ -26,6 +31,8 @@ struct Block final : c10::intrusive_ptr_target {
   c10::DataPtr memory;
   size_t nbytes;
   Stream& owner;
+  // Of the device, when this was allocated.
+  const uint32_t restorations;
   std::mutex mutex;
   std::vector<Stream*> users;
 
@@ -50,11 +57,17 @@ BlockRef block_of(const c10::DataPtr& data);
 // stream would know of: once freed, it may be poisoned.
 c10::DataPtr host_view(const c10::DataPtr& data);
 
+// Throws if the contents are gone, since the device was lost.
+void check_contents(const c10::DataPtr& data);
+
 // Keeps the contents, as far as they fit.
 void resize_storage(const c10::Storage& storage, size_t nbytes);
 
-// Free and total bytes. Every device counts the memory of the host as its own.
+// Free and total bytes. Every device counts the memory of the host as its own, up to its limit.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
+
+// What would make a device hold more bytes raises an OutOfMemoryError; nullopt is no limit.
+void set_memory_limit(c10::DeviceIndex device, std::optional<int64_t> bytes);
 
 c10::DeviceAllocator& allocator();
 

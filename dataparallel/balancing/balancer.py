@@ -1,0 +1,379 @@
+"""Give each replica as many samples as it computes in the time of the others.
+
+Note [Balancing is exact]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Outputs are put together in the order of the samples, losses are weighted by their denominators, and
+gradients are sums over samples; so how a batch is divided changes nothing but rounding. Two things
+do depend on it: the statistics of batch norm where each replica takes its own, and which random
+numbers meet which sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from dataparallel.balancing.change import Change
+from dataparallel.balancing.chunk_shares import divide
+from dataparallel.balancing.memory_handover import MemoryHandover
+from dataparallel.balancing.saved_state import SavedState
+from dataparallel.balancing.settings import Settings, whole_number
+from dataparallel.balancing.split_decisions import SplitDecisions
+from dataparallel.comm.local import chunk_lengths
+from dataparallel.data_parallel import DataParallel
+from dataparallel.monitor.assembler import StepAssembler
+from dataparallel.monitor.optimizers import OptimizerSpans
+from dataparallel.monitor.record import StepRecord
+from dataparallel.repeating.step import (
+    StepRollback,
+    num_processes,
+    obstacles_of,
+    refuse_steps_in_backward,
+)
+
+T = TypeVar("T")
+
+_log = logging.getLogger("dataparallel")
+
+# How often a step that ran out of memory is run again.
+_MAX_REPEATS = 20
+# What can be done where a forward cannot be run again.
+_REMEDY = (
+    "go on from a checkpoint with a smaller batch, or with the limits that state_dict() of the "
+    "Balancer has now"
+)
+# Steps whose records are made together: no more, so that it is known soon what has changed.
+_MOST_AT_ONCE = 5
+
+
+def balance(
+    model: DataParallel[Any],
+    *,
+    every: int = 10,
+    threshold: float = 0.03,
+    warmup: int = 5,
+    window: int = 30,
+) -> Balancer:
+    """Let a wrapper divide its batches by the measured speed and memory of its replicas.
+
+    For devices of different speed, and those that are throttled or shared with others. Gradients
+    stay those of the bare module. A replica that runs out of memory hands a part of its chunk to
+    the others, and training goes on. See Note [Balancing is exact], Note [When chunks change] and
+    Note [Too little memory].
+
+    Example::
+
+        model = dataparallel.DataParallel(net, ["cpu", "cpu"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        with dataparallel.balance(model) as balancer:
+            for x, y in loader:
+                criterion(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(balancer.shares, balancer.history)
+
+    Keep what it returns outside of the module and the wrapper; it cannot be copied or pickled.
+
+    Args:
+        model: The wrapper. With several processes each balances the replicas that it has.
+        every: Chunks change at most once in so many steps. Default: 10.
+        threshold: The part of a step's time that a change must save, 0 to 1. Default: 0.03.
+        warmup: So many steps at the beginning are not measured. Default: 5.
+        window: Speeds are medians over so many steps, at least ``every``. Default: 30.
+
+    Returns:
+        What balances, until its ``close()`` or the end of its ``with`` block.
+
+    Raises:
+        TypeError: ``model`` is no wrapper of this package, or an option is no number.
+        ValueError: A number is out of range.
+        RuntimeError: The wrapper is balanced already.
+    """
+    return Balancer(model, every=every, threshold=threshold, warmup=warmup, window=window)
+
+
+class Balancer:
+    """Divides the batches of one wrapper; see :func:`balance`.
+
+    Attributes:
+        history: Each :class:`~dataparallel.balancing.Change` of the division.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel[Any],
+        *,
+        every: int = 10,
+        threshold: float = 0.03,
+        warmup: int = 5,
+        window: int = 30,
+    ) -> None:
+        _check(model)
+        settings = Settings(every, threshold, warmup, window).checked()
+        # Optimizers' hooks are global and lead here: they must not keep the model.
+        self._model = weakref.ref(model)
+        self._devices = model.timeline.devices
+        self.history: list[Change] = []
+        self._handover = MemoryHandover(self._devices, self._handed_over)
+        self._settings = settings
+        self._decisions = SplitDecisions(**settings._asdict())
+        self._known: dict[tuple[int | None, ...], tuple[int, ...]] = {}
+        self._batch_size = 0
+        self._steps = 0
+        self._paused = False
+        self._closed = False
+        self._timeline = model.timeline
+        # To make records of several steps at once costs training less.
+        self._at_once = min(settings.every, _MOST_AT_ONCE)
+        self._assembler = StepAssembler(model.timeline, self.observe, every=self._at_once)
+        self._optimizers = OptimizerSpans(model.timeline, model)
+        self._assembler.start()
+        self._timeline.subscribe(self._handover.on_span)
+        self._timeline.follow_devices(self._on_devices)
+        self._end = weakref.finalize(model, self._optimizers.remove)
+        self._end.atexit = False
+        model._splitter = self
+        if len(self._devices) == 1:
+            _log.warning("there is one replica, on %s: nothing to balance", self._devices[0])
+
+    # --- how batches are divided -----------------------------------------------------------------
+
+    def sizes(self, batch_size: int) -> tuple[int, ...]:
+        """How many samples each replica gets of a batch.
+
+        Args:
+            batch_size: Number of samples. With fewer than replicas, the first ones get one each.
+
+        Returns:
+            One number per replica that takes part.
+
+        Raises:
+            TypeError: ``batch_size`` is no whole number.
+            ValueError: It is negative.
+        """
+        batch_size = whole_number("batch_size", batch_size)
+        if batch_size < 0:
+            raise ValueError(f"batch_size is a number of samples, at least 0, but got {batch_size}")
+        key = (batch_size, *self._handover.limits)
+        found = self._known.get(key)
+        if found is None:
+            found = self._divide(batch_size)
+            self._known[key] = found
+        return found
+
+    def _divide(self, batch_size: int) -> tuple[int, ...]:
+        return divide(batch_size, self._decisions.costs, self._handover.limits)
+
+    def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
+        """What the wrapper asks when it scatters."""
+        if num_slots != len(self._devices):
+            return chunk_lengths(batch_size, num_slots)
+        sizes = self.sizes(batch_size)
+        self._batch_size = batch_size
+        self._handover.note_sizes(sizes)
+        return sizes
+
+    def attempt(self, call: Callable[[], T], modules: Sequence[nn.Module | None], inputs: Any) -> T:
+        """What the wrapper runs its forwards through. See Note [Too little memory]."""
+        model = self._model()
+        assert model is not None, "a wrapper is alive while it is called"
+        obstacles = obstacles_of(model, modules, inputs, _REMEDY)
+        return self._handover.attempt(call, modules, model._engine, obstacles)
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the forward under way is not the first attempt."""
+        return self._handover.is_repeating
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the last batch's size that each replica gets; they add up to 1."""
+        size = self._batch_size or 1000 * len(self._devices)
+        sizes = self.sizes(size)
+        return tuple(n / size for n in sizes) + (0.0,) * (len(self._devices) - len(sizes))
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Samples per second of each replica with the chunk that it gets; None before measuring."""
+        latest = self._decisions.latest
+        if latest is None:
+            return None
+        sizes = self._divide(max(latest.samples, len(latest.costs)))
+        return tuple(n / cost.seconds(n) for n, cost in zip(sizes, latest.costs, strict=False))
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """For how many samples each replica has memory; None where that is not known."""
+        return tuple(self._handover.limits)
+
+    # --- speed -----------------------------------------------------------------------------------
+
+    def observe(self, record: StepRecord) -> None:
+        """Take in what a step took; the wrapper's own steps come here by themselves.
+
+        Args:
+            record: The step.
+        """
+        self._steps += 1
+        if len(self._devices) == 1:
+            return
+        decision = self._decisions.observe(record, self._handover.limits, act=not self._paused)
+        if decision is not None:
+            self._known.clear()
+            self._keep(Change(self._steps, *decision))
+
+    def _on_devices(self, kept: Sequence[int | None]) -> None:
+        """Replicas were dropped or added: speeds are measured anew."""
+        self._assembler.drain()
+        self._devices = self._timeline.devices
+        self._handover.use_devices(self._devices, kept)
+        self._decisions = SplitDecisions(**self._settings._asdict())
+        self._known.clear()
+        self._batch_size = 0
+
+    def _handed_over(self, failed: tuple[int, ...], why: str) -> None:
+        self._known.clear()
+        # Records of the steps before may still come.
+        self._decisions.disturb(self._at_once)
+        after = self._divide(sum(failed))
+        self._keep(Change(self._steps, "memory", failed, after, None, why))
+
+    def _keep(self, change: Change) -> None:
+        self.history.append(change)
+        _log.info("%s", change)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        closure: Callable[[], T],
+        parameters: Iterable[torch.Tensor] | None = None,
+        modules: Iterable[nn.Module] = (),
+    ) -> T:
+        """Compute gradients, again with other chunks if a replica runs out of memory in backward.
+
+        Example::
+
+            def gradients():
+                loss = criterion(model(x), y)
+                loss.backward()
+                return loss
+
+            loss = balancer.step(gradients)
+            optimizer.step()
+
+        Args:
+            closure: Forward and backward, without the step of an optimizer. It may be called
+                several times; gradients, buffers and generators are then as they were before. It
+                must not write its inputs in place.
+            parameters: All tensors that it gives gradients. Default: the wrapper's parameters.
+            modules: Further modules whose buffers it may write, such as a criterion. Default: none.
+
+        Returns:
+            What ``closure`` returns.
+
+        Raises:
+            RuntimeError: There are several processes, or optimizers that step in backward.
+            BaseException: What ``closure`` raises, if other chunks do not help.
+        """
+        model = self._model()
+        if model is None or self._closed:
+            raise RuntimeError("this Balancer was closed; make another with dataparallel.balance")
+        _check_repeatable(model)
+        state = StepRollback(model, parameters, modules)
+        for _ in range(_MAX_REPEATS):
+            try:
+                return closure()
+            except Exception as error:
+                if not self._handover.may_run_again(error):
+                    raise
+            state.undo()
+            self._handover.free()
+        return closure()
+
+    def lift_limits(self) -> None:
+        """Forget for how many samples memory was too small, for example after other work ended."""
+        self._handover.limits[:] = [None] * len(self._devices)
+        self._known.clear()
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Leave the division as it is, except where memory is too small; measuring goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._paused = False
+
+    def close(self) -> None:
+        """Stop; the wrapper divides its batches evenly again. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._paused = True
+        self._timeline.unsubscribe(self._handover.on_span)
+        self._timeline.leave_devices(self._on_devices)
+        self._end()
+        self._assembler.stop()
+        model = self._model()
+        if model is not None and model._splitter is self:
+            model._splitter = None
+
+    def __enter__(self) -> Balancer:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Balancer belongs to one wrapper, and can be neither copied nor pickled: keep it "
+            "outside of the module and the wrapper, save its state_dict(), and make another with "
+            "dataparallel.balance"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs that goes on where this one has stopped; numbers and None only."""
+        return SavedState(self._decisions.costs, tuple(self._handover.limits)).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Divide batches as the Balancer did that gave ``state``.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: It is of another number of replicas, or nothing of the kind.
+        """
+        loaded = SavedState.from_dict(state, len(self._devices))
+        self._decisions.costs = loaded.costs
+        self._handover.limits[:] = loaded.limits
+        self._known.clear()
+
+
+def _check_repeatable(model: DataParallel[Any]) -> None:
+    if num_processes(model) > 1:
+        raise RuntimeError(
+            f"Balancer.step runs a step again, which all {num_processes(model)} processes would "
+            "have to do together; catch the error of backward in each of them (a RuntimeError, of "
+            "which torch.OutOfMemoryError is one), drop the gradients and run the step again"
+        )
+    refuse_steps_in_backward(model)
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, DataParallel):
+        raise TypeError(
+            f"a wrapper of this package is balanced, but got {type(model).__name__}; wrap the "
+            "module in dataparallel.DataParallel or DistributedDataParallel"
+        )
+    if model._splitter is not None:
+        raise RuntimeError(
+            "the wrapper is balanced already; close the Balancer that it has, or go on with it"
+        )

@@ -1,0 +1,109 @@
+"""Where compiled code is kept, and who may have written it.
+
+Note [Trusted code]
+~~~~~~~~~~~~~~~~~~~
+What is loaded from the cache runs with the rights of this user, so nobody else may be able to put
+it there. Trusted are this user, root, and whoever owns this package: all of them can run code here
+anyway. The folder of an extension and the file in it must belong to one of them, with no right to
+write for others; a folder above that everybody can write to must be sticky, as ``/tmp`` is.
+
+Folders and files of this user that others can write to, as a umask of 002 makes them, are no reason
+to stop: the folder is closed, and what was in it is compiled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_REMEDY = "set DATAPARALLEL_CACHE_DIR to a directory of your own"
+
+
+def cache_directory() -> Path:
+    """Where compiled extensions are kept.
+
+    Example::
+
+        shutil.rmtree(cache_directory())    # compile anew next time
+
+    Returns:
+        ``$DATAPARALLEL_CACHE_DIR``, else ``$XDG_CACHE_HOME/dataparallel``, else
+        ``~/.cache/dataparallel``.
+    """
+    if own := os.environ.get("DATAPARALLEL_CACHE_DIR"):
+        return Path(own).expanduser()
+    if general := os.environ.get("XDG_CACHE_HOME"):
+        return Path(general).expanduser() / "dataparallel"
+    return Path.home() / ".cache" / "dataparallel"
+
+
+def close_to_others(directory: Path) -> None:
+    """Make a folder for compiled code, or see that nobody else can write to the one that is there.
+
+    Example::
+
+        close_to_others(cache_directory() / "virtual-0123")
+
+    Args:
+        directory: The folder. Those above it are made, too.
+
+    Raises:
+        PermissionError: Somebody else can write to it. See Note [Trusted code].
+        OSError: It cannot be made.
+    """
+    for folder in reversed((directory, *directory.parents)):
+        if not folder.exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o755)
+    _check_above(directory)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{directory} is no directory of its own (a link?); {_REMEDY}")
+    if not _is_trusted(found.st_uid):
+        raise PermissionError(
+            f"{directory} belongs to the user with number {found.st_uid}, not to "
+            f"{os.geteuid()}, so what it holds is not loaded; {_REMEDY}"
+        )
+    if found.st_mode & _WRITABLE:
+        # Not ours: this fails, and says why.
+        directory.chmod(stat.S_IMODE(found.st_mode) & ~_WRITABLE)
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether a file of a closed folder was written by whom it may, and by nobody else since.
+
+    Example::
+
+        code = path.read_bytes() if is_trusted(path) else compiled_anew(path)
+
+    Args:
+        path: The file; its folder was given to :func:`close_to_others`.
+
+    Returns:
+        False, too, where there is no such file.
+    """
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISREG(found.st_mode) and _is_trusted(found.st_uid) and not found.st_mode & _WRITABLE
+    )
+
+
+def _is_trusted(user: int) -> bool:
+    return user in (os.geteuid(), 0, os.stat(__file__).st_uid)
+
+
+def _check_above(directory: Path) -> None:
+    """Nobody can put another folder in the place of this one, by its name or behind a link."""
+    for folder in {*directory.absolute().parents, *directory.resolve().parents}:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(
+                f"every user can replace what is in {folder}, so {directory} is not used for "
+                f"compiled code; close it with: chmod o-w {folder}, or {_REMEDY}"
+            )

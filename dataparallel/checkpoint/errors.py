@@ -1,0 +1,11 @@
+"""What goes wrong with checkpoints."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message says why, and what to do."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint yet: nothing was ever saved in the directory, so none can be lost."""

@@ -1,0 +1,147 @@
+"""``save`` and ``close``, and the savers that they share."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dataparallel.checkpoint import random_states
+from dataparallel.checkpoint.module_state import devices_of
+from dataparallel.checkpoint.parts import RNG, USER, Part, parts_of
+from dataparallel.checkpoint.saver import FORMAT, Saver
+from dataparallel.checkpoint.saving import Saving
+
+#: Where a checkpoint is.
+Path = str | os.PathLike[str]
+
+_savers: dict[str, Saver] = {}
+_lock = threading.Lock()
+
+
+def save(
+    directory: Path,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    step: int,
+    epoch: int | None = None,
+    sampler: Any = None,
+    rng: bool = True,
+    user: Any = None,
+    states: Mapping[str, Any] | None = None,
+    keep: int = 3,
+    asynchronous: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float = 300.0,
+) -> Saving:
+    """Save a training as one more generation; every process calls it.
+
+    Whenever a process is killed, a generation is there completely or not at all: its files are
+    written beside and brought to the disk, and the manifest with their hashes comes last.
+
+    Example::
+
+        saving = checkpoint.save("run", model, optimizer, step=step, asynchronous=True)
+
+    Args:
+        directory: For this training alone, the same one for all processes; nobody else may save
+            there from the first save until :func:`close`.
+        model: A module, bare or in a wrapper; saved under the module's own names.
+        optimizer, scheduler: Any with ``state_dict()`` and ``load_state_dict()``.
+        step: How many steps the training has made.
+        epoch: Which epoch it is in. Default: None.
+        sampler: A :class:`ResumableSampler`, or what has a state, or an epoch and ``set_epoch``, or
+            a ``torch.Generator`` as ``generator``.
+        rng: Whether to save the random generators of Python, NumPy, torch and the model's devices.
+        user: Data of numbers, texts, lists, dicts, tensors and the like.
+        states: More objects by name, each with a state, such as a ``GradScaler``.
+        keep: How many generations stay, at least 1. Default: 3.
+        asynchronous: Whether to return once the state is copied to host memory, and write it while
+            the training goes on. The next save waits until it is written. Default: False.
+        process_group: Who trains together. Default: the group of the model's wrapper, else all.
+        timeout: Seconds that a process waits for the slowest one to write. Default: 300.
+
+    Returns:
+        A handle; without ``asynchronous`` the save has ended.
+
+    Raises:
+        CheckpointError: It was not saved: the disk is full, another process failed or holds the
+            directory. What was there is as it was. Or an earlier asynchronous save failed unseen.
+        TypeError, ValueError: A value cannot be saved, or an argument is out of range.
+    """
+    _check(step, epoch, keep, timeout)
+    parts = parts_of(model, optimizer, scheduler, sampler, states)
+    saver = _saver(directory, process_group or group_of(model), timeout)
+    told = {"step": step, "epoch": epoch, "processes": saver.peers.world_size}
+    take = functools.partial(_take, parts, user, devices_of(model) if rng else None, told)
+    return saver.save(take, keep, asynchronous)
+
+
+def _take(
+    parts: Mapping[str, Part],
+    user: Any,
+    devices: Sequence[torch.device] | None,
+    told: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of all parts as they are now, and what is told about the whole."""
+    values = {name: part.save() for name, part in parts.items()}
+    if devices is not None:
+        values[RNG] = random_states.capture(devices)
+    divided = [name for name, part in parts.items() if getattr(part, "divided", False)]
+    document = {"format": FORMAT, **told, "divided": divided, "torch": torch.__version__}
+    return {**values, USER: user}, document
+
+
+def close(directory: Path | None = None) -> None:
+    """Wait for saves that are under way, and release the directory, its lock and all memory.
+
+    A later save begins anew; every process should call it, or none.
+
+    Example::
+
+        checkpoint.close("run")
+
+    Args:
+        directory: As in :func:`save`. Default: all.
+    """
+    with _lock:
+        names = list(_savers) if directory is None else [os.path.realpath(directory)]
+        closed = [_savers.pop(name) for name in names if name in _savers]
+    for saver in closed:
+        saver.close()
+
+
+def group_of(model: nn.Module | None) -> dist.ProcessGroup | None:
+    """The processes of a model's wrapper; None for all."""
+    group = vars(model).get("process_group") if model is not None else None
+    return group if dist.is_available() and isinstance(group, dist.ProcessGroup) else None
+
+
+def _saver(directory: Path, group: dist.ProcessGroup | None, timeout: float) -> Saver:
+    name = os.path.realpath(directory)
+    with _lock:
+        saver = _savers.get(name)
+        if saver is not None and saver.peers.serves(group) and saver.peers.timeout == timeout:
+            return saver
+        if saver is not None:
+            saver.close()
+        _savers[name] = Saver(name, group, timeout)
+        return _savers[name]
+
+
+def _check(step: int, epoch: int | None, keep: int, timeout: float) -> None:
+    for what, value, least in (("step", step, 0), ("epoch", epoch, 0), ("keep", keep, 1)):
+        if value is None and what == "epoch":
+            continue
+        if type(value) is not int or value < least:
+            raise ValueError(f"{what} is a whole number, at least {least}, but got {value!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is a positive number of seconds, but got {timeout!r}")

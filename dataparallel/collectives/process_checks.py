@@ -1,0 +1,174 @@
+"""Collectives of the user's process groups: counted, and compared before they are launched.
+
+See Note [Checked collectives] in ``comm/checks.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from dataparallel.collectives.group_lookup import group_of
+from dataparallel.collectives.groups import Group, resolve
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.process_failures import GroupFailures
+from dataparallel.comm.calls import Call
+from dataparallel.comm.checks import (
+    CheckMode,
+    CollectiveChecks,
+    CollectiveMismatch,
+    checked_mode,
+    set_default_mode,
+)
+from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.process_group import shared_store
+
+# As long as torch's groups wait by default: whoever comes later would find no collective either.
+_TIMEOUT = 1800.0
+
+_name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
+
+
+class GroupChecks:
+    """The collectives of one process group, as this process counts and compares them.
+
+    Args:
+        group: The group.
+        mode: When they are compared. Default: as :func:`set_checks` says for all groups.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mode: CheckMode | None = None) -> None:
+        #: What is known of the other processes; None if there are none.
+        self.failures = GroupFailures(group) if group.size() > 1 else None
+        self._broken: str | None = None
+        self._lock = threading.RLock()
+        store = shared_store(group)
+        # A group that is made after another one of its name finds what that one has written.
+        times = store.add(f"checks/made/{group.group_name}/{group.rank()}", 1)
+        name = f"process group {group.group_name}/{times}"
+        self._checks = CollectiveChecks.of(group, store, name, mode, _TIMEOUT)
+
+    @property
+    def number(self) -> int:
+        """That of the last collective."""
+        return self._checks.sequence
+
+    def before(self, call: Call) -> None:
+        """Count a collective that comes next, and compare it with those of the other processes.
+
+        Raises:
+            CollectiveMismatch: The processes come with different collectives.
+            CollectiveError: They did so before, and some were launched.
+        """
+        with self._lock:
+            if self._broken is not None:
+                raise CollectiveError(
+                    "the processes of this group are at different collectives; make a new group in "
+                    f"every process, or start them again. What happened: {self._broken}"
+                )
+            if name := _name.get():
+                call = call._replace(what=name)
+            try:
+                self._checks.before(call)
+            except CollectiveMismatch as error:
+                self._note(error)
+                raise
+
+    def hear(self, seconds: float = 0.0) -> None:
+        """Raise a CollectiveMismatch that was found after a launch.
+
+        Args:
+            seconds: How long to wait for it. Default: not at all.
+        """
+        try:
+            self._checks.hear(seconds)
+        except CollectiveMismatch as error:
+            self._note(error)
+            raise
+
+    def give_up(self, error: CollectiveError) -> None:
+        """Use the group no more, since a collective is still under way here."""
+        self._broken = str(error)
+
+    def _note(self, error: CollectiveMismatch) -> None:
+        if not error.usable:
+            self.give_up(error)
+
+
+_all: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupChecks] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def checks_of(group: dist.ProcessGroup) -> GroupChecks:
+    """The checks of a process group, made at the first call."""
+    found = _all.get(group)
+    if found is None:
+        with _making:
+            found = _all.get(group)
+            if found is None:
+                found = _all[group] = GroupChecks(group)
+    return found
+
+
+def set_checks(mode: CheckMode, group: Group = None) -> None:
+    """Choose when collectives are compared across processes before they are launched.
+
+    Others of the same shape would give wrong numbers, other dtypes too, and other shapes end a
+    process with gloo. Where collectives are compared, all processes raise a
+    :class:`CollectiveMismatch` instead, with what each of them was about to do. Call this in all
+    processes at the same point.
+
+    Example::
+
+        set_checks("always")        # while looking for a mistake
+
+    Args:
+        mode: ``"sampled"`` (the default): the first three collectives of a group, or steps of a
+            wrapper, three after a difference, and every 64th; in between collectives are noted,
+            and compared at the next check. ``"always"``: all. ``"off"``: none.
+        group: The process group whose collectives in this module are meant, as in the collectives
+            themselves. Default: all groups and wrappers that are used from now on.
+
+    Raises:
+        ValueError: ``mode`` is none of the three; or ``group`` has one process only, where other
+            checks are made.
+    """
+    mode = checked_mode(mode)
+    if group is None:
+        set_default_mode(mode)
+        return
+    name = resolve(group)
+    if isinstance(name, LocalGroup):
+        raise ValueError(
+            "group is a process group, but got one of replicas; these always compare what they do"
+        )
+    found = group_of(name)
+    with _making:
+        _all[found] = GroupChecks(found, mode)
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give the collectives over processes within a ``with`` block a name.
+
+    Two collectives of one shape that come in another order in another process are told apart by
+    their names only. Messages have the name, too.
+
+    Example::
+
+        with named("number of tokens"):
+            count = all_reduce(count, "sum", group)
+
+    Args:
+        name: The same in all processes, up to the first parenthesis.
+    """
+    token = _name.set(name)
+    try:
+        yield
+    finally:
+        _name.reset(token)

@@ -1,0 +1,115 @@
+"""What is known of one training step: how long each replica was in which phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dataparallel.timeline import PHASES, Phase
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a step in which one replica is in one phase.
+
+    Attributes:
+        phase: One of :data:`dataparallel.timeline.PHASES`.
+        begin: Seconds since the step began.
+        end: Likewise.
+    """
+
+    phase: Phase
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ReplicaStep:
+    """One replica in one step.
+
+    Attributes:
+        index: Index of the replica within the process.
+        device: Name of its device.
+        samples: How many samples it got.
+        segments: What it did from the beginning of the step to its end, without gaps.
+    """
+
+    index: int
+    device: str
+    samples: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """Per phase that occurs, its seconds; together they are the length of the step."""
+        total: dict[Phase, float] = {}
+        for segment in self.segments:
+            length = segment.end - segment.begin
+            total[segment.phase] = total.get(segment.phase, 0.0) + length
+        return {phase: total[phase] for phase in PHASES if phase in total}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, from the end of the one before to its own end.
+
+    Attributes:
+        number: Number of the step, from 1.
+        kind: ``"train"``, or ``"inference"`` for a forward without gradients.
+        time: When it began, in seconds since 1970.
+        seconds: How long it took.
+        samples: How many samples it had in this process.
+        replicas: What each replica did.
+        calls: How many forwards it had.
+    """
+
+    number: int
+    kind: Literal["train", "inference"]
+    time: float
+    seconds: float
+    samples: int
+    replicas: tuple[ReplicaStep, ...]
+    calls: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as what ``json`` writes; see :meth:`from_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StepRecord:
+        """The record that :meth:`to_json` has described.
+
+        Raises:
+            ValueError: It is no description of a record.
+        """
+        try:
+            replicas = tuple(
+                ReplicaStep(
+                    int(one["index"]),
+                    str(one["device"]),
+                    int(one["samples"]),
+                    tuple(_segment(segment) for segment in one["segments"]),
+                )
+                for one in data["replicas"]
+            )
+            return StepRecord(
+                int(data["number"]),
+                "train" if data["kind"] == "train" else "inference",
+                float(data["time"]),
+                float(data["seconds"]),
+                int(data["samples"]),
+                replicas,
+                int(data.get("calls", 1)),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no record of a step: {error!r} in {data!r:.200}") from error
+
+
+def _segment(data: Mapping[str, Any]) -> Segment:
+    if data["phase"] not in PHASES:
+        raise ValueError(
+            f"{data['phase']!r} is no phase; there are {', '.join(PHASES)}. The recording may come "
+            "from a newer version"
+        )
+    return Segment(data["phase"], float(data["begin"]), float(data["end"]))

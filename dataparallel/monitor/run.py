@@ -1,0 +1,129 @@
+"""What a run tells those who watch it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dataparallel.data_parallel import DataParallel
+from dataparallel.devices import device_uuid
+from dataparallel.distributed import DistributedDataParallel
+from dataparallel.monitor.record import StepRecord
+from dataparallel.timeline import Phase
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What does not change while a run goes on.
+
+    Attributes:
+        model: Name of the wrapped module's class.
+        wrapper: Name of the wrapper's class.
+        devices: The device of each replica.
+        uuids: The identity of each of them; None where it has none.
+        world_size: How many processes there are.
+        num_parameters: Number of elements of all parameters.
+        num_buckets: How many buckets gradients are reduced in; 0 where there are none.
+        bucket_bytes: Size of the largest bucket.
+    """
+
+    model: str
+    wrapper: str
+    devices: tuple[str, ...]
+    uuids: tuple[str | None, ...]
+    world_size: int = 1
+    num_parameters: int = 0
+    num_buckets: int = 0
+    bucket_bytes: int = 0
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RunInfo:
+        """What ``asdict`` has described."""
+        lists = {name: tuple(data[name]) for name in ("devices", "uuids")}
+        return RunInfo(**{**data, **lists})
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one moment.
+
+    Attributes:
+        pid: Its process.
+        rank: Its rank among the processes.
+        time: The moment, in seconds since 1970.
+        started: When watching began, likewise.
+        num_steps: How many steps there were.
+        num_samples: How many samples they had, in this process.
+        info: What does not change.
+        now: Per replica the phase in which it is, and for how many seconds already.
+        totals: Per replica and phase the seconds of all steps so far.
+        memory: Per replica, the bytes that torch's tensors occupy on its device; 0 on the CPU.
+        last: The last step that has ended; None if there is none.
+    """
+
+    pid: int
+    rank: int
+    time: float
+    started: float
+    num_steps: int
+    num_samples: int
+    info: RunInfo
+    now: tuple[tuple[Phase, float], ...]
+    totals: tuple[Mapping[Phase, float], ...]
+    memory: tuple[int, ...]
+    last: StepRecord | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as what ``json`` writes; see :meth:`from_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RunState:
+        """The state that :meth:`to_json` has described.
+
+        Raises:
+            ValueError: It is no description of a state.
+        """
+        try:
+            return RunState(
+                **{
+                    **data,
+                    "info": RunInfo.from_json(data["info"]),
+                    "now": tuple((phase, float(since)) for phase, since in data["now"]),
+                    "totals": tuple(dict(one) for one in data["totals"]),
+                    "memory": tuple(data["memory"]),
+                    "last": None if data["last"] is None else StepRecord.from_json(data["last"]),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no state of a run: {error!r} in {data!r:.200}") from error
+
+
+def describe_run(model: DataParallel[Any]) -> RunInfo:
+    """What is known of a wrapper; to be called where it is trained."""
+    world_size = 1
+    if isinstance(model, DistributedDataParallel) and model.process_group is not None:
+        world_size = dist.get_world_size(model.process_group)
+    return with_buckets(
+        model,
+        RunInfo(
+            model=type(model.module).__name__,
+            wrapper=type(model).__name__,
+            devices=tuple(str(device) for device in model.device_ids),
+            uuids=tuple(device_uuid(device) for device in model.timeline.devices),
+            world_size=world_size,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+        ),
+    )
+
+
+def with_buckets(model: DataParallel[Any], info: RunInfo) -> RunInfo:
+    """With the buckets as they are now: they are made anew after the first backward."""
+    if not isinstance(model, DistributedDataParallel):
+        return info
+    sizes = model.reducer.buckets.plan.bytes
+    return dataclasses.replace(info, num_buckets=len(sizes), bucket_bytes=max(sizes, default=0))

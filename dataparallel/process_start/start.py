@@ -1,0 +1,222 @@
+"""The default process group, made so that it also works when the processes were started again."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.process_start.agreement import Agreement, agree
+from dataparallel.process_start.membership import Membership, find_membership
+from dataparallel.process_start.stores import open_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# Backends of torch that meet in ways of their own, or not at all.
+_NOT_IN_A_STORE = ("mpi", "fake")
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+# What the last call has changed outside of torch, so that the next one finds it as it was.
+_lock = threading.Lock()
+_chosen_interface: list[str] = []
+_hooks: list[tuple[Callable[..., object], Callable[..., object]]] = []
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    timeout: float | datetime.timedelta = 60.0,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | None = None,
+    device_id: torch.device | int | None = None,
+    pg_options: Any = None,
+) -> dist.ProcessGroup:
+    """Make the default process group, also after torchrun has started the processes again.
+
+    Takes the place of ``torch.distributed.init_process_group``. Under torchrun the processes first
+    agree on a part of the store that no earlier group has used, so they never read the addresses
+    of those that are gone. Otherwise it does what torch does; alone, it needs no environment. If
+    all are on one machine, gloo uses the loopback interface, unless ``GLOO_SOCKET_IFNAME`` is set.
+
+    Example::
+
+        import dataparallel as dp
+        import torch
+
+        dp.init_process_group(timeout=30)
+        model = dp.DistributedDataParallel(torch.nn.Linear(8, 3), ["cpu"])
+        torch.distributed.destroy_process_group()
+
+    Args:
+        backend: As for torch, for example ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: gloo,
+            and on machines with accelerators also their own backend, for tensors there.
+        timeout: Seconds, or a timedelta, that a process waits for the others. Default: 60.
+        init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or a scheme that was
+            registered with torch. Default: ``"env://"`` if RANK, WORLD_SIZE, MASTER_ADDR or
+            MASTER_PORT is set, or rank or world_size is passed.
+        rank: From 0 to ``world_size - 1``. Default: RANK of the environment.
+        world_size: How many processes. Default: WORLD_SIZE of the environment.
+        store: Where the processes meet, in place of ``init_method``; may have been used before.
+            ``rank`` and ``world_size`` must be passed with it.
+        device_id: The accelerator of this process, or its index. Default: none in particular.
+        pg_options: Passed on to torch. Default: None.
+
+    Returns:
+        The default process group, which is ``torch.distributed.group.WORLD``.
+
+    Raises:
+        ValueError: Something is missing or contradicts itself, there is a default process group
+            already, two processes have one rank, or they count differently.
+        TypeError: An argument is of the wrong type.
+        CollectiveTimeout: A process did not come in time; the message says which.
+        CollectiveError: The processes met, but could not connect.
+    """
+    seconds = _seconds(timeout)
+    with _lock:
+        _check_no_default()
+        member = find_membership(init_method, rank, world_size, stored=store is not None)
+        options = {"pg_options": pg_options, "device_id": device_id}
+        _make_default(backend, member, store, seconds, options)
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _make_default(
+    backend: str | None,
+    member: Membership,
+    store: Store | None,
+    seconds: float,
+    options: dict[str, Any],
+) -> None:
+    _restore_hook()
+    before = sys.excepthook
+    if backend in _NOT_IN_A_STORE:
+        dist.init_process_group(
+            backend,
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    else:
+        _start(backend or default_backend(), member, store, seconds, options)
+    _hooks.append((before, sys.excepthook))
+
+
+def _check_no_default() -> None:
+    if not dist.is_available():
+        raise RuntimeError(
+            "this build of torch has no torch.distributed; install one that has, or train with "
+            "one process"
+        )
+    if dist.is_initialized():
+        raise ValueError(
+            f"there is a default process group already, in which this is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}; call "
+            "torch.distributed.destroy_process_group() before another one is made"
+        )
+
+
+def default_backend() -> str:
+    """Gloo, and the backend of the accelerators of this machine if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    known: dict[str, str] = dist.Backend.default_device_backend_map
+    if accelerator is None or accelerator.type not in known:
+        return "gloo"
+    return f"cpu:gloo,{accelerator.type}:{known[accelerator.type]}"
+
+
+def _start(
+    backend: str, member: Membership, given: Store | None, seconds: float, options: dict[str, Any]
+) -> None:
+    """Meet the other processes, and connect to them."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    store, agreement = _gather(member, given, seconds)
+    _choose_interface(agreement.one_machine)
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(agreement.prefix, store),
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+            **options,
+        )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {member.rank} met the other {member.world_size - 1} processes in "
+            f"{member.place}, but could not connect to them: {str(error).splitlines()[0]}; a "
+            "process may have ended since, so look for an earlier error there; where a firewall "
+            f"or the wrong network is in the way, set {_INTERFACE}"
+        ) from error
+
+
+def _gather(member: Membership, given: Store | None, seconds: float) -> tuple[Store, Agreement]:
+    """A store in which all processes have met."""
+    deadline = time.monotonic() + seconds
+    while True:
+        remaining = max(0.001, deadline - time.monotonic())
+        store = open_store(member, remaining) if given is None else given
+        if member.alone and given is None:
+            return store, Agreement("dataparallel/world", one_machine=True)
+        try:
+            return store, agree(store, member, remaining)
+        except RuntimeError as error:
+            # Process 0 of the group before may have had the store, and have taken it along.
+            hosts = member.rank == 0 and not member.hosted
+            if given is not None or hosts or time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"rank {member.rank} lost {member.place} while it waited for a process group "
+                    f"of {member.world_size}: {str(error).splitlines()[0]}; look for an earlier "
+                    "error of the process that has the store"
+                ) from error
+
+
+def _seconds(timeout: float | datetime.timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(
+            f"timeout is a number of seconds or a timedelta, but got {timeout!r} of type "
+            f"{type(timeout).__name__}"
+        )
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"timeout must be above 0 and finite, but got {timeout!r}")
+    return float(seconds)
+
+
+def _choose_interface(one_machine: bool) -> None:
+    """Tell gloo, whose groups are made now and later, which network to use."""
+    if _chosen_interface and os.environ.get(_INTERFACE) == _chosen_interface.pop():
+        del os.environ[_INTERFACE]
+    if not one_machine or _INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+        return
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ[_INTERFACE] = names[0]
+        _chosen_interface.append(names[0])
+
+
+def _restore_hook() -> None:
+    """Take torch's hook for uncaught exceptions away, which each start would put on top."""
+    while _hooks:
+        before, installed = _hooks.pop()
+        if sys.excepthook is installed:
+            sys.excepthook = before
+
+
+__all__ = ["CollectiveTimeout", "default_backend", "init_process_group"]

@@ -1,0 +1,318 @@
+"""The guard of a reducer: are all gradients of a round finite, in all processes?
+
+Note [Where gradients are looked at]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each replica's gradients are looked at when their bucket is taken: in the thread that has computed
+them, while they are in its cache, and before they are added to others, so that it is known whose
+they are. One pass for norms tells it. On an accelerator it is queued, and read at the end.
+
+A sum of finite terms may be infinite. But no element of it is larger than the sum of the norms of
+what is added up, so if that is far from the largest number of the dtype, nobody has to look at
+sums. Each process says how far it may come, as a part of that number, and the parts are added up in
+the collective that ends the round anyway, like the number of gradients that are not finite. Only if
+they come to too much, results are looked at as well, and one more collective makes sure that all
+processes come to the same decision. A communication hook may make anything of a bucket, so what it
+has made is looked at before the end of the round.
+
+Only when something was found, a further exchange brings the names.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dataparallel.devices import is_accelerator
+from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.buckets import Buckets
+from dataparallel.reducer.gradient_norms import KnownNorm, kind_of, kind_of_norm, norms_of
+from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.reducer.nonfinite import SUM, Finding, NonFinitePolicy, describe, to_json
+
+if TYPE_CHECKING:
+    from dataparallel.comm.processes import ProcessLink
+    from dataparallel.reducer.delivery import Delivery
+    from dataparallel.reducer.exchange import Outcome
+
+#: What stands for the largest number of a dtype where parts of it are added up: 2**20 processes may
+#: say that much without an overflow of int64.
+_WHOLE = 1 << 40
+#: The other half is for the rounding of norms and sums.
+_TOO_MUCH = _WHOLE // 2
+
+_HOOK = "what a hook on a parameter has returned"
+_COMM_HOOK = "what the communication hook has returned"
+
+
+class Said(NamedTuple):
+    """What a process says about its gradients at the end of a round."""
+
+    #: How many are not finite.
+    num_nonfinite: int = 0
+    #: How large sums may become, as a part of ``_WHOLE``.
+    magnitude: int = 0
+
+
+class _Look(NamedTuple):
+    """Norms of gradients of one bucket that were not read yet."""
+
+    place: str
+    bucket: int
+    indices: list[int]
+    norms: torch.Tensor
+    limit: float
+
+
+class Guard:
+    """Looks for gradients that are not finite. See Note [Where gradients are looked at].
+
+    Args:
+        policy: What the user wants.
+        originals: The parameters that the optimizer has.
+        names: Their names.
+        devices: The device of each replica.
+        link: The processes; None where there is only this one.
+    """
+
+    def __init__(
+        self,
+        policy: NonFinitePolicy,
+        originals: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+        link: ProcessLink | None,
+    ) -> None:
+        self.policy = policy
+        self._originals = originals
+        self._names = names
+        self.use_devices(devices)
+        self._link = link
+        self._lock = threading.Lock()
+        #: The guard of parameters that are reduced in rounds of their own, within those of this one
+        #: which decides for both.
+        self.inner: Guard | None = None
+        self.decides = True
+        #: What was found in this round.
+        self.findings: list[Finding] = []
+        #: Whether the gradients of the last round were dropped.
+        self.dropped = False
+        self._known: dict[torch.Tensor, KnownNorm] = {}
+        self._queued: list[_Look] = []
+        self._parts: dict[int, float] = {}
+        self._buckets: Buckets | Any = None
+        self._limits: list[float] = []
+
+    @staticmethod
+    def of(
+        policy: NonFinitePolicy,
+        originals: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+        link: ProcessLink | None,
+    ) -> Guard | None:
+        """A guard, or None where nobody wants to know."""
+        return Guard(policy, originals, names, devices, link) if policy.looks else None
+
+    def use_devices(self, devices: Sequence[torch.device]) -> None:
+        """Name the replicas after other devices from now on."""
+        self._places = [f"replica {i} ({device})" for i, device in enumerate(devices)]
+
+    # --- in a round ------------------------------------------------------------------------------
+
+    def begin(self, buckets: Buckets, accumulated: Accumulated, *, alone: bool) -> None:
+        """Begin a round.
+
+        Args:
+            buckets: Its buckets.
+            accumulated: What ``.grad`` held before it.
+            alone: Whether a gradient of a replica is the result of the round.
+        """
+        self._accumulated = accumulated
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            self._limits = [self._limit_of(number) for number in range(len(buckets.plan))]
+        self.findings, self._queued, self._parts, self._known = [], [], {}, {}
+        self.dropped = False
+        self._notes = alone and self.policy.wants_norms
+        if all([grad is None for grad in accumulated.home.read(self._originals)]):
+            accumulated.magnitude = 0.0
+        if accumulated.findings:
+            # The user may have thrown away what a backward under no_sync() has left.
+            held = accumulated.home.read([finding.parameter for finding in accumulated.findings])
+            pairs = zip(accumulated.findings, held, strict=True)
+            accumulated.findings = [f for f, g in pairs if g is not None and kind_of(g.detach())]
+
+    def _limit_of(self, number: int) -> float:
+        dtypes = {self._originals[index].dtype for index in self._buckets.plan.buckets[number]}
+        storage = self._buckets.storages[number]
+        if storage is not None:
+            dtypes.add(storage.flat.dtype)
+        return min(map(_largest, dtypes))
+
+    @torch.no_grad()
+    def look(self, replica: int, bucket: int, grads: Sequence[MaybeTensor]) -> None:
+        """Look at the gradients of a bucket of one replica; in any thread.
+
+        Args:
+            replica: Index of the replica.
+            bucket: Number of the bucket.
+            grads: One per parameter, None where there is none.
+        """
+        members = zip(self._buckets.plan.buckets[bucket], grads, strict=True)
+        there = [(index, grad) for index, grad in members if grad is not None and grad.numel()]
+        if not there:
+            return
+        indices, tensors = [index for index, _ in there], [grad for _, grad in there]
+        norms = norms_of(tensors)
+        limit = min(self._limits[bucket], _largest(tensors[0].dtype))
+        if self._notes:
+            self._note(indices, tensors, norms)
+        if is_accelerator(norms.device):
+            self._queued.append(_Look(self._places[replica], bucket, indices, norms, limit))
+            return
+        total = float(torch.linalg.vector_norm(norms))
+        if not math.isfinite(total):
+            # Or only squares are infinite.
+            self._find(self._places[replica], zip(indices, map(kind_of, tensors), strict=True))
+        self._add(bucket, total / limit)
+
+    def _note(
+        self, indices: Sequence[int], tensors: Sequence[torch.Tensor], norms: torch.Tensor
+    ) -> None:
+        for index, grad, norm in zip(indices, tensors, norms.unbind(), strict=True):
+            # Of a shorter dtype the norm is not what it is for others, who round it.
+            if grad.layout == torch.strided and grad.dtype.itemsize >= 4:
+                self._known[self._originals[index]] = KnownNorm(grad, norm)
+
+    def _find(self, place: str, kinds: Iterable[tuple[int, str | None]]) -> None:
+        found = [
+            Finding(place, self._names[index], kind, self._originals[index])
+            for index, kind in kinds
+            if kind is not None
+        ]
+        with self._lock:
+            self.findings += found
+
+    def _add(self, bucket: int, part: float) -> None:
+        with self._lock:
+            self._parts[bucket] = self._parts.get(bucket, 0.0) + part
+
+    @torch.no_grad()
+    def look_after_hook(self, index: int, grad: torch.Tensor) -> None:
+        """Look at what hooks of the user have made of a sum over replicas: it is what counts."""
+        self._read()
+        original = self._originals[index]
+        with self._lock:
+            self.findings = [f for f in self.findings if f.parameter is not original]
+        self._find(_HOOK, [(index, kind_of(grad))])
+        bucket = self._buckets.plan.bucket_of(index)
+        self._add(bucket, float(norms_of([grad])[0]) / self._limits[bucket])
+
+    def look_at_flats(self, flats: Sequence[torch.Tensor]) -> None:
+        """Look at what a communication hook has made of the buckets."""
+        for number, flat in enumerate(flats):
+            if flat.numel() and not bool(norms_of([flat]).isfinite()):
+                storage = self._buckets.storages[number]
+                views = [flat] if storage is None else storage.layout.views_of(flat)
+                bucket = self._buckets.plan.buckets[number]
+                self._find(_COMM_HOOK, zip(bucket, map(kind_of, views), strict=True))
+
+    def _read(self) -> None:
+        """Read norms that were queued; waits for the devices."""
+        queued, self._queued = self._queued, []
+        for place, bucket, indices, norms, limit in queued:
+            values = norms.tolist()
+            self._find(place, zip(indices, map(kind_of_norm, values), strict=True))
+            self._add(bucket, math.hypot(*values) / limit)
+
+    # --- at its end ------------------------------------------------------------------------------
+
+    def say(self) -> Said:
+        """What the other processes are told, when everything of this process was looked at."""
+        self._read()
+        part = self._part()
+        if not part < 1.0 or self._accumulated.any:
+            # What is unreduced is sent too, and nobody has looked at the whole of it.
+            part = 1.0
+        number = len(self._accumulated.findings) + len(self._all_findings())
+        return Said(number, math.ceil(part * _WHOLE))
+
+    def _part(self) -> float:
+        return max(self._parts.values(), default=0.0) + self._accumulated.magnitude
+
+    def _all_findings(self) -> list[Finding]:
+        return self.findings + ([] if self.inner is None else self.inner.findings)
+
+    def judge(self, said: Outcome | Said, delivery: Delivery, *, stays: bool) -> None:
+        """End a round; do what the user wants if gradients are not finite, in all processes.
+
+        Args:
+            said: What all processes have said.
+            delivery: The results, which are withdrawn then.
+            stays: Whether the gradients stay with this process for now: it is decided about them
+                when they are reduced.
+
+        Raises:
+            NonFiniteGradients: That is what the user wants.
+        """
+        if stays:
+            self._accumulated.findings = [*self._accumulated.findings, *self._all_findings()]
+        objection = None if stays else self._objection(said, delivery)
+        if objection is None:
+            self._accumulated.magnitude = self._part()
+            return
+        self.dropped = True
+        self._accumulated.findings, self._accumulated.magnitude = [], 0.0
+        delivery.withdraw()
+        self.policy.act(objection)
+
+    @torch.no_grad()
+    def _objection(self, said: Outcome | Said, delivery: Delivery) -> str | None:
+        """What is wrong with the gradients, None if all are finite; the same everywhere."""
+        found = said.num_nonfinite > 0
+        if not found and said.magnitude >= _TOO_MUCH:
+            found = self._results_are_infinite(delivery)
+        if not found or not self.decides:
+            return None
+        told = to_json([*self._accumulated.findings, *self._all_findings()])
+        if self._link is None:
+            return describe([told])
+        return describe(self._link.all_gather_json(told, what="which gradients are not finite"))
+
+    def _results_are_infinite(self, delivery: Delivery) -> bool:
+        held = self._accumulated.home.read(self._originals)
+        kinds = []
+        for index, (result, grad) in enumerate(zip(delivery.result, held, strict=True)):
+            total = grad if result is None else result
+            if result is not None and grad is not None and result.layout == grad.layout:
+                total = grad.detach() + result
+            kinds.append((index, None if total is None else kind_of(total.detach())))
+        self._find(SUM, kinds)
+        if self._link is None:
+            return bool(self.findings)
+        # All have the same results, unless their processors round in different ways.
+        found = torch.tensor([len(self.findings)])
+        self._link.all_reduce(found, what="whether sums of gradients are finite").wait()
+        return bool(found.item())
+
+    # --- after it --------------------------------------------------------------------------------
+
+    def known_norms(
+        self, grads: Mapping[torch.nn.Parameter, torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """The norms of gradients, if all are known from the last round and nobody has changed any.
+
+        Args:
+            grads: The gradient of each parameter.
+        """
+        known = [(self._known.get(original), grad) for original, grad in grads.items()]
+        norms = [one.norm for one, grad in known if one is not None and one.is_of(grad)]
+        return norms if len(norms) == len(grads) else None
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max)

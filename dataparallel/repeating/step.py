@@ -1,0 +1,80 @@
+"""What is asked and remembered of a wrapper before one of its steps is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dataparallel.data_parallel import DataParallel
+from dataparallel.distributed import DistributedDataParallel
+from dataparallel.repeating.obstacles import Obstacles
+from dataparallel.repeating.rollback import GradientRollback, Rollback
+
+
+def num_processes(model: DataParallel[Any]) -> int:
+    """How many processes train a wrapper's module together."""
+    group = getattr(model, "process_group", None)
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def obstacles_of(
+    model: DataParallel[Any], modules: Sequence[nn.Module | None], inputs: Any, remedy: str
+) -> Obstacles:
+    """What may forbid to run a forward of a wrapper again, made just before it runs.
+
+    Args:
+        model: The wrapper.
+        modules: The modules that the forward runs; None stands for none.
+        inputs: What it is given, in any containers.
+        remedy: What can be done where other processes are ahead.
+    """
+    syncs_buffers = model.buffer_policy == "sync" and num_processes(model) > 1
+    return Obstacles(modules, inputs, syncs_buffers=syncs_buffers, remedy=remedy)
+
+
+def refuse_steps_in_backward(model: DataParallel[Any]) -> None:
+    """Raise a RuntimeError if a step of a wrapper cannot be run again, since it trains in it."""
+    if isinstance(model, DistributedDataParallel) and model._optimizers is not None:
+        raise RuntimeError(
+            "optimizers that step in backward have stepped some parameters already when backward "
+            "fails, so the step cannot be run again; use an ordinary optimizer"
+        )
+
+
+class StepRollback:
+    """Everything that forward and backward of a wrapper change, as it is now.
+
+    Example::
+
+        before = StepRollback(model)
+        model(x).sum().backward()
+        before.undo()
+
+    Args:
+        model: The wrapper.
+        parameters: All tensors that get gradients. Default: the wrapper's parameters.
+        modules: Further modules whose buffers are written, such as a criterion. Default: none.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel[Any],
+        parameters: Iterable[torch.Tensor] | None = None,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        self._model = model
+        self._state = Rollback(model.timeline.devices)
+        self._state.take([model.module, *modules])
+        self._gradients = GradientRollback(model.parameters() if parameters is None else parameters)
+        self._weight = getattr(model._engine, "weight", None)
+
+    def undo(self) -> None:
+        """Make everything as it was."""
+        self._state.undo()
+        self._gradients.undo()
+        if hasattr(self._model._engine, "weight"):
+            self._model._engine.weight = self._weight

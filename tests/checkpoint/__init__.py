@@ -1,0 +1,1 @@
+"""Checkpoints: files, states, and what happens to them."""

@@ -1,0 +1,268 @@
+"""Saving while the training goes on, failures of it, and what it holds and gives back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import checkpoint
+from dataparallel.checkpoint import saving_calls
+from dataparallel.checkpoint.generation_writer import GenerationWriter
+
+ROOT = pathlib.Path(checkpoint.__file__).absolute().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _released() -> Iterator[None]:
+    yield
+    checkpoint.close()
+
+
+class Gate:
+    """Holds writers up until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        original: Callable[..., Any] = GenerationWriter.write
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            self.reached.set()
+            assert self.opened.wait(30)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(GenerationWriter, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def write(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(GenerationWriter, "write", write)
+
+
+# --- while the training goes on ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual:1"])
+def test_what_changes_later_is_not_saved(device: str, gate: Gate, tmp_path: pathlib.Path) -> None:
+    net = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    expected = net.weight.detach().clone()
+    data = {"history": [1, 2]}
+    saving = checkpoint.save(tmp_path, net, optimizer, step=1, user=data, asynchronous=True)
+    assert gate.reached.wait(30) and not saving.done()
+    for _ in range(3):
+        net(torch.ones(2, 4, device=device)).sum().backward()
+        optimizer.step()
+    data["history"].append(3)
+    with pytest.raises(TimeoutError, match=r"has written 0 of \d+ bytes after 0\.01 s; it goes on"):
+        saving.wait(0.01)
+    gate.opened.set()
+    assert saving.wait(30) == 0 and saving.done()
+    loaded = checkpoint.load(tmp_path, net, optimizer)
+    assert torch.equal(net.weight, expected) and not optimizer.state_dict()["state"]
+    assert loaded.user == {"history": [1, 2]}
+
+
+def test_progress(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[checkpoint.Progress] = []
+    original: Callable[..., Any] = GenerationWriter.write
+
+    def write(self: GenerationWriter, *args: Any, progress: Callable[[int], None]) -> Any:
+        def note(count: int) -> None:
+            progress(count)
+            seen.append(savings[0].progress())
+
+        return original(self, *args, progress=note)
+
+    savings: list[checkpoint.Saving] = []
+    monkeypatch.setattr(GenerationWriter, "write", write)
+    monkeypatch.setattr(
+        checkpoint.Saving, "expect", _noting(checkpoint.Saving.expect, savings.append)
+    )
+    tensor = torch.zeros(3 * 2**20)
+    checkpoint.save(tmp_path, step=0, rng=False, user=tensor, asynchronous=True).wait(30)
+    assert {each.total for each in seen} == {tensor.nbytes}
+    written = [each.written for each in seen]
+    assert written == sorted(written) and len(set(written)) > 3 and written[-1] == tensor.nbytes
+
+
+def _noting(method: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        note(self)
+        return method(self, *args)
+
+    return call
+
+
+def test_memory_is_used_again(tmp_path: pathlib.Path) -> None:
+    net = nn.Linear(64, 64)
+    places = []
+    for step in range(3):
+        checkpoint.save(tmp_path, net, step=step, asynchronous=True).wait(30)
+        held = next(iter(saving_calls._savers.values()))._memory
+        places.append(held._kept["model.state.weight"].data_ptr())
+    assert len(set(places)) == 1
+    assert held.nbytes >= net.weight.nbytes
+    checkpoint.close(tmp_path)
+    assert held.nbytes == 0
+
+
+def test_one_generation_at_a_time(gate: Gate, tmp_path: pathlib.Path) -> None:
+    first = checkpoint.save(tmp_path, step=1, asynchronous=True)
+    assert gate.reached.wait(30)
+    threading.Timer(0.1, gate.opened.set).start()
+    second = checkpoint.save(tmp_path, step=2, asynchronous=True)
+    assert first.done() and (first.wait(), second.wait(30)) == (0, 1)
+
+
+def test_old_generations_go(tmp_path: pathlib.Path) -> None:
+    for step in range(5):
+        checkpoint.save(tmp_path, step=step, keep=2)
+    assert [info.number for info in checkpoint.generations(tmp_path)] == [3, 4]
+
+
+def test_numbers_go_on_after_a_new_start(tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path, step=1)
+    checkpoint.close()
+    assert checkpoint.save(tmp_path, step=2).wait() == 1
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_everything_usable(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, step=1)
+    with monkeypatch.context() as patched:
+        fail(patched, OSError(28, "No space left on device"))
+        with pytest.raises(checkpoint.CheckpointError, match=r"nothing was saved .*No space left"):
+            checkpoint.save(tmp_path, step=2)
+    assert checkpoint.load(tmp_path).step == 1
+    assert checkpoint.save(tmp_path, step=3).wait() == 1
+    assert checkpoint.load(tmp_path).step == 3
+
+
+def test_the_next_save_tells_of_a_failure_in_the_background(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "dataparallel"):
+        fail(patched, OSError(28, "No space left on device"))
+        saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
+        saving.wait_for_end()
+    assert "No space left" in caplog.text
+    with pytest.raises(checkpoint.CheckpointError, match=r"an earlier save failed.*No space left"):
+        checkpoint.save(tmp_path, step=2, asynchronous=True)
+    # That one was saved even so, and the failure is told once.
+    checkpoint.save(tmp_path, step=3, asynchronous=True).wait(30)
+    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, True]
+
+
+def test_a_failure_that_somebody_has_seen_is_not_told_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        fail(patched, OSError(28, "No space left on device"))
+        saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
+        for _ in range(2):
+            with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+                saving.wait(30)
+    checkpoint.save(tmp_path, step=2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_value_that_cannot_be_saved(asynchronous: bool, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match=r"user\.a\.1 is a builtins\.object"):
+        checkpoint.save(tmp_path, step=1, user={"a": [1, object()]}, asynchronous=asynchronous)
+    # Not a second time.
+    checkpoint.save(tmp_path, step=2, asynchronous=asynchronous).wait(30)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"step": -1}, ValueError, "step is a whole number, at least 0, but got -1"),
+        ({"step": 1.0}, ValueError, "step is a whole number"),
+        ({"step": 1, "epoch": "x"}, ValueError, "epoch is a whole number"),
+        ({"step": 1, "keep": 0}, ValueError, "keep is a whole number, at least 1, but got 0"),
+        ({"step": 1, "timeout": 0}, ValueError, "timeout is a positive number"),
+        ({"step": 1, "model": 3}, TypeError, "model is a torch.nn.Module, but got int"),
+        ({"step": 1, "sampler": [1]}, TypeError, "sampler is a list, which has neither"),
+        ({"step": 1, "states": {"rng": nn.Linear(1, 1)}}, ValueError, "states has the name 'rng'"),
+    ],
+)
+def test_arguments(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(error, match=message):
+        checkpoint.save(tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+# --- two writers, and the end --------------------------------------------------------------------
+
+
+def run(program: str, directory: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_the_interpreter_ends_after_the_save(tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path, step=1)
+    done = run(
+        """
+        import sys, time, torch
+        from dataparallel import checkpoint
+        from dataparallel.checkpoint.generation_writer import GenerationWriter
+        try:
+            checkpoint.save(sys.argv[1], step=1)
+        except checkpoint.CheckpointError as error:
+            print(error)
+        write = GenerationWriter.write
+        GenerationWriter.write = lambda *a, **k: (time.sleep(0.5), write(*a, **k))[1]
+        checkpoint.save(sys.argv[1] + "/other", step=5, user=torch.ones(9), asynchronous=True)
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    # The other process, this one, holds the directory.
+    assert str(os.getpid()) in done.stdout
+    assert checkpoint.load(tmp_path / "other").step == 5
+
+
+def test_closed_means_released(tmp_path: pathlib.Path) -> None:
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for step in range(20):
+        checkpoint.save(tmp_path, step=step, asynchronous=True)
+        checkpoint.close()
+        checkpoint.load(tmp_path)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= files

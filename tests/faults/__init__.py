@@ -1,0 +1,1 @@
+"""Faults on purpose: what fails, how soon the others know, and that training goes on."""

@@ -1,0 +1,110 @@
+"""The same bits: in every run, in every replica after every step, and for every bucket size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from tests.cluster import Cluster
+from tests.faults.harness import Figures
+
+STEPS = 20
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Net(nn.Module):
+    """Tells the bits of the parameters that each replica computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 8))
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(digest(list(self.layers.parameters())))
+        output: Tensor = self.layers(x)
+        return output
+
+
+def train(
+    rank: int, world_size: int, wrapper: str, replicas: int, options: dict[str, Any], runs: int
+) -> list[list[str]]:
+    """Per run, the bits of the weights after each step."""
+    return [one_run(rank, wrapper, ["cpu"] * replicas, options) for _ in range(runs)]
+
+
+def one_run(rank: int, wrapper: str, slots: list[str], options: dict[str, Any]) -> list[str]:
+    torch.manual_seed(3)
+    net = Net().to(slots[0])
+    model = getattr(dp, wrapper)(net, slots, **options)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    found = []
+    for _ in range(STEPS):
+        net.seen.clear()
+        x = torch.randn(8 * len(slots), 16).to(slots[0])
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        assert len(net.seen) == len(slots)
+        assert len(set(net.seen)) == 1, "replicas had different weights"
+        found.append(digest(list(net.parameters())))
+    model.close()
+    return found
+
+
+def record(figures: Figures, what: str, same: int, count: int, baseline: str) -> None:
+    figures.record(
+        goal=19,
+        what=what,
+        value=same,
+        unit=f"of {count}",
+        limit=count,
+        at_least=True,
+        repeats=count,
+        baseline=baseline,
+    )
+
+
+def test_runs_of_processes(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
+    """Two processes with two replicas each, dropout included."""
+    runs = repeats(quick=4, long=20)
+    ranks = cluster.run(train, 2, "DistributedDataParallel", 2, {}, runs, timeout=50)
+    same = sum(run == ranks[0][0] for run in ranks[0])
+    assert ranks[0] == ranks[1], "processes had different weights after a step"
+    assert len(set(ranks[0][0])) == STEPS
+    record(figures, "runs with the same bits, 2 processes x 2 replicas", same, runs, "the same")
+
+
+def test_runs_of_replicas(slots: list[str], repeats: Callable[..., int], figures: Figures) -> None:
+    for wrapper in ("DataParallel", "DistributedDataParallel"):
+        runs = repeats(quick=4, long=20)
+        found = [one_run(0, wrapper, slots, {}) for _ in range(runs)]
+        same = sum(run == found[0] for run in found)
+        what = f"runs with the same bits, {wrapper}, 4 replicas ({slots[0]})"
+        record(figures, what, same, runs, "not there on the CPU")
+
+
+def test_every_bucket_size(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
+    """Four processes; in fixed order the bits do not depend on how buckets are cut."""
+    caps: list[Any] = [25, 0.001, 0.0001, [0.0001, 0.002]]
+    found = []
+    for cap in caps[: repeats(quick=2, long=4)]:
+        options = {"deterministic": True, "bucket_cap_mb": cap}
+        ranks = cluster.run(train, 4, "DistributedDataParallel", 1, options, 1, timeout=50)
+        assert all(rank == ranks[0] for rank in ranks)
+        found.append(ranks[0][0])
+    same = sum(run == found[0] for run in found)
+    what = "bucket sizes with the same bits, 4 processes, deterministic=True"
+    record(figures, what, same, len(found), "differs by bucket size at 4 processes")

@@ -1,0 +1,339 @@
+"""Nothing that comes from another process is run, nor does it end what reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as torch_rpc
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+
+import dataparallel as dp
+from dataparallel import checkpoint, comm_hooks
+from dataparallel.collectives import SyncBatchNorm
+from dataparallel.comm import json_texts
+from dataparallel.comm.failure_channel import FailureChannel
+from dataparallel.comm.peer import Peer
+from dataparallel.comm.processes import ProcessLink
+from dataparallel.monitor import StepMonitor, sockets
+from dataparallel.monitor.attach import Attachment
+from dataparallel.process_start import init_process_group
+from tests.cluster import Cluster
+from tests.faults.hostile import KINDS, Canary, Touch, no_code_from_data
+from tests.monitor.made_up_runs import run_folder as run_folder
+
+PAYLOADS = [payload for payload in KINDS if payload != "JSON"]
+
+
+@pytest.fixture
+def canary(tmp_path: pathlib.Path) -> Iterator[Canary]:
+    made = Canary(tmp_path)
+    yield made
+    assert made.is_alive, "hostile data was run"
+
+
+# --- a whole training ------------------------------------------------------------------------
+
+
+class State:
+    """What a user gives to a hook: it may hold anything."""
+
+    def __init__(self, path: str) -> None:
+        self.process_group = None
+        self.held = Touch(path)
+
+
+def hook(state: State, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    return comm_hooks.allreduce_hook(state.process_group, bucket)
+
+
+def train(rank: int, world_size: int, folder: str, canary: str) -> list[str]:
+    """All that talks to other processes; and no unpickling anywhere."""
+    with no_code_from_data():
+        body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        model = dp.DistributedDataParallel(body, ["cpu", "cpu"])
+        model.register_comm_hook(State(canary), hook)
+        optimizer = dp.ShardedOptimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+        with StepMonitor(model, publish=False), model.join():
+            for _ in range(2 + rank):
+                optimizer.zero_grad()
+                model(torch.randn(4, 4)).sum().backward()
+                optimizer.step()
+        together = SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        dp.DistributedDataParallel(together, ["cpu", "cpu"])(torch.randn(4, 4)).sum().backward()
+        checkpoint.save(folder, model, optimizer, step=1, user={"rank": rank}).wait()
+        checkpoint.load(folder, model, optimizer)
+        checkpoint.close(folder)
+        model.close()
+    return [str(p.sum()) for p in body.parameters()]
+
+
+def test_a_training_unpickles_nothing(
+    cluster: Cluster, canary: Canary, tmp_path: pathlib.Path
+) -> None:
+    first, second = cluster.run(train, 2, str(tmp_path / "run"), str(canary.path), timeout=30.0)
+    assert first == second
+
+
+class HostileError(RuntimeError):
+    """An error that runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch '{self.args[1]}'",))
+
+
+def fail_with_an_object(rank: int, world_size: int, canary: str) -> str:
+    model = dp.DistributedDataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+
+    def refuse(grad: torch.Tensor) -> torch.Tensor:
+        raise HostileError("no gradient", canary)
+
+    if rank == 1:
+        model.module.weight.register_hook(refuse)
+    with no_code_from_data():
+        try:
+            model(torch.ones(2, 2)).sum().backward()
+        except (HostileError, RuntimeError) as error:
+            return f"{error} {getattr(error, 'failure', '')}"
+    raise AssertionError("there was no error")
+
+
+def test_an_error_travels_as_text(cluster: Cluster, canary: Canary) -> None:
+    told = cluster.run(fail_with_an_object, 2, str(canary.path), timeout=30.0)
+    assert "no gradient" in told[0] and "rank 1" in told[0]
+
+
+# --- what other processes send ---------------------------------------------------------------
+
+
+def send_text(rank: int, world_size: int, text: bytes) -> str:
+    """Process 1 sends something else than JSON where all exchange JSON."""
+    link = ProcessLink(purpose="test")
+    original = json_texts.decode
+    said = ""
+    with no_code_from_data():
+        if rank == 1:
+            link.all_gather(torch.tensor(len(text)), what="size of words")
+            size = max(len(text), len(json.dumps("x")))
+            padded = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
+            parts = link.all_gather(padded, what="words")
+            with pytest.raises(ValueError, match="rank 1 sent"):
+                original(parts, "words")
+        else:
+            with pytest.raises(
+                ValueError, match=r"rank 1 sent .* as words, which is no JS"
+            ) as error:
+                link.all_gather_json("x", what="words")
+            said = str(error.value)
+    # And the link goes on.
+    assert link.all_gather_json(rank, what="ranks") == [0, 1]
+    link.close()
+    return said
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, "deep"])
+def test_only_json_comes_from_peers(cluster: Cluster, canary: Canary, payload: str) -> None:
+    text = b"[" * 100_000 if payload == "deep" else canary.payloads()[payload]
+    assert len(cluster.run(send_text, 2, text, timeout=30.0)[0]) < 1000
+
+
+def announce(rank: int, world_size: int, size: int) -> None:
+    link = ProcessLink(purpose="test")
+    if rank == 1:
+        link.all_gather(torch.tensor(size), what="size of words")
+    else:
+        with pytest.raises(ValueError, match=f"rank 1 announces words of {size} bytes, but it may"):
+            link.all_gather_json("x", what="words")
+    link.close()
+
+
+@pytest.mark.parametrize("size", [2**40, 2**62, -1, 0])
+def test_no_memory_for_what_cannot_be(cluster: Cluster, size: int) -> None:
+    cluster.run(announce, 2, size, timeout=30.0)
+
+
+SIGN: dict[str, Any] = {
+    "beat": 1,
+    "process": {"host": "h", "pid": 1, "space": "", "started": ""},
+    "doing": "",
+    "told": None,
+}
+TOLD: dict[str, Any] = {
+    "number": 1,
+    "ends": True,
+    "failure": {
+        **{"rank": 1, "host": "h", "pid": 1, "kind": "raised", "doing": ""},
+        **{"message": "boom", "traceback": ""},
+    },
+}
+CHANGES: list[dict[str, Any]] = [
+    {"told": 5},
+    {"told": {}},
+    {"told": {**TOLD, "number": "x"}},
+    {"told": {**TOLD, "failure": {"rank": 1}}},
+    {"told": {**TOLD, "failure": {**TOLD["failure"], "__class__": "os.system"}}},
+    {"process": {"host": "h"}},
+    {"process": {**SIGN["process"], "pid": "../../etc"}},
+    {"beat": {}},
+    {"doing": None},
+]
+HOSTILE_SIGNS = [
+    b"",
+    b"null",
+    b"[]",
+    b"[" * 100_000,
+    *(json.dumps({**SIGN, **change}).encode() for change in CHANGES),
+]
+
+
+def test_a_real_sign_of_life_is_one() -> None:
+    peer = Peer(1)
+    peer.hear(json.dumps(SIGN).encode(), 0.0)
+    assert peer.failure(0) is None
+    peer.hear(json.dumps({**SIGN, "told": TOLD}).encode(), 0.0)
+    assert "boom" in str(peer.failure(0))
+
+
+@pytest.mark.parametrize("sign", HOSTILE_SIGNS, ids=lambda sign: sign[-40:])
+def test_what_is_no_sign_of_life_is_refused(sign: bytes) -> None:
+    peer = Peer(1)
+    with pytest.raises((ValueError, RecursionError), match=r"sign of life|JSON|char|recursion"):
+        peer.hear(sign, 0.0)
+    assert peer.failure(0, 1e9) is None
+
+
+class Listens:
+    """As a link does."""
+
+    def __init__(self) -> None:
+        self.patience = 1.0
+        self.known: Mapping[int, int] = {}
+        self.heard: list[str] = []
+
+    def hear(self, failure: object) -> None:
+        self.heard.append(str(failure))
+
+    def place(self) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, "told"])
+def test_the_failure_channel_outlives_what_is_in_the_store(
+    tmp_path: pathlib.Path, canary: Canary, payload: str
+) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    text = HOSTILE_SIGNS[4] if payload == "told" else canary.payloads()[payload]
+    put: Any = store.set
+    put("alive/1", text)
+    channel = FailureChannel(store, [0, 1], 0)
+    listener = Listens()
+    with no_code_from_data():
+        channel.add(listener)
+        deadline = time.monotonic() + 10
+        while not store.check(["alive/0"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        channel.look(2.0)
+        # What comes then is heard.
+        store.set("alive/1", json.dumps({**SIGN, "told": TOLD}))
+        while not any("boom" in text for text in listener.heard):
+            assert time.monotonic() < deadline, "the thread has died"
+            channel.look(0.5)
+    channel.discard(listener)
+    channel.stop()
+
+
+# --- sockets of runs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_who_asks_a_run_gets_no_more_than_its_state(
+    run_folder: pathlib.Path, canary: Canary, payload: str
+) -> None:
+    model = dp.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+    with no_code_from_data(), StepMonitor(model):
+        (file,) = sockets.listening()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(10)
+            client.connect(file.path)
+            client.sendall(canary.payloads()[payload].replace(b"\n", b" ")[:4000] + b"\n")
+            answer = json.loads(client.makefile().readline())
+        assert set(answer) == {"version", "error"}
+        state = Attachment(os.getpid()).state()
+        assert state is not None and state.pid == os.getpid()
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, "deep"])
+def test_a_run_that_is_none_is_not_believed(
+    run_folder: pathlib.Path, canary: Canary, payload: str
+) -> None:
+    text = b"[" * 100_000 if payload == "deep" else canary.payloads()[payload]
+    listener, file = sockets.listen(os.getpid(), 0)
+    listener.setblocking(True)
+    listener.settimeout(10)
+
+    def answer() -> None:
+        while True:
+            with listener.accept()[0] as connection:
+                if connection.recv(4096):
+                    connection.sendall(text.replace(b"\n", b" ") + b"\n")
+                    return
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        run = Attachment(os.getpid(), timeout=5.0)
+        with no_code_from_data(), pytest.raises(ValueError, match="no state of a run"):
+            run.state()
+    finally:
+        thread.join(10)
+        listener.close()
+        os.unlink(file.path)
+
+
+# --- who can reach a process -----------------------------------------------------------------
+
+
+def where_it_listens(rank: int, world_size: int, port: int) -> set[str]:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    address = f"tcp://127.0.0.1:{port}"
+    init_process_group("gloo", init_method=address, rank=rank, world_size=world_size, timeout=30.0)
+    torch_rpc._init_counter = 0
+    torch_rpc.api._all_gather_sequence_id.clear()
+    options = torch_rpc.TensorPipeRpcBackendOptions(
+        init_method=address, rpc_timeout=30.0, _transports=["uv"]
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        torch_rpc.init_rpc(
+            f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options
+        )
+    try:
+        answer = torch_rpc.rpc_sync(f"worker{1 - rank}", torch.add, (torch.ones(2), 1))
+        assert answer.tolist() == [2.0, 2.0]
+        connections = psutil.Process().net_connections("inet")
+        dist.barrier()
+    finally:
+        torch_rpc.shutdown(graceful=False)
+        dist.destroy_process_group()
+    return {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_processes_listen_at_the_address_they_were_given(cluster: Cluster) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = cluster.run(where_it_listens, 2, port, init_group=False, timeout=30.0)
+    assert found == [{"127.0.0.1"}, {"127.0.0.1"}]

@@ -1,0 +1,128 @@
+"""Processes that come with different collectives all get the same error, and go on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dataparallel import collectives
+from dataparallel.comm.checks import CollectiveMismatch
+from dataparallel.comm.processes import ProcessLink
+from tests.cluster import Cluster
+from tests.faults.harness import Figures
+
+KINDS = ("op", "dtype", "shape", "order")
+
+#: What the message of each kind says.
+SAYS = {"op": "operations", "dtype": "dtypes", "shape": "shapes", "order": "orders"}
+
+
+class Found(NamedTuple):
+    """What one injection led to in one rank."""
+
+    kind: str
+    text: str
+    seconds: float
+    goes_on: bool
+
+
+def link_calls(link: ProcessLink) -> Callable[[str, str, bool], float]:
+    """Runs a collective of a link, in one rank another one of some kind."""
+
+    def call(kind: str, name: str, other: bool) -> float:
+        tensor = torch.ones(4)
+        if other and kind == "op":
+            link.broadcast(tensor, 0, what=name).wait()
+        elif other and kind == "dtype":
+            tensor = tensor.int()
+        elif other and kind == "shape":
+            tensor = torch.ones(1000)
+        elif other and kind == "order":
+            name = f"{name} of another layer"
+        link.all_reduce(tensor, what=name).wait()
+        return float(tensor[0])
+
+    return call
+
+
+def functional_calls(group: Any) -> Callable[[str, str, bool], float]:
+    """The same with functional collectives over a process group."""
+
+    def call(kind: str, name: str, other: bool) -> float:
+        tensor = torch.ones(4)
+        with collectives.named(f"{name} of another layer" if other and kind == "order" else name):
+            if other and kind == "op":
+                return float(collectives.all_gather_tensor(tensor, 0, group)[0])
+            if other and kind == "dtype":
+                tensor = tensor.int()
+            elif other and kind == "shape":
+                tensor = torch.ones(1000)
+            return float(collectives.all_reduce(tensor, "sum", group)[0])
+
+    return call
+
+
+def inject(rank: int, world_size: int, where: str, count: int) -> list[Found]:
+    """As many mismatches, one after the other, over one link or group."""
+    chance = random.Random(count)
+    link = ProcessLink(purpose="test", timeout=30)
+    call = link_calls(link) if where == "link" else functional_calls(dist.group.WORLD)
+    found = []
+    for number in range(count):
+        kind, odd = KINDS[number % 4], chance.randrange(world_size)
+        started = time.monotonic()
+        try:
+            call(kind, "bucket 0", rank == odd)
+            text = "no error"
+        except CollectiveMismatch as error:
+            text = str(error)
+        seconds = time.monotonic() - started
+        goes_on = call("", "bucket 1", False) == world_size
+        found.append(Found(kind, text, seconds, goes_on))
+    link.close()
+    return found
+
+
+@pytest.mark.parametrize("where", ["link", "functional"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_mismatch_is_named_in_all_ranks(
+    cluster: Cluster,
+    where: str,
+    world_size: int,
+    repeats: Callable[..., int],
+    figures: Figures,
+) -> None:
+    count = repeats(quick=12, long=100)
+    results = cluster.run(inject, world_size, where, count, timeout=120)
+    wrong = 0
+    for found in zip(*results, strict=True):
+        first = found[0]
+        right = f"different {SAYS[first.kind]} to collective" in first.text
+        right = right and all(f"rank {i}" in first.text or "ranks" in first.text for i in (0, 1))
+        wrong += not (right and all(one.goes_on and one.text == first.text for one in found))
+    what = f"injected op, dtype, shape, order over {world_size} ranks ({where})"
+    baseline = "2 of 4 kinds silent, 1 aborts"
+    figures.record(
+        goal=7,
+        what=f"{what}: not found in all ranks with one text, or group lost",
+        value=wrong,
+        unit="failures",
+        limit=0,
+        repeats=count,
+        baseline=baseline,
+    )
+    figures.record(
+        goal=7,
+        what=f"{what}: time to the error, p100",
+        value=max(one.seconds for found in results for one in found),
+        unit="s",
+        limit=1.0,
+        repeats=count,
+        baseline=baseline,
+    )

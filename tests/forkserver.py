@@ -1,0 +1,33 @@
+"""Processes that start in a moment: forked from one that has imported torch, and has done nothing.
+
+To start a process anew and to import torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import sys
+from multiprocessing.context import ForkServerContext, SpawnContext
+
+# What the functions of most tests import. An optimizer imports the compiler; that alone takes
+# longer than all the others.
+_IMPORTED = ["tests.cluster", "tests.kernels.guarded", "torch._dynamo", "hypothesis", "pytest"]
+
+
+def context() -> ForkServerContext | SpawnContext:
+    """What makes processes in a test: with a server, or anew where a fork is not safe."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(_IMPORTED)
+    return made
+
+
+def start() -> None:
+    """Start the server, which else starts with the first process and stays."""
+    context()
+    multiprocessing.resource_tracker.ensure_running()
+    if sys.platform == "linux":
+        multiprocessing.forkserver.ensure_running()

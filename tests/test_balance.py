@@ -1,0 +1,300 @@
+"""A wrapper whose batches are divided by measured speed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel.monitor import StepMonitor
+from tests.cluster import Cluster
+from tests.test_balance_decisions import record
+
+WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
+#: Seconds per sample of replica 0 and of replica 1, and the batch.
+FAST, SLOW, BATCH = 0.005, 0.010, 24
+
+
+class Slowed(nn.Module):
+    """Takes a time for each sample that depends on the replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = dataparallel.current_replica()
+        time.sleep(len(x) * (FAST if replica is None or replica.index == 0 else SLOW))
+        result: Tensor = self.layer(x)
+        return result
+
+
+def gradients(model: Any, layer: nn.Linear, x: Tensor, y: Tensor, inside: bool) -> list[Tensor]:
+    layer.zero_grad()
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    loss = model.loss(criterion, x, y) if inside else criterion(model(x), y)
+    loss.backward()
+    return [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+
+def bare_gradients(layer: nn.Linear, x: Tensor, y: Tensor) -> list[Tensor]:
+    bare = copy.deepcopy(layer)
+    bare.zero_grad()
+    nn.CrossEntropyLoss(ignore_index=0)(bare(x), y).backward()
+    return [p.grad for p in bare.parameters() if p.grad is not None]
+
+
+def test_a_replica_that_is_twice_as_slow_holds_up_nobody() -> None:
+    net = Slowed()
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(BATCH, 3).double(), torch.randint(0, 2, (BATCH,))
+
+    def step() -> float:
+        begin = time.perf_counter()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+    with StepMonitor(model, publish=False) as monitor:
+        even = min(step() for _ in range(5))
+    straggler = monitor.summary().straggler
+    assert straggler is not None
+    assert straggler.index == 1
+    best = 16 * FAST
+    # Sleeping takes no less than that, whatever else the machine does.
+    assert even >= 12 * SLOW
+
+    with dataparallel.balance(model, every=4, warmup=1) as balancer:
+        deadline = time.monotonic() + 40
+        balanced = step()
+        while balanced > 1.1 * best and time.monotonic() < deadline:
+            balanced = step()
+        assert balanced <= 1.1 * best
+        assert balancer.history[0].reason == "speed"
+        assert balancer.sizes(BATCH)[0] in (15, 16, 17)
+        assert balancer.shares[0] == pytest.approx(2 / 3, abs=0.06)
+        speeds = balancer.speeds
+        assert speeds is not None
+        assert speeds[0] / speeds[1] == pytest.approx(2, rel=0.3)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_before_and_after(slots: list[str], wrapper: Any, inside: bool) -> None:
+    layer = nn.Linear(3, 4).double().to(slots[0])
+    model = wrapper(layer, slots)
+    x, y = torch.randn(26, 3).double().to(slots[0]), torch.randint(0, 4, (26,)).to(slots[0])
+    expected = bare_gradients(layer, x, y)
+    with dataparallel.balance(model, every=2, warmup=0) as balancer:
+        torch.testing.assert_close(gradients(model, layer, x, y, inside), expected)
+        assert balancer.sizes(26) == (7, 7, 7, 5)
+        for _ in range(4):
+            balancer.observe(record((7, 7, 7, 5), (7.0, 14.0, 7.0, 5.0)))
+        assert balancer.sizes(26) == (8, 3, 8, 7) or balancer.sizes(26) == (8, 4, 7, 7)
+        torch.testing.assert_close(gradients(model, layer, x, y, inside), expected)
+    assert model._splitter is None
+    torch.testing.assert_close(gradients(model, layer, x, y, inside), expected)
+
+
+def _in_processes(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4).double()
+    data = [(torch.randn(n, 3).double(), torch.randint(1, 4, (n,))) for n in (11, 14)[:world_size]]
+    expected = bare_gradients(
+        layer, torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    )
+    model = dataparallel.DistributedDataParallel(
+        layer, ["cpu", "cpu"], average="samples", timeout=20.0
+    )
+    x, y = data[rank]
+    sizes = []
+    with dataparallel.balance(model, every=2, warmup=0) as balancer:
+        for step in range(3):
+            found = gradients(model, layer, x, y, inside=step == 1)
+            torch.testing.assert_close(found, expected)
+            sizes.append(balancer.sizes(len(x)))
+            # Each process has another slow replica.
+            for _ in range(2):
+                balancer.observe(record((5, 5), (5.0, 15.0) if rank else (15.0, 5.0)))
+        with pytest.raises(RuntimeError, match="all 2 processes would have to do together"):
+            balancer.step(lambda: None)
+    return sizes
+
+
+def test_each_process_divides_its_own_batch(cluster: Cluster) -> None:
+    first, second = cluster.run(_in_processes, 2)
+    assert first[0] == (6, 5) and second[0] == (7, 7)
+    assert first[1] == (3, 8)
+    assert second[1] == (11, 3)
+
+
+class _FullInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+
+class _Full(nn.Module):
+    def __init__(self, most: int, *, backward: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+        self.most = most
+        self.backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        replica = dataparallel.current_replica()
+        if len(x) <= self.most or replica is None or replica.index == 0:
+            return result
+        if not self.backward:
+            raise torch.OutOfMemoryError("no memory is left")
+        full: Tensor = _FullInBackward.apply(result)
+        return full
+
+
+def _full_in_process_1(rank: int, world_size: int, backward: bool) -> tuple[str, list[Tensor]]:
+    torch.manual_seed(0)
+    net = _Full(2 if rank == 1 else 100, backward=backward)
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"], timeout=20.0)
+    x, y = torch.randn(9, 3).double(), torch.randint(1, 4, (9,))
+    failed = ""
+    with dataparallel.balance(model):
+        if backward:
+            try:
+                gradients(model, net.layer, x, y, inside=False)
+            except RuntimeError as error:
+                failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            assert net.layer.weight.grad is None
+            net.most = 100
+        found = gradients(model, net.layer, x, y, inside=False)
+        torch.testing.assert_close(found, bare_gradients(net.layer, x, y))
+    return failed, found
+
+
+def test_other_processes_notice_nothing_of_a_forward_that_is_run_again(cluster: Cluster) -> None:
+    (_, first), (_, second) = cluster.run(_full_in_process_1, 2, False, timeout=60.0)
+    torch.testing.assert_close(first, second)
+
+
+def test_all_processes_learn_that_a_backward_failed(cluster: Cluster) -> None:
+    (first, _), (second, _) = cluster.run(_full_in_process_1, 2, True, timeout=60.0)
+    assert "rank 1" in first
+    assert "ran out of memory in backward with 4 samples" in second
+
+
+# --- use ----------------------------------------------------------------------------------------
+
+
+def test_a_change_is_logged_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    with caplog.at_level(logging.INFO, "dataparallel"):
+        balancer = dataparallel.balance(model, every=2, warmup=0)
+        for _ in range(2):
+            balancer.observe(record((30, 30), (1.0, 2.0)))
+    assert [one.getMessage() for one in caplog.records] == [str(balancer.history[0])]
+    assert str(balancer.history[0]).startswith(
+        "after step 2: a batch of 60 is divided into (40, 20) instead of (30, 30), since a sample "
+        "takes replica 1 2.00 times as long"
+    )
+    balancer.close()
+
+
+def test_pause_and_resume() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    with dataparallel.balance(model, every=2, warmup=0) as balancer:
+        balancer.pause()
+        for _ in range(8):
+            balancer.observe(record((30, 30), (1.0, 2.0)))
+        assert balancer.sizes(60) == (30, 30)
+        balancer.resume()
+        for _ in range(2):
+            balancer.observe(record((30, 30), (1.0, 2.0)))
+        assert balancer.sizes(60) == (40, 20)
+
+
+def test_the_next_batch_may_have_another_size() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    with dataparallel.balance(model, every=2, warmup=0) as balancer:
+        model(torch.ones(6, 1))
+        for _ in range(2):
+            balancer.observe(record((30, 30), (1.0, 2.0)))
+        assert (balancer.history[0].before, balancer.history[0].after) == ((30, 30), (40, 20))
+
+
+def test_close_ends_it() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    balancer = dataparallel.balance(model, every=2, warmup=0)
+    assert model.timeline.is_active
+    balancer.close()
+    balancer.close()
+    assert not model.timeline.is_active
+    with pytest.raises(RuntimeError, match="this Balancer was closed"):
+        balancer.step(lambda: None)
+    dataparallel.balance(model).close()
+
+
+def test_small_batches_are_divided_as_ever() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu"] * 4)
+    with dataparallel.balance(model) as balancer:
+        for count in range(6):
+            x = torch.randn(count, 1)
+            torch.testing.assert_close(model(x), model.module(x))
+        assert balancer.sizes(3) == (1, 1, 1)
+
+
+def test_one_replica_has_nothing_to_hand_over(caplog: pytest.LogCaptureFixture) -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu"])
+    with caplog.at_level(logging.WARNING, "dataparallel"), dataparallel.balance(model) as balancer:
+        assert "there is one replica, on cpu: nothing to balance" in caplog.text
+        x = torch.randn(4, 1)
+        torch.testing.assert_close(model(x), model.module(x))
+        balancer.observe(record((4,), (1.0,)))
+
+
+def test_copies_of_the_wrapper_are_not_balanced() -> None:
+    model = dataparallel.DistributedDataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    with dataparallel.balance(model):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert other._splitter is None
+            assert not other.timeline.is_active
+            other(torch.ones(4, 1)).sum().backward()
+
+
+def test_a_balancer_does_not_keep_the_wrapper() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    balancer = dataparallel.balance(model)
+    model(torch.ones(4, 1))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    balancer.close()
+
+
+def test_a_run_goes_on_where_it_was() -> None:
+    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    with dataparallel.balance(model, every=2, warmup=0) as balancer:
+        for _ in range(2):
+            balancer.observe(record((30, 30), (1.0, 2.0)))
+        state = balancer.state_dict()
+    with dataparallel.balance(model) as balancer:
+        balancer.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert balancer.sizes(60) == (40, 20)

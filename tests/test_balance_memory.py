@@ -1,0 +1,382 @@
+"""A replica that runs out of memory hands a part of its chunk to the others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel.balancing.balancer import Balancer
+from dataparallel.balancing.out_of_memory import is_out_of_memory, replicas_named_by
+from dataparallel.virtual import device_module as virtual
+from dataparallel.virtual import set_memory_limit
+from tests.optimizer_cases import apply_torchs
+
+WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
+
+
+class Narrow(nn.Module):
+    """Runs out of memory, in forward or backward, where a chunk is larger than it may be."""
+
+    def __init__(self, most: dict[int, int], *, backward: bool = False) -> None:
+        super().__init__()
+        self.most = most
+        self.backward = backward
+        self.calls: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = dataparallel.current_replica()
+        index = 0 if replica is None else replica.index
+        self.calls.append((index, len(x)))
+        if len(x) <= self.most.get(index, 1000):
+            return x
+        if not self.backward:
+            raise torch.OutOfMemoryError("no memory is left")
+        result: Tensor = _NoBackward.apply(x)
+        return result
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.place = x.device
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(f"{ctx.place} is out of memory.")
+
+
+def make_net(narrow: nn.Module) -> nn.Sequential:
+    """Its forward writes buffers, draws random numbers, and then runs out of memory."""
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), narrow, nn.Linear(8, 2)
+    )
+
+
+def compute(model: Any, x: Tensor, y: Tensor, *, inside: bool) -> Tensor:
+    criterion = nn.MSELoss()
+    if inside:
+        return model.loss(criterion, x, y)  # type: ignore[no-any-return]
+    return criterion(model(x), y)  # type: ignore[no-any-return]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def state_of(model: Any) -> list[Tensor]:
+    """Everything that a step leaves behind, and what the caller draws next."""
+    found = [p.grad for p in model.parameters()] + list(model.buffers())
+    return [t.cpu().clone() for t in found] + [torch.rand(2)]
+
+
+@pytest.fixture(params=["cpu", "virtual"])
+def pair(request: pytest.FixtureRequest) -> list[str]:
+    return ["cpu", "cpu"] if request.param == "cpu" else ["virtual:0", "virtual:1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_garbage() -> Iterator[None]:
+    """Memory is freed by a collection of garbage: not through all that pytest has loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_limits() -> Iterator[None]:
+    yield
+    set_memory_limit(None, None)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "buffers", "inside"),
+    [
+        (dataparallel.DataParallel, "replica0", False),
+        (dataparallel.DataParallel, "mean", True),
+        (dataparallel.DataParallel, "sync", False),
+        (dataparallel.DistributedDataParallel, "replica0", True),
+        (dataparallel.DistributedDataParallel, "mean", False),
+        (dataparallel.DistributedDataParallel, "sync", True),
+    ],
+)
+def test_forward_as_if_nothing_had_happened(
+    pair: list[str], wrapper: Any, buffers: str, inside: bool
+) -> None:
+    x, y = torch.randn(37, 6).to(pair[0]), torch.randn(37, 2).to(pair[0])
+    narrow = Narrow({1: 10})
+    net = make_net(narrow).to(pair[0])
+    untroubled = make_net(nn.Identity()).to(pair[0])
+    untroubled.load_state_dict(net.state_dict())
+
+    model = wrapper(net, pair, buffers=buffers)
+    with dataparallel.balance(model) as balancer:
+        torch.manual_seed(3)
+        result = compute(model, x, y, inside=inside)
+        result.backward()
+        found = state_of(net)
+        # 18, then 3/4 of it, then of that.
+        assert [n for replica, n in narrow.calls if replica == 1] == [18, 13, 9]
+        assert balancer.limits == (None, 9)
+        assert [change.reason for change in balancer.history] == ["memory", "memory"]
+        assert "replica 1 on " in balancer.history[0].why
+        assert "ran out of memory with 18 samples" in balancer.history[0].why
+
+    other = wrapper(untroubled, pair, buffers=buffers)
+    with dataparallel.balance(other) as balancer:
+        balancer.load_state_dict({"costs": None, "limits": [None, 9]})
+        torch.manual_seed(3)
+        expected = compute(other, x, y, inside=inside)
+        expected.backward()
+    assert result.item() == expected.item()
+    for one, theirs in zip(found, state_of(untroubled), strict=True):
+        assert torch.equal(one, theirs)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_are_those_of_the_bare_module(pair: list[str], wrapper: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), Narrow({0: 12}), nn.Linear(8, 2)).double().to(pair[0])
+    bare = copy.deepcopy(net)
+    bare[1] = nn.Identity()
+    model = wrapper(net, pair)
+    x, y = torch.randn(37, 6).double().to(pair[0]), torch.randn(37, 2).double().to(pair[0])
+    with dataparallel.balance(model):
+        compute(model, x, y, inside=False).backward()
+    nn.functional.mse_loss(bare(x), y).backward()
+    for p, q in zip(net.parameters(), bare.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_device_whose_memory_is_full() -> None:
+    net = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 1)).to("virtual:0")
+    model = dataparallel.DataParallel(net, ["virtual:0", "virtual:1"])
+    x = torch.randn(64, 8, device="virtual:0")
+    with dataparallel.balance(model) as balancer:
+        expected = model(x).detach()
+        model(x)
+        set_memory_limit("virtual:1", virtual.memory_allocated(1) + 100_000)
+        assert torch.allclose(model(x), expected)
+        limit = balancer.limits[1]
+        assert balancer.limits[0] is None
+        assert limit is not None and 0 < limit < 32
+        attempts = len(balancer.history)
+        model(x)
+        assert len(balancer.history) == attempts, "the next forward knows the limit"
+
+
+def test_inputs_that_do_not_fit_are_handed_over_too() -> None:
+    model = dataparallel.DataParallel(nn.Linear(64, 1).to("virtual:0"), ["virtual:0", "virtual:1"])
+    x = torch.randn(64, 64, device="virtual:0")
+    with dataparallel.balance(model) as balancer, torch.no_grad():
+        expected = model(x)
+        gc.collect()
+        # Of 32 inputs of 256 bytes.
+        set_memory_limit("virtual:1", virtual.memory_allocated(1) + 5_000)
+        assert torch.allclose(model(x), expected)
+        limit = balancer.limits[1]
+        assert balancer.limits[0] is None
+        assert limit is not None and 0 < limit < 32
+
+
+def test_no_room_anywhere(pair: list[str]) -> None:
+    model = dataparallel.DataParallel(make_net(Narrow({0: 10, 1: 10})).to(pair[0]), pair)
+    x = torch.randn(36, 6).to(pair[0])
+    with dataparallel.balance(model) as balancer:
+        with pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught:
+            model(x)
+        notes = "\n".join(notes_of(caught.value))
+        assert "replica 0 on" in notes and "ran out of memory with 18 samples" in notes
+        assert "(replica 0 at most 13, replica 1 at most 13); use a smaller batch" in notes
+        assert len(model(x[:20])) == 20
+        assert balancer.limits == (13, 13)
+        balancer.lift_limits()
+        assert balancer.sizes(36) == (18, 18)
+
+
+def test_not_even_one_sample() -> None:
+    model = dataparallel.DataParallel(Narrow({1: 0}), ["cpu", "cpu"])
+    with dataparallel.balance(model) as balancer:
+        for _ in range(2):
+            with pytest.raises(
+                torch.OutOfMemoryError, match="in replica 1 on device cpu"
+            ) as caught:
+                model(torch.randn(9, 6))
+            note = "\n".join(notes_of(caught.value))
+            assert "not enough memory for a single sample in replica 1 on cpu" in note
+        # Chunks were not what took the memory.
+        assert balancer.limits == (None, None)
+        assert balancer.sizes(9) == (5, 4)
+
+
+def test_other_errors_are_left_alone() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("a mistake")
+
+    model = dataparallel.DataParallel(Wrong(), ["cpu", "cpu"])
+    with dataparallel.balance(model) as balancer:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            model(torch.ones(4, 2))
+        assert balancer.history == []
+
+
+# --- backward ----------------------------------------------------------------------------------
+
+
+def _steps(balancer: Balancer | None, model: Any, x: Tensor, y: Tensor) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+
+        def gradients() -> Tensor:
+            loss = compute(model, x, y, inside=False)
+            loss.backward()
+            return loss
+
+        torch.manual_seed(step)
+        # The gradient of one more batch is in .grad already.
+        compute(model, x[:4], y[:4], inside=False).backward()
+        losses.append((gradients() if balancer is None else balancer.step(gradients)).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "pair"),
+    [
+        (dataparallel.DataParallel, ["virtual:0", "virtual:1"]),
+        (dataparallel.DistributedDataParallel, ["virtual:0", "virtual:1"]),
+        (dataparallel.DistributedDataParallel, ["cpu", "cpu"]),
+    ],
+)
+def test_a_step_is_run_again(wrapper: Any, pair: list[str]) -> None:
+    net = make_net(Narrow({1: 10}, backward=True)).to(pair[0])
+    untroubled = make_net(nn.Identity()).to(pair[0])
+    untroubled.load_state_dict(net.state_dict())
+    x, y = torch.randn(37, 6).to(pair[0]), torch.randn(37, 2).to(pair[0])
+    model = wrapper(net, pair)
+    with dataparallel.balance(model) as balancer:
+        losses = _steps(balancer, model, x, y)
+        assert balancer.limits == (None, 9)
+    other = wrapper(untroubled, pair)
+    with dataparallel.balance(other) as balancer:
+        balancer.load_state_dict({"costs": None, "limits": [None, 9]})
+        assert losses == _steps(None, other, x, y)
+    for p, q in zip(net.parameters(), untroubled.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert all(map(torch.equal, net.buffers(), untroubled.buffers()))
+
+
+def test_gradients_outside_of_the_wrapper_are_not_counted_twice() -> None:
+    net, head = nn.Sequential(nn.Linear(6, 8), Narrow({1: 10}, backward=True)), nn.Linear(8, 2)
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
+    x, y = torch.randn(24, 6), torch.randn(24, 2)
+    expected = copy.deepcopy(nn.Sequential(net[0], head))
+    before = torch.ones(2, 8)
+    head.weight.grad = before
+    expected[1].weight.grad = before.clone()
+    with dataparallel.balance(model) as balancer:
+
+        def gradients() -> None:
+            # The head comes first in backward, so it has its gradients when a replica fails.
+            nn.functional.mse_loss(head(model(x)), y).backward()
+
+        balancer.step(gradients, parameters=[*model.parameters(), *head.parameters()])
+        assert balancer.limits == (None, 9)
+    nn.functional.mse_loss(expected(x), y).backward()
+    assert head.weight.grad is before
+    for p, q in zip([*net.parameters(), *head.parameters()], expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_where_nothing_tells_which_replica_it_was_the_error_is_left_alone() -> None:
+    # One call of autograd runs all CPU replicas.
+    model = dataparallel.DataParallel(make_net(Narrow({1: 10}, backward=True)), ["cpu", "cpu"])
+    x, y = torch.randn(24, 6), torch.randn(24, 2)
+    with dataparallel.balance(model) as balancer:
+        with pytest.raises(torch.OutOfMemoryError, match=r"^cpu is out of memory"):
+            balancer.step(lambda: compute(model, x, y, inside=False).backward())
+        assert balancer.limits == (None, None)
+
+
+def test_without_step_the_error_says_what_to_do(pair: list[str]) -> None:
+    net = make_net(Narrow({1: 10}, backward=True)).to(pair[0])
+    model = dataparallel.DistributedDataParallel(net, pair)
+    x, y = torch.randn(24, 6).to(pair[0]), torch.randn(24, 2).to(pair[0])
+    with dataparallel.balance(model) as balancer:
+        with pytest.raises(torch.OutOfMemoryError, match="is out of memory") as caught:
+            compute(model, x, y, inside=False).backward()
+        (note,) = [note for note in notes_of(caught.value) if "run the step again" in note]
+        assert note.endswith(
+            "ran out of memory in backward with 12 samples; its chunk is at most 9 from now on: "
+            "run the step again"
+        )
+        assert all(p.grad is None for p in net.parameters())
+        compute(model, x, y, inside=False).backward()
+        assert balancer.sizes(24) == (15, 9)
+
+
+def test_a_step_that_cannot_succeed_ends(pair: list[str]) -> None:
+    net = make_net(Narrow({0: 5, 1: 5}, backward=True)).to(pair[0])
+    model = dataparallel.DistributedDataParallel(net, pair)
+    x, y = torch.randn(24, 6).to(pair[0]), torch.randn(24, 2).to(pair[0])
+    with dataparallel.balance(model) as balancer:
+        with pytest.raises(torch.OutOfMemoryError, match="is out of memory") as caught:
+            balancer.step(lambda: compute(model, x, y, inside=False).backward())
+        assert "use a smaller batch" in "\n".join(notes_of(caught.value))
+
+
+def test_a_step_with_optimizers_in_backward_is_refused() -> None:
+    net = nn.Linear(2, 2)
+    apply_torchs(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
+    with (
+        dataparallel.balance(model) as balancer,
+        pytest.raises(RuntimeError, match="optimizers that step in backward have stepped"),
+    ):
+        balancer.step(lambda: None)
+
+
+# --- what counts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+        (None, False),
+    ],
+)
+def test_what_is_a_lack_of_memory(error: BaseException | None, counts: bool) -> None:
+    assert is_out_of_memory(error) is counts
+
+
+def test_the_allocator_of_the_cpu_says_so() -> None:
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_the_device_in_the_text() -> None:
+    devices = [torch.device("virtual", i) for i in (0, 1, 1)]
+    named: Callable[[str], list[int]] = lambda text: replicas_named_by(  # noqa: E731
+        RuntimeError(text), devices
+    )
+    assert named("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total") == [1, 2]
+    assert named("virtual:0 is out of memory. Tried") == [0]
+    assert named("virtual:3 is out of memory. Tried") == []
+    assert named("something\nvirtual:0") == []

@@ -1,0 +1,95 @@
+"""What a forward has changed is brought back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel.repeating.rollback import Rollback
+from tests.test_balance_memory import Narrow
+
+DEVICES = [torch.device("cpu")] * 2
+
+
+def test_values_are_kept_from_one_to_the_next() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    shared = nn.ModuleList([net, net[0]])
+    rollback = Rollback(DEVICES)
+    rollback.take([net, None, shared])
+    places = [value.data_ptr() for value in rollback._values]
+    assert len(places) == 6
+    for _ in range(3):
+        net(torch.randn(4, 3))
+        expected = [buffer.clone() for buffer in net.buffers()]
+        rollback.take([net, None, shared])
+        net(torch.randn(4, 3))
+        rollback.undo()
+        assert all(map(torch.equal, net.buffers(), expected))
+    assert [value.data_ptr() for value in rollback._values] == places
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(5),
+        torch.ones(3, 1),
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, device="virtual:0"),
+        torch.ones(0),
+        nn.Parameter(torch.ones(3)),
+    ],
+)
+def test_a_buffer_that_becomes_another(other: Tensor) -> None:
+    net: Any = nn.Module()
+    net.register_buffer("kept", torch.zeros(3))
+    rollback = Rollback(DEVICES)
+    rollback.take([net])
+    net._buffers["kept"] = other.detach().clone()
+    expected = net.kept.clone()
+    rollback.take([net])
+    net.kept.mul_(3)
+    rollback.undo()
+    assert net.kept.dtype == expected.dtype
+    assert torch.equal(net.kept.to_dense(), expected.to_dense())
+
+
+def test_inside_and_outside_of_inference_mode() -> None:
+    net = nn.BatchNorm1d(3)
+    rollback = Rollback(DEVICES)
+    with torch.inference_mode():
+        rollback.take([net])
+        net.running_mean = torch.full((3,), 2.0)
+        rollback.take([net])
+    net.running_mean = torch.full((3,), 4.0)
+    rollback.take([net])
+    net.running_mean.zero_()
+    rollback.undo()
+    assert net.running_mean.tolist() == [4.0] * 3
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls: Tensor
+        self.calls += 1
+        return x.square().mean()
+
+
+def test_buffers_of_a_criterion() -> None:
+    net = nn.Sequential(nn.Linear(6, 2), Narrow({1: 10}, backward=True))
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
+    criterion = _Counting()
+    x = torch.randn(24, 6)
+    with dataparallel.balance(model) as balancer:
+        balancer.step(lambda: criterion(model(x)).backward(), modules=[criterion])
+        assert balancer.limits == (None, 9)
+    assert criterion.calls.item() == 1

@@ -1,0 +1,167 @@
+"""Compiled code is loaded only from where nobody else can have put it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dataparallel import native
+from dataparallel.cache_folder import close_to_others, is_trusted
+from dataparallel.native import NativeExtension
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user: takes root")
+
+STRANGER = 54321
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "small-0123"
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def test_it_is_made_for_this_user_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        close_to_others(folder)
+    finally:
+        os.umask(before)
+    assert (mode(folder), mode(folder.parent)) == (0o755, 0o755)
+    # A second time, too.
+    close_to_others(folder)
+
+
+def test_what_a_loose_umask_made_is_closed_and_not_trusted(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    code = folder / "code.so"
+    code.write_bytes(b"code")
+    code.chmod(0o775)
+    folder.chmod(0o775)
+    close_to_others(folder)
+    assert mode(folder) == 0o755
+    assert not is_trusted(code)
+    code.chmod(0o755)
+    assert is_trusted(code)
+
+
+def test_no_file_and_no_regular_file_are_not_trusted(folder: Path) -> None:
+    close_to_others(folder)
+    real = folder.parent / "real.so"
+    real.write_bytes(b"code")
+    (folder / "link.so").symlink_to(real)
+    (folder / "folder.so").mkdir()
+    assert is_trusted(real)
+    assert not any(map(is_trusted, (folder / "link.so", folder / "folder.so", folder / "none.so")))
+
+
+def test_a_link_to_elsewhere_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match=r"a link.*set DATAPARALLEL_CACHE_DIR"):
+        close_to_others(folder)
+
+
+@pytest.mark.parametrize("behind_a_link", [False, True])
+def test_a_folder_above_that_all_can_change_is_refused(
+    folder: Path, tmp_path: Path, behind_a_link: bool
+) -> None:
+    open_folder = folder.parent
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    if behind_a_link:
+        (tmp_path / "link").symlink_to(open_folder)
+        folder = tmp_path / "link" / folder.name
+    with pytest.raises(PermissionError, match=f"chmod o-w {open_folder}|chmod o-w {tmp_path}/link"):
+        close_to_others(folder)
+    # As /tmp is.
+    open_folder.chmod(0o1777)
+    close_to_others(folder)
+
+
+@needs_root
+def test_a_folder_and_a_file_of_somebody_else_are_refused(folder: Path) -> None:
+    close_to_others(folder)
+    code = folder / "code.so"
+    code.write_bytes(b"code")
+    os.chown(code, STRANGER, -1)
+    assert not is_trusted(code)
+    os.chown(folder, STRANGER, -1)
+    with pytest.raises(
+        PermissionError, match=f"number {STRANGER}, not to 0.*DATAPARALLEL_CACHE_DI"
+    ):
+        close_to_others(folder)
+
+
+# --- extensions ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NativeExtension:
+    """One whose compiler writes a word in place of code, and whose loader reads it."""
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_load_file", lambda name, path: path.read_text())
+    monkeypatch.setenv("DATAPARALLEL_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = tmp_path / "compiler"
+    script = 'for word; do previous="$last"; last="$word"; done; echo ours > "$last"'
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "one.cpp").write_text("")
+    return NativeExtension("small", "the small extension", "small", sources)
+
+
+def plant(extension: NativeExtension) -> Path:
+    """What somebody else would like to be loaded."""
+    path = extension.path()
+    path.parent.mkdir(parents=True)
+    path.write_text("hostile")
+    return path
+
+
+def test_a_file_that_others_can_write_is_compiled_anew(extension: NativeExtension) -> None:
+    path = plant(extension)
+    path.chmod(0o666)
+    assert str(extension.load()) == "ours\n"
+    assert is_trusted(path)
+
+
+def test_a_trusted_file_is_not(extension: NativeExtension) -> None:
+    plant(extension).chmod(0o644)
+    assert str(extension.load()) == "hostile"
+
+
+def test_a_file_behind_a_link_is_compiled_anew(extension: NativeExtension, tmp_path: Path) -> None:
+    path = plant(extension)
+    path.rename(tmp_path / "hostile.so")
+    path.symlink_to(tmp_path / "hostile.so")
+    assert str(extension.load()) == "ours\n"
+    assert (tmp_path / "hostile.so").read_text() == "hostile"
+
+
+def test_in_an_open_folder_nothing_is_loaded(extension: NativeExtension) -> None:
+    path = plant(extension)
+    cache = path.parent.parent
+    cache.chmod(0o777)
+    with pytest.raises(
+        RuntimeError, match=r"cannot load the small extension: every user can .*chmod"
+    ):
+        extension.load()
+    cache.chmod(0o755)
+    path.unlink()
+    assert str(extension.load()) == "ours\n"
+
+
+@needs_root
+def test_in_the_folder_of_somebody_else_nothing_is_loaded(extension: NativeExtension) -> None:
+    path = plant(extension)
+    os.chown(path.parent, STRANGER, -1)
+    with pytest.raises(RuntimeError, match=f"belongs to the user with number {STRANGER}"):
+        extension.load()

@@ -1,0 +1,130 @@
+"""Who waits in a functional collective is released when another process has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dataparallel.collectives import functional
+from dataparallel.collectives.process_checks import checks_of
+from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.processes import ProcessLink
+from tests.cluster import Cluster
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    return float(functional.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD))
+
+
+def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[str, float]:
+    link = ProcessLink(purpose="test", timeout=30)
+    members = dist.new_group([0, 1])
+    done = dist.new_group()
+    if rank < 2:
+        assert total(members) == 2
+    if rank == 1 and late:
+        dist.barrier(done)
+    if rank == 1:
+        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+    if rank == 0 and not late:
+        threading.Event().wait(1.0)
+    started = time.monotonic()
+    text = ""
+    if rank == 0:
+        if late:
+            dist.barrier(done)
+        with pytest.raises(CollectiveError, match="was given up after") as raised:
+            total(members)
+        text = str(raised.value)
+        assert raised.value.failure is not None and raised.value.failure.rank == 1
+        with pytest.raises(CollectiveError, match=r"make a new group[\s\S]*no data"):
+            total(members)
+    elif rank == 2 and late:
+        dist.barrier(done)
+    seconds = time.monotonic() - started
+    dist.barrier()
+    link.close()
+    return text, seconds
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_error_of_another_process_ends_a_wait(cluster: Cluster, late: bool) -> None:
+    text, seconds = cluster.run(wait_for_one_that_raised, 3, late)[0]
+    assert "all_reduce of a tensor (1,) of float32 (collective 2) over 2 processes" in text
+    assert "rank 1 (process " in text
+    assert "failed in the forward of layer 3: ZeroDivisionError: no data" in text
+    assert seconds < 5
+
+
+def go_on_after_an_error(rank: int, world_size: int) -> float:
+    link = ProcessLink(purpose="test", timeout=30)
+    assert total() == world_size
+    if rank == 1:
+        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+    else:
+        # Until it is known here.
+        deadline = time.monotonic() + 10
+        while link.broken is None and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+    dist.barrier()
+    link.close()
+    again = ProcessLink(purpose="test", timeout=30)
+    if rank == 1:
+        # Slow, but on its way.
+        threading.Event().wait(1.5)
+    found = total()
+    again.close()
+    return found
+
+
+def test_an_error_after_which_all_went_on_is_forgotten(cluster: Cluster) -> None:
+    assert cluster.run(go_on_after_an_error, 2) == [2, 2]
+
+
+def wait_for_others_of_no_concern(rank: int, world_size: int) -> float:
+    link = ProcessLink(purpose="test", timeout=30)
+    members = dist.new_group([0, 1])
+    if rank == 2:
+        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+    if rank == 1:
+        threading.Event().wait(1.5)
+    found = total(members) if rank < 2 else 2
+    dist.barrier()
+    link.close()
+    return found
+
+
+def test_an_error_outside_of_the_group_ends_no_wait(cluster: Cluster) -> None:
+    assert cluster.run(wait_for_others_of_no_concern, 3) == [2, 2, 2]
+
+
+def wait_for_one_that_stops(rank: int, world_size: int) -> tuple[str, float]:
+    pids = functional.all_gather_tensor(torch.tensor([os.getpid()]), 0, dist.group.WORLD).tolist()
+    group = dist.group.WORLD
+    assert group is not None
+    failures = checks_of(group).failures
+    assert failures is not None
+    failures.patience = 2.0
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "", total()
+    started = time.monotonic()
+    try:
+        with pytest.raises(CollectiveError, match="no sign of life") as raised:
+            total()
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    return str(raised.value), time.monotonic() - started
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_silent_process_ends_a_wait(cluster: Cluster) -> None:
+    (text, seconds), _ = cluster.run(wait_for_one_that_stops, 2, timeout=30)
+    assert "rank 1 (process " in text and "has given no sign of life for" in text
+    assert seconds < 8

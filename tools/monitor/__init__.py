@@ -1,0 +1,1 @@
+"""The `monitor` subcommand: what every device is doing."""

@@ -1,0 +1,137 @@
+"""Readings of the host, and of the threads of the run that is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dataparallel.tools.monitor.cgroup import Memory, memory
+from dataparallel.tools.monitor.processors import BusyShare, usable_processors
+from dataparallel.tools.monitor.reading import HostReading
+from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
+
+
+class HostReader:
+    """Reads the processors and the memory of this host, and the threads of one process.
+
+    Example::
+
+        HostReader(os.getpid).read().threads      # {"main": 0.1, "replica-0": 0.98}
+
+    Args:
+        pid: Tells the process whose threads are read; None for no process. Default: none.
+        busy: Tells the share of the processors that is busy. Default: measured.
+        num_cpus: How many processors can be used. Default: asked.
+        memory: Tells the memory. Default: that of the host, or of the container if it is less.
+    """
+
+    def __init__(
+        self,
+        pid: Callable[[], int | None] = lambda: None,
+        *,
+        busy: Callable[[], float | None] | None = None,
+        num_cpus: float | None = None,
+        memory: Callable[[], Memory] = memory,
+    ) -> None:
+        self._pid = pid
+        self._busy = BusyShare() if busy is None else busy
+        self._num_cpus = usable_processors().count if num_cpus is None else num_cpus
+        self._memory = memory
+        self._threads = ThreadLoads()
+
+    def read(self) -> HostReading:
+        """Read the host now."""
+        now = self._memory()
+        pid = self._pid()
+        return HostReading(
+            utilization=self._busy(),
+            num_cpus=self._num_cpus,
+            memory_used=float(now.used),
+            memory_total=float(now.total),
+            threads={} if pid is None else self._threads.read(pid),
+        )
+
+
+class ThreadLoads:
+    """How much of a processor the threads of a process have kept busy since the last time.
+
+    Only threads with a meaning are told: those of the replicas, those in which accelerators'
+    gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they
+    belong to the same replica of several wrappers.
+
+    Args:
+        proc: The folder in which the system shows processes. Default: ``/proc``.
+        clock: Tells the time in seconds. Default: ``time.monotonic``.
+        ticks: How many units of the system's counters make a second. Default: asked.
+    """
+
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        ticks: int | None = None,
+    ) -> None:
+        self._proc = proc
+        self._clock = clock
+        self._ticks = ticks or _ticks_per_second()
+        self._pid: int | None = None
+        self._since = 0.0
+        self._before: dict[tuple[int, int], int] = {}
+        self._loads: dict[str, float] = {}
+
+    def read(self, pid: int) -> dict[str, float]:
+        """Per name of a thread its load, from 0 to 1.
+
+        Args:
+            pid: The process.
+
+        Returns:
+            Nothing the first time, for a process that is gone, and where the system does not tell.
+        """
+        now = self._clock()
+        span = now - self._since
+        if pid == self._pid and span < SHORTEST_SPAN:
+            return dict(self._loads)
+        threads = self._times(pid)
+        loads: dict[str, float] = {}
+        if pid == self._pid:
+            for thread, (name, spent) in threads.items():
+                if thread in self._before:
+                    busy = (spent - self._before[thread]) / self._ticks / span
+                    loads[name] = loads.get(name, 0.0) + min(1.0, max(0.0, busy))
+        self._pid, self._since, self._loads = pid, now, loads
+        self._before = {thread: spent for thread, (_, spent) in threads.items()}
+        return dict(sorted(loads.items()))
+
+    def _times(self, pid: int) -> dict[tuple[int, int], tuple[str, int]]:
+        """By number and time of birth: the name of a thread and how long it has been busy."""
+        found: dict[tuple[int, int], tuple[str, int]] = {}
+        try:
+            entries = sorted((self._proc / str(pid) / "task").iterdir())
+        except OSError:
+            return found
+        for entry in entries:
+            # A thread may end at any moment.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                text = (entry / "stat").read_text()
+                # The name is in brackets and may hold brackets and spaces itself.
+                before, _, after = text.rpartition(")")
+                name, fields = before.partition("(")[2], after.split()
+                thread = int(entry.name)
+                if thread == pid:
+                    name = "main"
+                if name == "main" or name.startswith(("replica-", "pt_autograd")):
+                    spent = int(fields[11]) + int(fields[12])
+                    found[thread, int(fields[19])] = (name, spent)
+        return found
+
+
+def _ticks_per_second() -> int:
+    try:
+        return os.sysconf("SC_CLK_TCK")
+    except (AttributeError, OSError, ValueError):
+        return 100

@@ -1,0 +1,62 @@
+"""What is read from a device: the names, units and meanings of all metrics, in one table.
+
+Values are in base units everywhere (ratios from 0 to 1, bytes, seconds, watts, joules, degrees
+Celsius, hertz), in recordings and in Prometheus too; only what is shown to people is converted.
+``None`` stands for what is not available, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Unit: TypeAlias = Literal["ratio", "bytes", "bytes/s", "W", "J", "C", "Hz", "count"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quantity.
+
+    Attributes:
+        name: Its name, as in recordings.
+        unit: Its unit.
+        meaning: One line for people.
+        is_counter: Whether it only grows, from a beginning that says nothing.
+    """
+
+    name: str
+    unit: Unit
+    meaning: str
+    is_counter: bool = False
+
+
+#: All metrics of devices, in the order in which they are shown.
+METRICS: tuple[Metric, ...] = (
+    Metric("utilization", "ratio", "share of time in which a kernel ran"),
+    Metric("memory_utilization", "ratio", "share of time in which memory was read or written"),
+    Metric("memory_used", "bytes", "memory in use, by all processes"),
+    Metric("memory_free", "bytes", "memory that is free"),
+    Metric("memory_total", "bytes", "memory that there is"),
+    Metric("power", "W", "power drawn"),
+    Metric("power_limit", "W", "power at which the device slows down"),
+    Metric("energy", "J", "energy used since the driver was loaded", is_counter=True),
+    Metric("temperature", "C", "temperature of the chip"),
+    Metric("memory_temperature", "C", "temperature of the memory"),
+    Metric("sm_clock", "Hz", "clock of the processors"),
+    Metric("sm_clock_max", "Hz", "highest clock of the processors"),
+    Metric("memory_clock", "Hz", "clock of the memory"),
+    Metric("pcie_sent", "bytes/s", "sent over PCIe"),
+    Metric("pcie_received", "bytes/s", "received over PCIe"),
+    Metric("nvlink_sent", "bytes/s", "sent over NVLink"),
+    Metric("nvlink_received", "bytes/s", "received over NVLink"),
+    Metric("ecc_corrected", "count", "memory errors that were corrected", is_counter=True),
+    Metric("ecc_uncorrected", "count", "memory errors that were not corrected", is_counter=True),
+    Metric("fan", "ratio", "speed of the fan"),
+    Metric("sm_active", "ratio", "share of processors that were busy"),
+    Metric("sm_occupancy", "ratio", "share of warps that were resident"),
+    Metric("tensor_active", "ratio", "share of time in which tensor cores were busy"),
+    Metric("dram_active", "ratio", "share of the memory's bandwidth in use"),
+)
+
+#: Metrics by name.
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -1,0 +1,186 @@
+"""From the options of a command to the sampler that it uses."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dataparallel.tools.extras import needs_extra
+from dataparallel.tools.monitor.sampler import Sampler
+from dataparallel.tools.monitor.sources.nvml import NvmlSource
+
+if TYPE_CHECKING:
+    from dataparallel.tools.monitor.run_watch import RunWatch
+    from dataparallel.tools.monitor.sources.source import Source
+
+SOURCES = ("auto", "nvml", "cpu", "virtual")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell what is watched: ``--source``, ``--interval``, ``--attach``."""
+    parser.add_argument(
+        "--source",
+        default="auto",
+        metavar="NAME",
+        help="auto, nvml, cpu, virtual (the virtual devices of the run that --attach names), or a "
+        "recording to play back (default: auto, which is all that this machine has)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between samples (default: 1)",
+    )
+    parser.add_argument(
+        "--attach",
+        metavar="PID",
+        help="also watch the replicas of a run with a StepMonitor: the number of its process, or "
+        "auto if there is only one",
+    )
+    parser.add_argument(
+        "--speed",
+        type=_speed,
+        default=1.0,
+        metavar="FACTOR",
+        help="how many times faster a recording is played back, or max for all at once "
+        "(default: 1)",
+    )
+
+
+def open_sampler(arguments: argparse.Namespace) -> Sampler:
+    """The sampler that the options ask for.
+
+    Example::
+
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        with open_sampler(parser.parse_args(["--source", "cpu"])) as sampler:
+            print(sampler.sample())
+
+    Args:
+        arguments: What was made of the options that :func:`add_options` adds.
+
+    Returns:
+        A sampler whose first sample is as good as the others.
+
+    Raises:
+        ValueError: There is no such source, file or run.
+        RuntimeError: NVIDIA's driver is asked for, and does not answer.
+    """
+    if arguments.source not in SOURCES:
+        return _open_replay(arguments)
+    with needs_extra("monitor"):
+        from dataparallel.tools.monitor.host import HostReader
+        from dataparallel.tools.monitor.processors import BusyShare
+        from dataparallel.tools.monitor.run_watch import watch_run
+        from dataparallel.tools.monitor.sources.cpu import CpuSource
+    watch = None if arguments.attach is None else watch_run(arguments.attach)
+    busy = BusyShare()
+    sources: list[Source] = []
+    hints: list[str] = []
+    if arguments.source in ("auto", "nvml"):
+        nvml = _open_nvml(watch, required=arguments.source == "nvml")
+        sources.append(nvml)
+        if not nvml.available():
+            hints.append("without NVIDIA's devices, the CPU is shown")
+    if arguments.source in ("auto", "cpu"):
+        pids = () if watch is None else (watch.pid,)
+        sources.append(CpuSource(lambda: pids, busy=busy))
+    if arguments.source in ("auto", "virtual"):
+        sources += _virtual_sources(watch, required=arguments.source == "virtual")
+    if watch is None:
+        hints += _runs_to_watch()
+    sampler = Sampler(
+        sources,
+        interval=arguments.interval,
+        host=HostReader(lambda: None if watch is None else watch.pid, busy=busy).read,
+        run=(lambda: None) if watch is None else watch,
+        notes=lambda: (*hints, *(() if watch is None else watch.notes())),
+        is_over=lambda: watch is not None and watch.is_over(),
+    )
+    sampler.warm_up()
+    return sampler
+
+
+def _open_replay(arguments: argparse.Namespace) -> Sampler:
+    path = Path(arguments.source)
+    if not path.exists():
+        raise ValueError(
+            f"{arguments.source!r} is neither a source nor a recording: there are the sources "
+            f"{', '.join(SOURCES)}, and no such file"
+        )
+    if arguments.attach is not None:
+        raise ValueError(
+            f"{path} is played back, so there is no run to attach to; leave out --attach, what was "
+            "recorded of the run is shown anyway"
+        )
+    from dataparallel.tools.monitor.sources.replay import Replay
+
+    return Replay(path, speed=arguments.speed)
+
+
+def _open_nvml(watch: RunWatch | None, *, required: bool) -> NvmlSource:
+    source = NvmlSource()
+    if required:
+        reading = source.read()
+        if not reading.devices:
+            source.close()
+            why = "; ".join(reading.notes) or "NVIDIA's driver knows no device"
+            raise RuntimeError(f"there is nothing to read with --source nvml: {why}")
+    if watch is not None:
+        watch.listen(source.attach)
+    return source
+
+
+def _virtual_sources(watch: RunWatch | None, *, required: bool) -> list[Source]:
+    from dataparallel import virtual
+    from dataparallel.tools.monitor.sources.virtual import VirtualSource
+
+    if watch is not None:
+        return [VirtualSource(lambda: watch.latest, watch.pid)]
+    if virtual.is_enabled():
+        return [VirtualSource()]
+    if required:
+        raise ValueError(
+            "virtual devices exist inside the process that enabled them, which is not this one; "
+            "watch that process with --attach PID (or --attach auto, if it is the only run), or "
+            "read this machine with --source cpu"
+        )
+    return []
+
+
+def _runs_to_watch() -> tuple[str, ...]:
+    from dataparallel.monitor.attach import runs
+
+    with contextlib.suppress(OSError):
+        found = runs()
+        if found:
+            listed = ", ".join(map(str, found))
+            return (f"to see the phases of replicas, add --attach PID; these are runs: {listed}",)
+    return ()
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0 and of at most a day"
+        )
+    return value
+
+
+def _speed(text: str) -> float:
+    try:
+        value = math.inf if text == "max" else float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor max")
+    return value

@@ -1,0 +1,180 @@
+"""How busy the processors are that can be used here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import psutil
+
+from dataparallel.tools.monitor.cgroup import quota
+from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
+
+T = TypeVar("T")
+
+#: Of its time a :class:`Thrifty` spends at most this share.
+_SHARE = 0.01
+
+
+class Thrifty(Generic[T]):
+    """Reads something that may take long seldom enough, and tells the same meanwhile.
+
+    On a machine with hundreds of processors their clocks take whole seconds to read.
+
+    Example::
+
+        frequency = Thrifty(psutil.cpu_freq)
+        frequency()
+
+    Args:
+        read: What reads it.
+        clock: Tells the time in seconds. Default: ``time.perf_counter``.
+    """
+
+    def __init__(
+        self, read: Callable[[], T], *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._due: float | None = None
+        self._value: T
+
+    def __call__(self) -> T:
+        """What is read, now or a while ago."""
+        begin = self._clock()
+        if self._due is None or begin >= self._due:
+            self._value = self._read()
+            end = self._clock()
+            self._due = end + (end - begin) / _SHARE
+        return self._value
+
+
+class BusyShare:
+    """The share of the processors that has been busy since it was last asked.
+
+    Example::
+
+        busy = BusyShare()
+        busy()      # 0.25: a quarter of them
+
+    The first time it waits, if need be, until there is enough to tell a share from; if it is asked
+    again too soon it tells what it told before.
+
+    Args:
+        times: Tells the busy and all seconds of the processors so far. Default: of those that can
+            be used, see :func:`usable_processors`.
+        clock: Tells the time in seconds. Default: ``time.monotonic``.
+        sleep: Waits so many seconds. Default: ``time.sleep``.
+    """
+
+    def __init__(
+        self,
+        times: Callable[[], tuple[float, float]] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._times = times or usable_processors().times
+        self._clock = clock
+        self._sleep = sleep
+        self._since = clock()
+        self._before = self._times()
+        self._share: float | None = None
+
+    def __call__(self) -> float | None:
+        """The share, from 0 to 1; None if the system has counted nothing at all."""
+        span = self._clock() - self._since
+        if span < SHORTEST_SPAN:
+            if self._share is not None:
+                return self._share
+            self._sleep(SHORTEST_SPAN - span)
+        busy, total = self._times()
+        busy_before, total_before = self._before
+        if total > total_before:
+            # The system corrects its counters now and then, also downwards.
+            self._share = min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
+        self._before, self._since = (busy, total), self._clock()
+        return self._share
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors that can be used.
+
+    Attributes:
+        count: How many; a quota may be a part of one.
+        times: Tells the seconds so far that they have been busy, and that there were.
+    """
+
+    count: float
+    times: Callable[[], tuple[float, float]]
+
+
+def usable_processors(
+    root: Path = Path("/"),
+    *,
+    count: int | None = None,
+    affinity: Collection[int] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Processors:
+    """The processors that this process, or the container in which it is, can use.
+
+    Under a quota of time busy is what the container has computed; where only some processors may be
+    used, busy is what is done on these, by whomever.
+
+    Example::
+
+        usable_processors().count      # 1.5 in a container started with --cpus 1.5
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+        count: How many processors the host has. Default: asked.
+        affinity: Those on which this process may run. Default: asked.
+        clock: Tells the time in seconds. Default: ``time.monotonic``.
+    """
+    everything = count or psutil.cpu_count() or 1
+    mine = affinity_here(everything) if affinity is None else affinity
+    limit = quota(root)
+    if limit is not None and limit.cpus < min(everything, len(mine)):
+        allowed = limit
+
+        def times() -> tuple[float, float]:
+            used = allowed.used()
+            # Without what was used there is no share, rather than one of something else.
+            return (0.0, 0.0) if used is None else (used, allowed.cpus * clock())
+
+        return Processors(allowed.cpus, times)
+    if len(mine) < everything:
+        return Processors(len(mine), lambda: processor_times(mine))
+    return Processors(everything, processor_times)
+
+
+def affinity_here(count: int) -> Collection[int]:
+    """The processors on which this process may run; all ``count`` where that is not told."""
+    ask = getattr(os, "sched_getaffinity", None)
+    return range(count) if ask is None else ask(0)
+
+
+def processor_times(chosen: Collection[int] | None = None) -> tuple[float, float]:
+    """The seconds so far that processors have been busy, and that there were.
+
+    Args:
+        chosen: Which processors. Default: all.
+    """
+    if chosen is None:
+        return _busy_and_all(psutil.cpu_times())
+    each = psutil.cpu_times(percpu=True)
+    # Processors that are switched off are left out, and which they are is not told.
+    found = [_busy_and_all(each[index]) for index in chosen if index < len(each)]
+    return sum(busy for busy, _ in found), sum(total for _, total in found)
+
+
+def _busy_and_all(times: Any) -> tuple[float, float]:
+    # Linux counts the time of guests within that of users already.
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    total = sum(times) - guests
+    return total - times.idle - getattr(times, "iowait", 0.0), total

@@ -1,0 +1,148 @@
+"""What a sample holds: readings of devices, of processes and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dataparallel.monitor.run import RunState
+from dataparallel.tools.monitor.metrics import BY_NAME
+
+
+@dataclass(frozen=True)
+class DeviceReading:
+    """One device at one moment.
+
+    Attributes:
+        device: The name under which torch knows it (``"cuda:0"``, ``"virtual:1"``, ``"cpu"``), or
+            ``"nvml:3"`` where torch does not see it.
+        name: What the vendor calls it.
+        source: Which source has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
+        uuid: Its identity; None where it has none.
+        values: Metric by name, see :mod:`dataparallel.tools.monitor.metrics`; what is left out, or
+            None, is not available.
+        throttle: Why it is slowed down, in words; empty if it is not.
+        parent: For a MIG instance, the device of which it is a part.
+        error: Why nothing could be read; None if all is well.
+    """
+
+    device: str
+    name: str
+    source: str
+    uuid: str | None = None
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    throttle: tuple[str, ...] = ()
+    parent: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.values if name not in BY_NAME]
+        assert not unknown, unknown
+
+    def value(self, metric: str) -> float | None:
+        """The value of a metric; None if it is not available."""
+        assert metric in BY_NAME, metric
+        return self.values.get(metric)
+
+
+@dataclass(frozen=True)
+class ProcessReading:
+    """One process that uses a device.
+
+    Attributes:
+        device: The device, as in :class:`DeviceReading`.
+        pid: Its number, as the driver tells it; inside of a container that is the host's.
+        name: Its name; None if it cannot be seen from here.
+        user: Who runs it; likewise.
+        memory: Memory of the device that it holds, in bytes; None if that is not told.
+        utilization: Its share of the device's time; likewise.
+        cpu: Processors of the host that it keeps busy (2.0 is two of them); likewise.
+        host_memory: Memory of the host that it holds, in bytes; likewise.
+    """
+
+    device: str
+    pid: int
+    name: str | None = None
+    user: str | None = None
+    memory: float | None = None
+    utilization: float | None = None
+    cpu: float | None = None
+    host_memory: float | None = None
+
+
+@dataclass(frozen=True)
+class HostReading:
+    """The host at one moment.
+
+    Attributes:
+        utilization: Share of these processors that is busy, from 0 to 1; None if that is not
+            available.
+        num_cpus: How many processors can be used: those of the host, or what a container is allowed
+            to (1.5 is one and a half).
+        memory_used: Bytes.
+        memory_total: Bytes.
+        threads: Of the run that is watched, per thread its name and how much of one processor it
+            keeps busy, from 0 to 1.
+    """
+
+    utilization: float | None
+    num_cpus: float
+    memory_used: float
+    memory_total: float
+    threads: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Everything that was read at one moment.
+
+    Attributes:
+        time: Seconds since 1970.
+        elapsed: Seconds since the first sample, by a clock that never goes backwards.
+        cost: Seconds that reading took.
+        devices: One reading per device.
+        processes: The processes on the devices.
+        host: The host; None if it could not be read.
+        run: The run that is watched; None if there is none.
+        notes: What a user should know, in words: what is missing, and how to get it.
+    """
+
+    time: float
+    elapsed: float
+    cost: float
+    devices: tuple[DeviceReading, ...]
+    processes: tuple[ProcessReading, ...] = ()
+    host: HostReading | None = None
+    run: RunState | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The sample as what ``json`` writes; see :meth:`from_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Sample:
+        """The sample that :meth:`to_json` has described. Unknown metrics are left out.
+
+        Raises:
+            ValueError: It is no description of a sample.
+        """
+        try:
+            return Sample(
+                time=float(data["time"]),
+                elapsed=float(data["elapsed"]),
+                cost=float(data["cost"]),
+                devices=tuple(_device(one) for one in data["devices"]),
+                processes=tuple(ProcessReading(**one) for one in data["processes"]),
+                host=None if data["host"] is None else HostReading(**data["host"]),
+                run=None if data["run"] is None else RunState.from_json(data["run"]),
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no sample: {error!r} in {data!r:.200}") from error
+
+
+def _device(data: Mapping[str, Any]) -> DeviceReading:
+    values = {name: value for name, value in data["values"].items() if name in BY_NAME}
+    return DeviceReading(**{**data, "values": values, "throttle": tuple(data["throttle"])})

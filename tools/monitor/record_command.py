@@ -1,0 +1,216 @@
+"""The `monitor record` subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dataparallel.tools.arguments import add_command
+from dataparallel.tools.extras import needs_extra
+from dataparallel.tools.monitor.opening import SOURCES, add_options, open_sampler
+from dataparallel.tools.monitor.recorder import Format, Recorder, samples_text
+from dataparallel.tools.monitor.recording import older_parts, parts
+from dataparallel.tools.monitor.sizes import duration, size
+from dataparallel.tools.monitor.units import bytes_text
+
+if TYPE_CHECKING:
+    from dataparallel.tools.arguments import Subparsers
+    from dataparallel.tools.monitor.reading import Sample
+    from dataparallel.tools.monitor.sampler import Sampler
+
+#: Writes to a file descriptor.
+write = os.write
+
+#: A shorter recording shows no progress, in seconds.
+_SHORT = 3.0
+#: A smaller file would hold hardly more than its header.
+_SMALLEST = 4096
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the subcommand to the command line."""
+    parser = add_command(
+        commands,
+        "record",
+        summary="Record what every device and every replica is doing into a file.",
+        examples=[
+            "dataparallel monitor record run.jsonl",
+            "dataparallel monitor record run.jsonl --for 10min --attach auto",
+            "dataparallel monitor record run.csv --interval 5 --max-size 1GB --keep 2",
+        ],
+        run=_run,
+    )
+    parser.add_argument("file", type=Path, help="where to record; a recording is continued")
+    add_options(parser)
+    parser.add_argument(
+        "--for",
+        dest="duration",
+        type=duration,
+        metavar="TIME",
+        help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or with the run "
+        "that --attach names)",
+    )
+    parser.add_argument(
+        "--max-size",
+        type=_max_size,
+        default=100_000_000,
+        metavar="SIZE",
+        help="greatest size of a file; then it is renamed to FILE.1, what was FILE.1 to FILE.2, "
+        "and so on (default: 100MB)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=_whole_number,
+        default=5,
+        metavar="NUMBER",
+        help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
+        "5)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("jsonl", "csv"),
+        help="JSON lines with everything, or a table with a row per device and sample (default: "
+        "csv for FILE.csv, else jsonl)",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    chosen = arguments.format or ("csv" if arguments.file.suffix.lower() == ".csv" else "jsonl")
+    _check_target(arguments.file, arguments.source)
+    with open_sampler(arguments) as sampler:
+        recorder = Recorder(
+            arguments.file,
+            format=cast(Format, chosen),
+            max_bytes=arguments.max_size,
+            keep=arguments.keep,
+            about={"interval": sampler.interval, "source": arguments.source},
+            tell=_tell,
+            write=write,
+        )
+        with recorder, _stopped_by_signals(sampler):
+            _record(sampler, recorder, arguments)
+        # A pipe's reader wants the recording alone.
+        print(recorder.summary(), file=sys.stdout if recorder.is_regular else sys.stderr)
+    return 1 if recorder.num_lost else 0
+
+
+def _check_target(file: Path, source: str) -> None:
+    """Whether what is read would be what is written, for ever."""
+    if source in SOURCES or not Path(source).is_file():
+        return
+    written = {_identity(part): part for part in (*older_parts(file).values(), file)}
+    for part in parts(Path(source)):
+        found = written.get(_identity(part))
+        if found is not None:
+            raise ValueError(
+                f"--source {source} reads {part}, and recording to {file} writes {found}, which is "
+                "the same file: it would never end; record to another file"
+            )
+
+
+def _identity(path: Path) -> tuple[int, int] | Path:
+    """The same for two paths of one file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
+
+
+def _record(sampler: Sampler, recorder: Recorder, arguments: argparse.Namespace) -> None:
+    told: set[str] = set()
+    with (
+        contextlib.suppress(BrokenPipeError),
+        _progress(arguments.file, arguments.duration) as advance,
+    ):
+        begin: float | None = None
+        for sample in sampler.samples():
+            begin = sample.elapsed if begin is None else begin
+            for note in sample.notes:
+                if note not in told:
+                    told.add(note)
+                    _tell(note)
+            recorder.record(sample)
+            advance(sample, recorder)
+            # Half of an interval, since no sample comes at its time exactly.
+            if (
+                arguments.duration is not None
+                and sample.elapsed - begin + sampler.interval / 2 > arguments.duration
+            ):
+                return
+            if sampler.is_over:
+                return
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(sampler: Sampler) -> Iterator[None]:
+    """Ctrl-C and a polite kill end the recording between two samples; a second Ctrl-C at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: object) -> None:
+        sampler.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _progress(file: Path, seconds: float | None) -> Iterator[Callable[[Sample, Recorder], None]]:
+    """What to call after each sample; it shows on a terminal how far the recording is."""
+    if not sys.stderr.isatty() or (seconds is not None and seconds <= _SHORT):
+        yield lambda sample, recorder: None
+        return
+    with needs_extra("monitor"):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("recording {task.fields[file]}", markup=False),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        hint = "; Ctrl-C ends it" if seconds is None else ""
+        task = progress.add_task("", total=seconds, file=file.name, state="")
+
+        def advance(sample: Sample, recorder: Recorder) -> None:
+            state = f"{samples_text(recorder.num_samples)}, {bytes_text(recorder.written)}{hint}"
+            progress.update(task, completed=sample.elapsed, state=state)
+
+        yield advance
+
+
+def _tell(text: str) -> None:
+    print(f"dataparallel: {text}", file=sys.stderr)
+
+
+def _max_size(text: str) -> int:
+    value = size(text)
+    if value < _SMALLEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is less than {_SMALLEST} bytes, too little for a recording; 100MB is usual"
+        )
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 0")
+    return int(text)

@@ -1,0 +1,113 @@
+"""What happened lately in the run that is watched: differences of its states."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dataparallel.monitor.run import RunState
+from dataparallel.monitor.totals import RunTotals
+from dataparallel.timeline import Phase
+from dataparallel.tools.monitor.run_period import RunPeriod, continues
+
+#: So many states are kept at most, however often samples are taken.
+_MAX_STATES = 1000
+
+
+class RunHistory:
+    """The last states of a run.
+
+    Args:
+        window: So many seconds count as lately, or the last step if it is older. Default: 10.
+
+    Attributes:
+        gone_for: Seconds since the run was seen last; None while it is there, or if there was none.
+    """
+
+    def __init__(self, window: float = 10.0) -> None:
+        self._window = window
+        # With the samples' own clock: that of the host may be set while a run is watched.
+        self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
+        self._period: RunPeriod | None = None
+        self._totals: RunTotals | None = None
+        self._seen = 0.0
+        self.gone_for: float | None = None
+
+    @property
+    def state(self) -> RunState | None:
+        """The newest state; it stays when the run is gone."""
+        return self._states[-1][1] if self._states else None
+
+    def add(self, state: RunState | None, elapsed: float) -> None:
+        """Take the state of the next sample.
+
+        Args:
+            state: None if there is no run, or not any more.
+            elapsed: Seconds since the first sample.
+        """
+        if state is None:
+            self.gone_for = elapsed - self._seen if self._states else None
+            return
+        self._seen, self.gone_for = elapsed, None
+        self._period = self._totals = None
+        if self._states and (
+            elapsed < self._states[-1][0] or not continues(self._states[-1][1], state)
+        ):
+            self._states.clear()
+        if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
+            # While nothing happens the states in between tell nothing.
+            self._states.pop()
+        self._states.append((elapsed, state))
+        while (
+            len(self._states) > 2
+            and self._states[1][0] <= elapsed - self._window
+            and self._states[1][1].num_steps < state.num_steps
+        ):
+            self._states.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that lately comprises; 0 with less than two states."""
+        return self._states[-1][0] - self._states[0][0] if self._states else 0.0
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steps per second lately; None with less than two states."""
+        seconds = self.seconds
+        if not seconds:
+            return None
+        return (self._states[-1][1].num_steps - self._states[0][1].num_steps) / seconds
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second lately, in this process; None with less than two states."""
+        seconds = self.seconds
+        if not seconds:
+            return None
+        return (self._states[-1][1].num_samples - self._states[0][1].num_samples) / seconds
+
+    @property
+    def period(self) -> RunPeriod | None:
+        """The states lately, as those of a recording; None without any."""
+        if self._period is None and self._states:
+            states = tuple(state for _, state in self._states)
+            self._period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
+        return self._period
+
+    @property
+    def totals(self) -> RunTotals | None:
+        """What the steps lately come to, or all if there were none lately; None without steps."""
+        if self._totals is None and self.period is not None and self.period.states[-1].num_steps:
+            self._totals = self.period.totals()
+        return self._totals
+
+    @property
+    def shares(self) -> list[dict[Phase, float]]:
+        """Per replica the share of each phase that occurs lately; empty without steps."""
+        totals = self.totals
+        if totals is None:
+            return []
+        found: list[dict[Phase, float]] = []
+        for replica in totals.replicas:
+            whole = sum(replica.seconds.values())
+            found.append({p: s / whole for p, s in replica.seconds.items() if s > 0})
+        return found

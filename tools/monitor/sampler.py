@@ -1,0 +1,197 @@
+"""Samples from all sources, at regular times."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from dataparallel.monitor.run import RunState
+from dataparallel.tools.monitor.reading import HostReading, Sample
+from dataparallel.tools.monitor.sources.source import Source, SourceReading
+
+T = TypeVar("T")
+
+#: Over less time than this, in seconds, the system's counters are too coarse to say anything.
+SHORTEST_SPAN = 0.1
+#: More seconds than anybody means; a thread can wait that long everywhere.
+_LONGEST_INTERVAL = 86400.0
+
+
+class Sampler:
+    """Takes samples at regular times, by a clock that never goes backwards.
+
+    A source that fails takes nothing from the others: its failure is a note of the sample, and it
+    is asked again the next time.
+
+    Example::
+
+        with Sampler(sources, interval=1.0) as sampler:
+            for sample in sampler.samples():
+                print(sample.devices)
+
+    Args:
+        sources: Where readings come from.
+        interval: Seconds between samples, at most a day. Default: 1.
+        host: Reads the host. Default: nobody does.
+        run: Tells the state of a run that is watched; None when it is gone. It is asked before the
+            sources. Default: there is none.
+        notes: Tells what a user should know, after all has been read. Default: nothing.
+        is_over: Tells whether the process of the run is gone for good. Default: never.
+        clock: Tells the time in seconds. Default: ``time.monotonic``.
+        sleep: Waits so many seconds. Default: it waits, and :meth:`stop` ends the waiting.
+        wall: Tells the time in seconds since 1970. Default: ``time.time``.
+
+    Raises:
+        ValueError: ``interval`` is not positive, or too long.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        interval: float = 1.0,
+        host: Callable[[], HostReading | None] = lambda: None,
+        run: Callable[[], RunState | None] = lambda: None,
+        notes: Callable[[], Sequence[str]] = tuple,
+        is_over: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        if not 0 < interval <= _LONGEST_INTERVAL:
+            raise ValueError(
+                "the interval must be more than 0 seconds and at most a day, but got "
+                f"{interval:g}; once a second is usual"
+            )
+        self._sources = list(sources)
+        self._interval = interval
+        self._host = host
+        self._run = run
+        self._notes = notes
+        self._is_over = is_over
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._sleep = self._stopped.wait if sleep is None else sleep
+        self._wall = wall
+        self._first: float | None = None
+        self._num_samples = 0
+        self._num_missed = 0
+        self._cost = 0.0
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- samples ---------------------------------------------------------------------------------
+
+    def sample(self) -> Sample:
+        """Read everything once."""
+        begin = self._clock()
+        if self._first is None:
+            self._first = begin
+        failures: list[str] = []
+        run = _guarded(self._run, "the run that is watched", failures)
+        readings = [
+            _guarded(source.read, f"the source {source.name!r}", failures) or SourceReading()
+            for source in self._sources
+        ]
+        host = _guarded(self._host, "the host", failures)
+        notes = [*(note for one in readings for note in one.notes), *self._notes(), *failures]
+        wall = self._wall()
+        cost = max(0.0, self._clock() - begin)
+        self._count(cost)
+        return Sample(
+            time=wall,
+            elapsed=max(0.0, begin - self._first),
+            cost=cost,
+            devices=tuple(device for reading in readings for device in reading.devices),
+            processes=tuple(process for reading in readings for process in reading.processes),
+            host=host,
+            run=run,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def warm_up(self) -> None:
+        """Read everything once and forget it: there the first differences have their beginning."""
+        for read in (self._run, *(source.read for source in self._sources), self._host):
+            # What fails will fail again, and tell it.
+            with contextlib.suppress(Exception):
+                read()
+        self._sleep(SHORTEST_SPAN)
+
+    def _count(self, cost: float) -> None:
+        self._num_samples += 1
+        self._cost += cost
+
+    def samples(self) -> Iterator[Sample]:
+        """Samples until :meth:`stop`; a time that was missed is left out, not made up for."""
+        due = self._clock()
+        while not self._stopped.is_set():
+            yield self.sample()
+            now = self._clock()
+            missed = max(0, math.floor((now - due) / self._interval))
+            self._num_missed += missed
+            due += self._interval * (missed + 1)
+            self._sleep(max(0.0, due - now))
+
+    def stop(self) -> None:
+        """End :meth:`samples`, from any thread, without waiting for its next time."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, and close all sources. A second call does nothing."""
+        self.stop()
+        sources, self._sources = self._sources, []
+        for source in sources:
+            source.close()
+
+    # --- what it comes to ------------------------------------------------------------------------
+
+    @property
+    def interval(self) -> float:
+        """Seconds between samples."""
+        return self._interval
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples were taken."""
+        return self._num_samples
+
+    @property
+    def num_missed(self) -> int:
+        """How many times were left out since reading, or whoever uses it, took too long."""
+        return self._num_missed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process of the run that is watched is gone for good."""
+        return self._is_over()
+
+    @property
+    def mean_cost(self) -> float:
+        """Seconds that a sample takes in the mean; 0 before the first."""
+        return self._cost / self._num_samples if self._num_samples else 0.0
+
+
+def _guarded(read: Callable[[], T], what: str, failures: list[str]) -> T | None:
+    try:
+        return read()
+    except Exception as error:
+        told = str(error)
+        # These are raised with a sentence; of others the kind is half of the message.
+        is_sentence = isinstance(error, (TimeoutError, ValueError, RuntimeError)) and " " in told
+        why = told if is_sentence else f"{type(error).__name__}: {told}"
+        failures.append(f"{what} could not be read: {why}")
+        return None

@@ -1,0 +1,146 @@
+"""What NVML's error codes mean, and what to do about them; also for a wrong ``pynvml``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+#: Codes that decide what happens next. They are part of NVML's binary interface.
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+LIBRARY_NOT_FOUND = 12
+FUNCTION_NOT_FOUND = 13
+LIBRARY_TOO_OLD = 25
+UNKNOWN = 999
+
+#: The device does not answer any more, whatever it is asked.
+LOST = frozenset({15, 16, 28})
+
+#: What stays so until the driver is loaded anew, so that asking again is of no use.
+LASTING = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, 22, LIBRARY_TOO_OLD, 26})
+
+_LOAD = "load the driver with: sudo modprobe nvidia; see why it did not load with: sudo dmesg"
+_RESTART = "restart the machine, or this container, so that driver and library fit each other again"
+_ALLOW = "run as root, or have the administrator allow it (in a container: --gpus all)"
+_RESET = "look at `sudo dmesg | grep -i xid`, then reset it: sudo nvidia-smi --gpu-reset, or reboot"
+_INSTALL = "install NVIDIA's driver (in a container: start it with --gpus all)"
+_UPDATE = "install a newer NVIDIA driver"
+_AGAIN = "it is tried again at the next sample"
+
+#: Code: what it means, and what to do.
+MEANINGS: dict[int, tuple[str, str]] = {
+    UNINITIALIZED: ("the NVIDIA library was shut down", _AGAIN),
+    INVALID_ARGUMENT: ("the driver does not know this question", _UPDATE),
+    NOT_SUPPORTED: ("the device cannot tell this", "nothing can be done about it"),
+    NO_PERMISSION: ("not permitted", _ALLOW),
+    6: ("the device is not there any more", _RESET),
+    8: ("the device's power cables are not plugged in", "plug them in and reboot"),
+    9: ("NVIDIA's driver is not loaded", _LOAD),
+    10: ("the driver did not answer in time", _AGAIN),
+    11: ("the device has a problem with interrupts", "reboot, then look at: sudo dmesg"),
+    LIBRARY_NOT_FOUND: ("libnvidia-ml.so.1 was not found", _INSTALL),
+    FUNCTION_NOT_FOUND: ("the driver is too old for this", _UPDATE),
+    14: ("the device's information memory is damaged", "have the device replaced"),
+    15: ("the device is lost, it has fallen off the bus", _RESET),
+    16: ("the device needs a reset", _RESET),
+    17: ("the operating system has blocked the driver", "look at: sudo dmesg"),
+    18: ("the driver that is loaded and its library are of different versions", _RESTART),
+    20: ("there is not enough memory for the question", "free some memory of the host"),
+    LIBRARY_TOO_OLD: ("the driver is too old for this", _UPDATE),
+    28: ("the device is not there any more", _RESET),
+    UNKNOWN: ("the driver fails for a reason that it does not tell", "look at: sudo dmesg"),
+}
+
+
+def explain(code: int) -> str:
+    """What an error code means and what to do about it, in one line.
+
+    Example::
+
+        explain(9)  # "NVIDIA's driver is not loaded; load the driver with: sudo modprobe ..."
+
+    Args:
+        code: A value of ``nvmlReturn_t``.
+    """
+    unknown = (f"the NVIDIA library fails with error {code}", "look at: sudo dmesg")
+    return "; ".join(MEANINGS.get(code, unknown))
+
+
+class NvmlUnavailable(Exception):
+    """Nothing can be read from NVIDIA; the text says why and what to do.
+
+    Attributes:
+        code: NVML's error code; None if it is not NVML that fails.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeviceLost(Exception):
+    """A device does not answer any more.
+
+    Attributes:
+        code: NVML's error code.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(explain(code))
+        self.code = code
+
+
+class Uninitialized(Exception):
+    """Somebody else in this process has shut the library down; it must be opened anew."""
+
+
+# --- who has brought the module --------------------------------------------------------------
+
+#: The distributions that have ever brought a module ``pynvml``; only the first is maintained.
+_OWNERS = ("nvidia-ml-py", "pynvml", "nvidia-ml-py3")
+_REPAIR = "pip uninstall -y pynvml nvidia-ml-py3 nvidia-ml-py && pip install nvidia-ml-py"
+
+
+def package_problem(
+    distribution: Callable[[str], Any] = metadata.distribution,
+) -> tuple[str, str] | None:
+    """What is wrong with the installed ``pynvml``, and the command that repairs it.
+
+    Three distributions install a module of that name over each other; with the wrong one, lists of
+    processes can hold nonsense.
+
+    Args:
+        distribution: Finds an installed distribution. Default: among those of this Python.
+
+    Returns:
+        What is wrong, and what to do; None if all is well, or if none is installed.
+    """
+    found: dict[str, Any] = {}
+    for name in _OWNERS:
+        try:
+            found[name] = distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+    owners = [name for name, one in found.items() if _module_files(one)]
+    if len(owners) > 1:
+        return f"{' and '.join(owners)} have overwritten each other's module pynvml", _REPAIR
+    if owners and owners != [_OWNERS[0]]:
+        return f"the module pynvml comes from {owners[0]}, which is not maintained", _REPAIR
+    if owners and not all(map(_is_unchanged, _module_files(found[owners[0]]))):
+        return "something has overwritten the module pynvml of nvidia-ml-py", _REPAIR
+    return None
+
+
+def _module_files(distribution: Any) -> list[metadata.PackagePath]:
+    """Those files of a distribution that are the module itself."""
+    mine = ("pynvml.py", "pynvml/__init__.py")
+    return [path for path in distribution.files or () if path.as_posix() in mine]
+
+
+def _is_unchanged(path: metadata.PackagePath) -> bool:
+    there = pathlib.Path(str(path.locate()))
+    return path.size is None or (there.exists() and there.stat().st_size == path.size)

@@ -1,0 +1,41 @@
+"""What a source of readings is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
+
+
+@dataclass(frozen=True)
+class SourceReading:
+    """What one source has read at one moment.
+
+    Attributes:
+        devices: One reading per device of the source.
+        processes: The processes on them.
+        notes: What a user should know, in words.
+    """
+
+    devices: tuple[DeviceReading, ...] = ()
+    processes: tuple[ProcessReading, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """Something that reads devices.
+
+    Reading never raises for what can happen to a machine (a driver that is missing or old, a device
+    that is lost, a permission that is denied): what is not available is None, and why is told in
+    ``DeviceReading.error`` or in the notes.
+    """
+
+    #: A short name: "nvml", "cpu", "virtual", "replay".
+    name: str
+
+    def read(self) -> SourceReading:
+        """Read all devices now."""
+
+    def close(self) -> None:
+        """Give back what is held. A second call does nothing."""
