@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import itertools
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -118,6 +119,11 @@ class Cluster:
     def __init__(self) -> None:
         self._workers: dict[bool, list[_Worker]] = {False: [], True: []}
         self._context = forkserver.context()
+        # Lives as long as the workers do: whoever lets go of a store late, a thread that ends after
+        # its job for example, waits for minutes, and with the interpreter's lock, for a folder
+        # that was removed meanwhile.
+        self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
+        self._calls = itertools.count()
 
     @overload
     def run(
@@ -188,12 +194,11 @@ class Cluster:
         workers = self._ready(world_size, virtual)
         # Not by TCP, where torch asks the name server for the name of each address: an answer that
         # is lost takes five seconds.
-        with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
-            store = f"{folder}/store"
-            for rank, worker in enumerate(workers):
-                job = _Job(function, rank, world_size, args, store, timeout, init_group)
-                worker.connection.send_bytes(pickle.dumps(job))
-            replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
+        store = f"{self._folder.name}/{next(self._calls)}"
+        for rank, worker in enumerate(workers):
+            job = _Job(function, rank, world_size, args, store, timeout, init_group)
+            worker.connection.send_bytes(pickle.dumps(job))
+        replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
         if expect_errors:
             return [reply.error or reply.value for _, reply in sorted(replies.items())]
         failed = {rank: reply for rank, reply in sorted(replies.items()) if reply.error}
@@ -211,6 +216,7 @@ class Cluster:
             for worker in workers:
                 worker.stop()
             workers.clear()
+        self._folder.cleanup()
 
     def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
         """Workers that wait for a job; new ones start where there are too few."""
