@@ -30,6 +30,8 @@ AGENT = {**TCP, **BOTH, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RU
 @pytest.fixture
 def world() -> Iterator[None]:
     """There is no default process group afterwards, and the hook for exceptions is as it was."""
+    # What an example in a docstring may have left.
+    start._restore_hook()
     hook = sys.excepthook
     yield
     if dist.is_initialized():

@@ -56,7 +56,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The limit of every test of faults that has none of its own."""
+    """Leave out what only a long run has; the limit of every test of faults without one."""
+    if not is_long(config):
+        left_out = [item for item in items if item.get_closest_marker("long_faults")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     limit = LONG_LIMIT if is_long(config) else QUICK_LIMIT
     here = pathlib.Path(__file__).parent
     for item in items:

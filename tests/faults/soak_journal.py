@@ -90,44 +90,10 @@ class Summary:
         """The result as Markdown."""
         kinds = collections.Counter(fault.kind for fault in plan)
         planned = ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
-        happened = sorted(self.faults) == sorted(map(str, plan))
         gaps = sorted(self.gaps) or [0.0]
-        rows = [
-            ("faults that happened", f"{len(self.faults)}", f"all {len(plan)} planned", happened),
-            (
-                "faults per hour",
-                f"{self.per_hour:.0f}",
-                f"at least {FAULTS_PER_HOUR}",
-                self.per_hour >= FAULTS_PER_HOUR,
-            ),
-            (
-                "goodput",
-                f"{self.goodput:.1%}",
-                f"at least {GOODPUT:.0%}",
-                self.goodput >= GOODPUT,
-            ),
-            (
-                "steps made again after a fault, at most",
-                f"{max(self.lost, default=0)}",
-                f"{LOST_STEPS}",
-                max(self.lost, default=0) <= LOST_STEPS,
-            ),
-            (
-                "final loss",
-                f"{self.loss:.6f}",
-                f"{reference.loss:.6f}, as without faults",
-                self.loss == reference.loss,
-            ),
-            (
-                "weights and statistics of both processes",
-                " ".join(digest[:8] for digest in self.digests) or "none",
-                "the same bits as without faults",
-                self.has_same_end(reference),
-            ),
-        ]
         table = "\n".join(
             f"| {what} | {value} | {bar} | {'yes' if fine else '**no**'} |"
-            for what, value, bar, fine in rows
+            for what, value, bar, fine in self._rows(reference, plan)
         )
         return f"""# Soak test, {time.strftime("%Y-%m-%d")}
 
@@ -150,6 +116,37 @@ went on in place {self.recoveries} times. From the last step before a fault to t
 {statistics.median(gaps):.2f} s (median) and {gaps[-1]:.2f} s at most. A step took
 {self.typical * 1000:.0f} ms (median). Goodput is the steps times that, over the whole time.
 """
+
+    def _rows(self, reference: Summary, plan: Sequence[Fault]) -> list[tuple[str, str, str, bool]]:
+        """What was measured, what it has to be, and whether it is."""
+        count, per_hour, goodput = len(self.faults), self.per_hour, self.goodput
+        happened = sorted(self.faults) == sorted(map(str, plan))
+        lost = max(self.lost, default=0)
+        enough = f"at least {FAULTS_PER_HOUR}"
+        digests = " ".join(digest[:8] for digest in self.digests) or "none"
+        return [
+            ("faults that happened", f"{count}", f"all {len(plan)} planned", happened),
+            ("faults per hour", f"{per_hour:.0f}", enough, per_hour >= FAULTS_PER_HOUR),
+            ("goodput", f"{goodput:.1%}", f"at least {GOODPUT:.0%}", goodput >= GOODPUT),
+            (
+                "steps made again after a fault, at most",
+                f"{lost}",
+                f"{LOST_STEPS}",
+                lost <= LOST_STEPS,
+            ),
+            (
+                "final loss",
+                f"{self.loss:.6f}",
+                f"{reference.loss:.6f}, as without faults",
+                self.loss == reference.loss,
+            ),
+            (
+                "weights and statistics of both processes",
+                digests,
+                "the same bits as without faults",
+                self.has_same_end(reference),
+            ),
+        ]
 
 
 class Journal:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import checkpoint
 from dataparallel.checkpoint import CheckpointError
-from dataparallel.comm import failure_channel
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.process_start import init_process_group
 from tests.faults import partition
@@ -117,11 +116,10 @@ class Training:
         while step < self._settings.steps:
             begin = time.monotonic()
             try:
-                loss = self._step(step)
-                self._save(step + 1)
+                with dp.telling_failures():
+                    loss = self._step(step)
+                    self._save(step + 1)
             except SURVIVED as error:
-                if isinstance(error, InjectedError):
-                    _tell(error)
                 self._note("error", step=step, kind=type(error).__name__, text=str(error)[:2000])
                 if step == failed:
                     # What does not help in place is left to torchrun, as is an error in a load.
@@ -185,12 +183,6 @@ class Training:
         line = {"event": event, "rank": self._rank, "restart": restart, "time": time.time()}
         with open(self._journal, "ab", buffering=0) as file:
             file.write(json.dumps({**line, **fields}).encode() + b"\n")
-
-
-def _tell(error: BaseException) -> None:
-    """Let the others know at once of an error that no collective and no wrapper has seen."""
-    for channel in failure_channel.all_channels():
-        channel.tell(error, "the training loop")
 
 
 def main() -> None:

@@ -132,7 +132,14 @@ def check_little_was_lost(folder: pathlib.Path, kills: Sequence[tuple[int, int]]
     assert all(0 <= at - start < EVERY for at, start in zip(reached, starts, strict=True))
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d", "standalone"])
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        "c10d",
+        pytest.param("static", marks=pytest.mark.long_faults),
+        pytest.param("standalone", marks=pytest.mark.long_faults),
+    ],
+)
 def test_killed_processes_are_replaced_and_training_goes_on_exactly(
     rendezvous: str,
     launch: Launch,
@@ -141,9 +148,7 @@ def test_killed_processes_are_replaced_and_training_goes_on_exactly(
     repeats: Callable[..., int],
     figures: Figures,
 ) -> None:
-    number = repeats(quick=1 if rendezvous == "c10d" else 0, long=50)
-    if not number:
-        pytest.skip("--faults long: every kind of rendezvous; a quick run has one")
+    number = repeats(quick=1, long=50)
     kills = kill_places(number, 2, seed=number)
     steps = 4 * number + 4
     options = [*options_of(rendezvous), "--nproc-per-node", "2", "--max-restarts", str(number)]
@@ -169,19 +174,13 @@ def test_killed_processes_are_replaced_and_training_goes_on_exactly(
         )
 
 
+@pytest.mark.long_faults
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_machines(
-    rendezvous: str,
-    launch: Launch,
-    cluster: Cluster,
-    tmp_path: pathlib.Path,
-    repeats: Callable[..., int],
-    figures: Figures,
+    rendezvous: str, launch: Launch, cluster: Cluster, tmp_path: pathlib.Path, figures: Figures
 ) -> None:
     """Two agents, each of which counts the restarts in its own way."""
-    number = repeats(quick=0, long=15)
-    if not number:
-        pytest.skip("--faults long: two agents of torchrun")
+    number = 15
     kills = kill_places(number, 2, seed=number)
     steps = 4 * number + 4
     options = [*options_of(rendezvous), "--nnodes", "2", "--nproc-per-node", "1"]
@@ -203,17 +202,12 @@ def test_two_machines(
     )
 
 
+@pytest.mark.long_faults
 def test_kills_at_any_moment(
-    launch: Launch,
-    cluster: Cluster,
-    tmp_path: pathlib.Path,
-    repeats: Callable[..., int],
-    figures: Figures,
+    launch: Launch, cluster: Cluster, tmp_path: pathlib.Path, figures: Figures
 ) -> None:
     """While processes start, meet, load, train and save."""
-    number = repeats(quick=0, long=30)
-    if not number:
-        pytest.skip("--faults long: kills at any moment")
+    number = 30
     steps, chance = 400, random.Random(number)
     options = [*options_of("c10d"), "--nproc-per-node", "2", "--max-restarts", str(number)]
     launch.start(*options, program=program(tmp_path, steps, []))
@@ -254,11 +248,10 @@ def processes_of(folder: pathlib.Path, restart: int) -> list[int]:
     raise AssertionError(f"torchrun did not start the processes again (restart {restart})")
 
 
+@pytest.mark.long_faults
 def test_the_example_ends_with_the_weights_of_an_undisturbed_run(
-    launch: Launch, tmp_path: pathlib.Path, repeats: Callable[..., int]
+    launch: Launch, tmp_path: pathlib.Path
 ) -> None:
-    if not repeats(quick=0, long=1):
-        pytest.skip("--faults long: the example, once with and once without a kill")
     generations = []
     for name, fault in (("whole", []), ("killed", ["--fail-at-step", "35"])):
         output = tmp_path / name

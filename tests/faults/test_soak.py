@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.faults import soak
-from tests.faults.harness import is_long
 from tests.faults.injector import Fault
 from tests.faults.soak_journal import Journal
 from tests.faults.soak_worker import Settings
@@ -97,9 +96,8 @@ def test_a_line_that_is_not_complete(tmp_path: pathlib.Path) -> None:
     assert journal.summary(9).done == 2
 
 
-def test_a_short_soak(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> None:
-    if not is_long(request.config):
-        pytest.skip("takes two minutes: run with --faults long")
+@pytest.mark.long_faults
+def test_a_short_soak(tmp_path: pathlib.Path) -> None:
     result = tmp_path / "result.md"
     arguments = ["--minutes", "1", "--folder", str(tmp_path), "--write", str(result)]
     # Starting again takes too large a part of a minute for the goodput that is asked for.
