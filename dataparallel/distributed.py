@@ -87,6 +87,9 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             infinite: ``"ignore"`` (default) does not look; ``"skip"`` leaves all ``.grad`` None in
             all processes, so that an optimizer changes nothing, and logs a warning; ``"raise"``
             raises :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients` in all processes.
+            What is found under ``no_sync()`` counts when the step ends. Forward's own changes stay:
+            statistics of batch norm that have become NaN have to be put back by you, as the docs
+            show. ``"skip"`` is refused together with PowerSGD hooks.
         buffers, scalars, in_dims, split_lists: See :class:`DataParallel`.
 
     Attributes:
@@ -270,14 +273,21 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         if not self._spread:
             super()._place(module, device)
 
+    def _is_lost(self, reduces: bool) -> bool:
+        """Whether a forward needs other processes, and the links to them are broken."""
+        processes = self._reduction.processes
+        if processes is None or not processes.is_broken:
+            return False
+        sends = self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd()
+        # The others may have ended, and what is left to do here is an evaluation.
+        return reduces or sends or self._join_config.enable
+
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
         self._open()
-        processes = self._reduction.processes
-        lost = processes is not None and processes.is_broken
-        if lost or not self._reduction.engine.fits():
-            self._rebuild(self._reduction.engine.weight)
         reduces = self._will_reduce
+        if self._is_lost(reduces) or not self._reduction.engine.fits():
+            self._rebuild(self._reduction.engine.weight)
         if reduces:
             self.reducer.statistics.forward_begin()
         self._notify_join_context()

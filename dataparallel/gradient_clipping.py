@@ -1,27 +1,39 @@
-"""Clipping of gradients, with norms that are known from the guard against non-finite ones."""
+"""Clipping of gradients, and how many steps were skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dataparallel.reducer.nonfinite import NonFinitePolicy
-from dataparallel.reduction import Reduction
 
 
 class GradientClipping:
     """The part of a wrapper that clips gradients and counts skipped steps."""
 
     module: Any
-    _reduction: Reduction
     _nonfinite: NonFinitePolicy
 
     @property
     def num_skipped(self) -> int:
-        """How many backwards were skipped with ``nonfinite="skip"``, the same in all processes."""
+        """How many backwards were skipped with ``nonfinite="skip"``, the same in all processes.
+
+        An optimizer does not tell whether it has changed anything. A learning rate schedule that
+        is not to go on with a skipped step compares this number.
+
+        Example::
+
+            model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"], nonfinite="skip")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            skipped = model.num_skipped
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            if model.num_skipped == skipped:
+                scheduler.step()
+        """
         return self._nonfinite.num_skipped
 
     def clip_grad_norm(
@@ -33,10 +45,8 @@ class GradientClipping:
     ) -> Tensor:
         """Clip the gradients of all parameters of the module together, in place.
 
-        The result is that of ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)``. Nothing
-        is sent: after a synchronised backward gradients are the same in all processes. Where one
-        replica of one process has all, and ``nonfinite`` is not ``"ignore"``, their norms are known
-        already unless somebody has changed them since.
+        The same as ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)``. Nothing is sent:
+        after a synchronised backward gradients are the same in all processes.
 
         Example::
 
@@ -57,33 +67,9 @@ class GradientClipping:
         Raises:
             RuntimeError: The norm is not finite, and ``error_if_nonfinite`` was passed.
         """
-        grads = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        known = None
-        if norm_type == 2.0:
-            # From now on they are kept.
-            self._nonfinite.wants_norms = True
-            known = self._known_norms(grads)
-        if known is None:
-            clipped: Tensor = torch.nn.utils.clip_grad_norm_(
-                self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
-            )
-            return clipped
-        first = next(iter(grads.values()))
-        norms = torch.stack([norm.to(first.device, first.dtype) for norm in known])
-        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of all gradients is {float(total)}, so they cannot "
-                "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
-            )
-        torch.nn.utils.clip_grads_with_norm_(list(grads), max_norm, total, foreach)
+        total: Tensor = torch.nn.utils.clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
+        )
         return total
 
     clip_grad_norm_ = clip_grad_norm
-
-    def _known_norms(self, grads: Mapping[Any, Tensor]) -> list[Tensor] | None:
-        """The norm of each gradient, if the guard knows all of them and they have one dtype."""
-        guard = self._reduction.reducer.guard
-        if guard is None or not grads or len({grad.dtype for grad in grads.values()}) > 1:
-            return None
-        return guard.known_norms(grads)

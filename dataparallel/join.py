@@ -13,9 +13,13 @@ So within the block one backward follows each forward whose gradients are reduce
 those of the largest rank that has inputs, since the others' are out of date. At the end all get the
 parameters and buffers of a process that joined last.
 
-What a round gave is in ``.grad`` of a joined process, too, until all have joined. An optimizer that
-joins with the model, as torch's ``ZeroRedundancyOptimizer``, needs it: the process still has to
-make the step of its own shard. Afterwards ``.grad`` is what it was.
+What a round gave is in ``.grad`` of a joined process, too, until all have joined. Whoever makes the
+optimizer's step there needs it: ``step``, or an optimizer that joins with the model, as torch's
+``ZeroRedundancyOptimizer``, where the process has to make the step of its own shard. Afterwards
+``.grad`` is what it was.
+
+Parameters are made equal at the end, but the state of an optimizer is not: nothing but its own
+steps brings the momentum of a process that has joined to where that of the others is.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from dataparallel.buffer_sync import BufferSync
+from dataparallel.buffers import BufferPolicy
 from dataparallel.comm.processes import Pending, ProcessLink
+from dataparallel.join_obstacles import refuse_shared_statistics
 from dataparallel.reducer.shadow import shadow
 
 _WHAT = "how many processes have inputs left"
@@ -49,10 +55,12 @@ def _count(
 class _LimitedJoin(Join):
     """Torch's protocol, with waits that are limited in time and say who is missing."""
 
-    def __init__(self, wrapper: UnevenInputs, throw: bool, divide: bool) -> None:
+    def __init__(
+        self, wrapper: UnevenInputs, throw: bool, divide: bool, step: Callable[[], object] | None
+    ) -> None:
         self._wrapper = wrapper
         initialise: Any = super().__init__
-        initialise([wrapper], True, throw, divide_by_initial_world_size=divide)
+        initialise([wrapper], True, throw, divide_by_initial_world_size=divide, step=step)
         # Not before the block is entered.
         wrapper._end_join()
 
@@ -94,12 +102,14 @@ class _LimitedJoin(Join):
 class _ShadowHook(JoinHook):
     """What a wrapper does while it is joined, for torch's context manager."""
 
-    def __init__(self, wrapper: UnevenInputs) -> None:
+    def __init__(self, wrapper: UnevenInputs, step: Callable[[], object] | None) -> None:
         self._wrapper = wrapper
+        self._step = step
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
-        self._wrapper._shadow_iteration()
+        if self._wrapper._shadow_iteration() and self._step is not None:
+            self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: have the same everywhere."""
@@ -111,6 +121,7 @@ class UnevenInputs(BufferSync, Joinable):
     """What a distributed wrapper does for ``join()``. See Note [A process that has joined]."""
 
     require_backward_grad_sync: bool
+    buffer_policy: BufferPolicy
     _open: Callable[[], None]
 
     def _init_sync(
@@ -129,6 +140,8 @@ class UnevenInputs(BufferSync, Joinable):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        step: Callable[[], object] | None = None,
     ) -> AbstractContextManager[None]:
         """Train although processes have different numbers of batches.
 
@@ -137,13 +150,20 @@ class UnevenInputs(BufferSync, Joinable):
 
         Example::
 
-            with model.join():
+            with model.join(step=optimizer.step):
                 for x, y in loader:
                     criterion(model(x), y).backward()
                     optimizer.step()
                     optimizer.zero_grad()
 
-        To let an optimizer join too, use torch's ``Join([model, optimizer])``.
+        An optimizer with a state (momentum, Adam) needs ``step``: parameters are equal at the end
+        anyway, but the state of an optimizer that has made fewer steps is not, and from the next
+        step on the processes would go apart. Without it, make a new optimizer after the block, or
+        use one that joins itself, with torch's ``Join([model, optimizer])``.
+
+        What a process computed under ``no_sync()`` after its last reduced backward is applied
+        nowhere: it stays in its ``.grad``, as in torch. Call ``zero_grad()`` after the block, or
+        let the last backward of each process be a reduced one.
 
         Args:
             divide_by_initial_world_size: Whether gradients are always divided by the number of all
@@ -152,29 +172,41 @@ class UnevenInputs(BufferSync, Joinable):
             enable: Whether inputs may be uneven at all. Default: True.
             throw_on_early_termination: Whether all processes raise a RuntimeError as soon as one
                 has no more. Default: False.
+            step: Called in a process that has no more after each backward of the others whose
+                gradients are reduced, with these alone in ``.grad``. It does what the loop does
+                after each of them: clipping, the optimizer's step, that of a scheduler. Default:
+                nothing is called.
 
         Returns:
             The context manager for the training loop. Each forward in it is followed by one
             backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
 
         Raises:
+            ValueError: A batch norm layer takes statistics over all processes, and
+                ``throw_on_early_termination`` is False.
             RuntimeError: At its end, or in a forward, with ``throw_on_early_termination``.
             CollectiveTimeout: Another process did not come in time.
         """
         self._open()
         if self._processes is None or not enable:
             return contextlib.nullcontext()
-        return _LimitedJoin(self, throw_on_early_termination, divide_by_initial_world_size)
+        if not throw_on_early_termination:
+            self._refuse_shared_statistics()
+        return _LimitedJoin(self, throw_on_early_termination, divide_by_initial_world_size, step)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's ``Join`` calls in a process that has no more inputs.
 
         Args:
-            kwargs: ``divide_by_initial_world_size``, see :meth:`join`; others are for others.
+            kwargs: ``divide_by_initial_world_size`` and ``step``, see :meth:`join`; others are for
+                others.
         """
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._has_joined = True
-        return _ShadowHook(self)
+        return _ShadowHook(self, kwargs.get("step"))
+
+    def _refuse_shared_statistics(self) -> None:
+        refuse_shared_statistics(self.module, synced=self.buffer_policy == "sync")
 
     @property
     def join_device(self) -> torch.device:
@@ -198,6 +230,8 @@ class UnevenInputs(BufferSync, Joinable):
         processes = self._processes
         count: Callable[[], int] | None = None
         if not self._join_is_limited or processes is None:
+            if processes is not None and not config.throw_on_early_termination:
+                self._refuse_shared_statistics()
             notify: Any = Join.notify_join_context
             work = notify(self)
             if work is not None and processes is not None:
@@ -239,8 +273,12 @@ class UnevenInputs(BufferSync, Joinable):
 
     # --- in a process that has joined ----------------------------------------------------------
 
-    def _shadow_iteration(self) -> None:
-        """Do what a forward and backward of the others does together with this process."""
+    def _shadow_iteration(self) -> bool:
+        """Do what a forward and backward of the others does together with this process.
+
+        Returns:
+            Whether their gradients were reduced, and are in ``.grad``.
+        """
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(has_inputs=False)
         synchronise = self._check_global_requires_backward_grad_sync(is_joined_rank=True)
@@ -249,6 +287,7 @@ class UnevenInputs(BufferSync, Joinable):
         self.require_forward_param_sync = synchronise
         if synchronise:
             self._shadow_round()
+        return synchronise
 
     def _shadow_round(self) -> None:
         reducer = self._reduction.reducer

@@ -101,6 +101,9 @@ class ReducingEngine(ReplicaEngine):
     def retire(self) -> None:
         """Let a backward through earlier forwards fail: the replicas are others from now on."""
         self._terms.rounds = _Retired(self._terms.rounds)
+        # Nothing runs any more. It would keep this engine and all leaves for the garbage collector,
+        # and a device may have no memory for others meanwhile.
+        self._terms.run = _no_run
 
     @property
     def is_direct(self) -> bool:
@@ -166,6 +169,10 @@ class ReducingEngine(ReplicaEngine):
             outside=outside,
         )
         return graphs.connect()
+
+
+def _no_run(calls: Sequence[Callable[[], T]]) -> list[T]:
+    raise AssertionError("rounds that are retired fail before this")
 
 
 class _Retired:

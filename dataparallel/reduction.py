@@ -13,7 +13,9 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.buffers import BufferPolicy
 from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.process_group import shared_store
 from dataparallel.cut import Rounds
 from dataparallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
@@ -232,12 +234,19 @@ class Reduction:
         """Let the other processes know of an exception, if they will wait for this process."""
         try:
             yield
-        except (CollectiveError, CollectiveTimeout, OtherParameters):
-            # The others know it too, or it is no failure.
+        except OtherParameters:
+            # It is no failure.
             raise
         except BaseException as error:
-            if reduces and self.processes is not None:
-                self.processes.control.tell(error, doing)
+            group = self._settings.process_group
+            alone = self.processes is None or self.processes.world_size == 1
+            if reduces and not alone and group is not None:
+                channel = channel_of(group, shared_store(group))
+                if not isinstance(error, (CollectiveError, CollectiveTimeout)):
+                    channel.tell(error, doing)
+                elif error.failure is not None:
+                    # Only those that took part in the collective know it.
+                    channel.pass_on(error.failure)
             raise
 
     def reset(self) -> None:

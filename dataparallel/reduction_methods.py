@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,15 +49,21 @@ class ReductionMethods:
             loss = model.loss(criterion, x, y)
 
         Args:
-            weight: Any number that is not negative, such as the number of tokens. Default, where
-                this is not called: the number of samples.
+            weight: Any finite number that is not negative, such as the number of tokens. Default,
+                where this is not called: the number of samples.
+
+        Raises:
+            ValueError: It is no such number, or ``average`` is another one.
         """
         if self.average != "samples":
             raise ValueError(
                 f"a weight counts with average='samples', but this wrapper has {self.average!r}"
             )
-        if not weight >= 0:
-            raise ValueError(f"a weight cannot be negative, but got {weight}")
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(
+                f"a weight must be finite and not negative, but got {weight}; pass the number of "
+                "samples or tokens of this process"
+            )
         self._reduction.engine.weight = float(weight)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -76,7 +83,8 @@ class ReductionMethods:
                 of one; see :func:`dataparallel.reducer.hooks.resolve_hook`.
 
         Raises:
-            TypeError, ValueError: The hook cannot be one, or there is no process group.
+            TypeError, ValueError: The hook cannot be one, or there is no process group; or the hook
+                is one of PowerSGD, and ``nonfinite="skip"``.
             RuntimeError: There is a hook already.
         """
         resolved = resolve_hook(hook, state)
@@ -94,6 +102,8 @@ class ReductionMethods:
                 "deterministic=True makes the sum over processes in rank order, which a "
                 "communication hook replaces; use one of them"
             )
+        if resolved.keeps_nan:
+            self._nonfinite.refuse_kept_nan(resolved.name)
         for device in {parameter.device for parameter in self.module.parameters()}:
             warm_up(device, resolved.kernels)
         self._hook = resolved

@@ -9,8 +9,9 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,25 @@ def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()
         places[index] = min(range(num_shards), key=filled.__getitem__)
         filled[places[index]] += sizes[index]
     return places
+
+
+#: All optimizers of this kind that somebody uses.
+_alive: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
+
+
+def devices_with_shards_of(parameters: Iterable[Tensor]) -> set[torch.device]:
+    """The devices on which sharded optimizers have some of the parameters, with their state.
+
+    Example::
+
+        devices_with_shards_of(net.parameters())
+
+    Args:
+        parameters: The parameters of a module.
+    """
+    wanted = set(map(id, parameters))
+    shards = [shard for optimizer in list(_alive) for shard in optimizer._shards]
+    return {shard.device for shard in shards if not wanted.isdisjoint(map(id, shard.stand_ins))}
 
 
 class ShardedOptimizer(Optimizer):
@@ -118,6 +138,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(model.parameters() if params is None else params, {})
         self._refuse_differentiable(*self.param_groups)
         self._follow()
+        _alive.add(self)
         first = self._shards[0].part.optimizer
         self.defaults = first.defaults
         for group, made in zip(self.param_groups, first.param_groups, strict=True):
@@ -330,6 +351,7 @@ class ShardedOptimizer(Optimizer):
         self._pools = WorkerPools()
         super().__setstate__(state)
         self._follow()
+        _alive.add(self)
         self._copy_scaling()
 
     def __repr__(self) -> str:

@@ -34,7 +34,9 @@ def main() -> int:
     torch.manual_seed(options.seed)
     devices = choose_devices(options.devices)
     net = build_net().to(devices[0])
-    model = dp.DistributedDataParallel(net, device_ids=devices, average="samples")
+    model = dp.DistributedDataParallel(
+        net, device_ids=devices, average="samples", timeout=options.timeout
+    )
     # Dropout differs from process to process.
     torch.manual_seed(options.seed + 1 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
@@ -43,11 +45,14 @@ def main() -> int:
     # A generator of its own: a new iterator would else take a random number from the training.
     loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
 
-    loaded = checkpoint.load(options.output, model, optimizer, sampler=sampler, missing_ok=True)
-    step = loaded.step
+    state = (model, optimizer)
+    step = checkpoint.load(
+        options.output, *state, sampler=sampler, missing_ok=True, timeout=options.timeout
+    ).step
     console.print(f"{dist.get_world_size()} processes begin at step {step} (restart {restart()})")
     criterion = nn.CrossEntropyLoss()
     for epoch in range(sampler.epoch, options.epochs):
+        loss = None
         for x, y in sampler.over(loader):
             if (
                 step == options.fail_at_step
@@ -63,10 +68,14 @@ def main() -> int:
             step += 1
             if step % options.save_every == 0:
                 checkpoint.save(
-                    options.output, model, optimizer, sampler=sampler, step=step, asynchronous=True
+                    options.output, *state, sampler=sampler, step=step, asynchronous=True
                 )
-        console.print(f"epoch {epoch + 1}/{options.epochs}, step {step}: loss {loss.item():.6f}")
-    checkpoint.save(options.output, model, optimizer, sampler=sampler, step=step)
+        # None, where the checkpoint is that of the epoch's last step.
+        if loss is not None:
+            console.print(
+                f"epoch {epoch + 1}/{options.epochs}, step {step}: loss {loss.item():.6f}"
+            )
+    checkpoint.save(options.output, *state, sampler=sampler, step=step)
     checkpoint.close()
     accuracy = accuracy_of(model, data)
     console.print(f"accuracy {accuracy:.2%} on the digits that it learnt from")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marker and gpus < marker.args[0]:
             reason = f"needs {marker.args[0]} NVIDIA GPUs; this machine has {gpus}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collections of garbage, which many tests ask for, pass over torch and the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", "virtual"])

@@ -117,6 +117,28 @@ def test_links_of_a_subgroup_are_made_again_and_again(cluster: Cluster) -> None:
     assert third == [(1, 2, 2.0, True)] * 10
 
 
+def links_over_overlapping_groups(rank: int, world_size: int) -> Numbers:
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 2])]
+    sums: Numbers = []
+    links = []
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            link = ProcessLink(group, purpose="test", timeout=5)
+            tensor = torch.tensor([float(rank)])
+            link.all_reduce(tensor, what="ranks").wait()
+            links.append(link)
+            sums.append((link.name, tensor.item()))
+    for link in links:
+        link.close()
+    return sums
+
+
+def test_links_over_overlapping_groups(cluster: Cluster) -> None:
+    everybody, first, second = ("test/1", 3.0), ("test/1", 1.0), ("test/1", 3.0)
+    found = cluster.run(links_over_overlapping_groups, 3)
+    assert found == [[everybody, first], [everybody, first, second], [everybody, second]]
+
+
 def swap_links(rank: int, world_size: int) -> list[float]:
     sums = ProcessLink(purpose="reducer")
     control = ProcessLink(purpose="control")

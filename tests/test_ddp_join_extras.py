@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 import dataparallel as dp
 from dataparallel.comm.processes import CollectiveTimeout
@@ -209,3 +210,94 @@ def test_failure_of_a_backward_reaches_those_that_have_joined(cluster: Cluster) 
     joined, failed = cluster.run(_fails_elsewhere, 2)
     assert "no gradient" in failed
     assert "the backward of rank 1 failed" in joined
+
+
+# --- the states of optimizers ----------------------------------------------------------------
+
+
+def _epochs(rank: int, world_size: int, kind: str, generic: bool, view: bool) -> list[Tensor]:
+    model = wrap(1 + rank, gradient_as_bucket_view=view)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+
+    for counts in ((3, 0), (1, 4), (2, 2)):
+        with Join([model], step=step) if generic else model.join(step=step):
+            for number in range(counts[rank]):
+                x, y = batch(number, rank)
+                with torch.no_grad():
+                    model(x)
+                with model.no_sync():
+                    nn.functional.mse_loss(model(x), y).backward()
+                nn.functional.mse_loss(model(x), y).backward()
+                step()
+                optimizer.zero_grad()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [*model.module.parameters(), *state, torch.tensor(scheduler.get_last_lr())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "generic", "view"), [("sgd", False, True), ("adam", False, False), ("sgd", True, True)]
+)
+def test_steps_of_a_joined_process_keep_the_state_of_its_optimizer(
+    cluster: Cluster, kind: str, generic: bool, view: bool
+) -> None:
+    first, second = cluster.run(_epochs, 2, kind, generic, view)
+    assert len(first) == len(second) > 6
+    assert all(map(torch.equal, first, second))
+
+
+# --- statistics over processes ---------------------------------------------------------------
+
+
+def _normed(rank: int, world_size: int, layer: str, buffers: Any, generic: bool) -> str:
+    layers = {"torch": nn.BatchNorm1d, "ours": dp.collectives.SyncBatchNorm}
+    net = nn.Sequential(nn.Linear(6, 4), layers[layer](4))
+    model = dp.DistributedDataParallel(net, ["cpu"], buffers=buffers, timeout=5)
+    with pytest.raises(ValueError, match="over all processes") as caught:
+        if generic:
+            with Join([model]):
+                model(batch(0, rank)[0])
+        else:
+            model.join()
+    net.eval()
+    with model.join():
+        for step in range(rank):
+            model(batch(step, rank)[0]).sum().backward()
+    net.train()
+    with model.join(enable=False):
+        model(batch(0, rank)[0]).sum().backward()
+    throwing = model.join(throw_on_early_termination=True)
+    with pytest.raises(RuntimeError, match="exhausted"), throwing:
+        for step in range(1 + rank):
+            model(batch(step, rank)[0]).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffers", "generic"),
+    [("torch", "sync", False), ("ours", "mean", False), ("ours", "mean", True)],
+)
+def test_nobody_joins_where_batch_norm_takes_statistics_over_processes(
+    cluster: Cluster, layer: str, buffers: str, generic: bool
+) -> None:
+    for message in cluster.run(_normed, 2, layer, buffers, generic):
+        assert message.startswith("the batch norm '1' (")
+        assert "buffers='mean'" in message
+
+
+def _without_layers(rank: int, world_size: int) -> State:
+    model = wrap(1, buffers="sync")
+    with model.join():
+        train(model, rank, rank)
+    return state_of(model)
+
+
+def test_without_batch_norm_there_are_no_statistics(cluster: Cluster) -> None:
+    assert same_parameters(cluster.run(_without_layers, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from dataparallel import checkpoint
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _EXAMPLES = _ROOT / "examples"
@@ -27,12 +30,19 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("script", ["train_digits.py", "train_chars.py", "train_elastic.py"])
-def test_help_names_the_options_and_ends_with_examples(script: str) -> None:
-    finished = run(script, "--help")
-    assert finished.returncode == 0
+def test_help_names_the_options_and_ends_with_examples(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(_EXAMPLES / script)
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    monkeypatch.syspath_prepend(str(_EXAMPLES))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(path, run_name="__main__")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
     for option in ("--devices", "--epochs", "--batch-size", "--lr", "--seed", "--output"):
-        assert option in finished.stdout
-    assert f"examples:\n  python examples/{script}" in finished.stdout
+        assert option in shown
+    assert f"examples:\n  python examples/{script}" in shown
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", "virtual:0,virtual:1"])
@@ -63,6 +73,37 @@ def test_letters_are_learnt_and_written(tmp_path: pathlib.Path) -> None:
     assert "nats per letter (unigram" in finished.stdout
     assert "what the model writes" in finished.stdout
     assert (tmp_path / "chars.png").read_bytes().startswith(_PNG)
+
+
+class _Killed(BaseException):
+    """The end of a process, in a test that needs no other one."""
+
+
+def test_training_goes_on_from_the_last_step_of_an_epoch(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill(*_: int) -> None:
+        checkpoint.close()
+        torch.distributed.destroy_process_group()
+        raise _Killed
+
+    monkeypatch.syspath_prepend(str(_EXAMPLES))
+    monkeypatch.setattr("os.kill", kill)
+    # Three steps each.
+    options = ("--epochs", "3", "--batch-size", "600", "--devices", "cpu", "--save-every", "3")
+    script = _EXAMPLES / "train_elastic.py"
+    monkeypatch.setattr(
+        "sys.argv", [str(script), *options, "--fail-at-step", "3", "--output", str(tmp_path)]
+    )
+    # Torch puts one of its own in its place.
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    main = runpy.run_path(str(script))["main"]
+    with pytest.raises(_Killed):
+        main()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert "1 processes begin at step 3 (restart 1)\nepoch 2/3, step 6: loss" in said
 
 
 class NetWithLoss(nn.Module):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from dataparallel import distributed_autograd
 from dataparallel.distributed import DistributedDataParallel
 from dataparallel.reducer.gradient_norms import kind_of, norms_of
 from dataparallel.reducer.nonfinite import NonFiniteGradients
@@ -166,6 +168,93 @@ def test_earlier_gradients_are_dropped_too(accumulated: bool) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_is_decided_at_the_end_of_a_step(
+    caplog: pytest.LogCaptureFixture, replicas: int, view: bool
+) -> None:
+    """What ``no_sync()`` leaves is a part of the step, with other processes or without."""
+    options = {"nonfinite": "skip", "gradient_as_bucket_view": view}
+    model, _ = _make(["cpu"] * 2, replicas, **options)
+    for zeroed in (False, True):
+        with model.no_sync():
+            _backward(model)
+            spoils[:] = [Spoil("a.weight", NAN, replicas - 1)]
+            _backward(model)
+        spoils.clear()
+        assert (model.num_skipped, caplog.records) == (0, [])
+        if zeroed:
+            model.zero_grad()
+        _backward(model)
+        assert all((p.grad is None) != zeroed for p in model.parameters())
+        assert model.num_skipped == (not zeroed)
+        if not zeroed:
+            assert f"replica {replicas - 1} (cpu): a.weight (NaN)" in caplog.messages[0]
+        model.zero_grad()
+        model._nonfinite.num_skipped = 0
+        caplog.clear()
+    model.close()
+
+
+def test_the_end_of_a_step_raises() -> None:
+    model, _ = _make(["cpu"] * 2, 2, nonfinite="raise")
+    spoils[:] = [Spoil("a.weight")]
+    with model.no_sync():
+        _backward(model)
+    spoils.clear()
+    with pytest.raises(NonFiniteGradients, match=r"replica 0 \(cpu\): a.weight \(NaN\)"):
+        _backward(model)
+    _backward(model)
+    assert all(p.grad is not None for p in model.parameters())
+    model.close()
+
+
+def test_nothing_is_left_in_a_context() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"] * 2, nonfinite="skip")
+    workers, context = distributed_autograd.LocalWorkers(["cpu"]), distributed_autograd.context()
+    with workers, context as context_id:
+        with model.no_sync():
+            spoiled = model(torch.full((2, 3), NAN)).sum()
+        distributed_autograd.backward(context_id, [spoiled])
+        distributed_autograd.backward(context_id, [model(torch.ones(2, 3)).sum()])
+        found = distributed_autograd.get_gradients(context_id)
+        assert all(bool(grad.isfinite().all()) for grad in found.values())
+    assert model.num_skipped == 1
+    model.close()
+
+
+def test_statistics_can_be_put_back() -> None:
+    """A step that is skipped has changed what forward changes; see docs."""
+    norm = nn.BatchNorm1d(4)
+    net = nn.Sequential(nn.Linear(3, 4), norm)
+    model = DistributedDataParallel(net, ["cpu"] * 2, nonfinite="skip")
+    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    model(torch.full((4, 3), NAN)).sum().backward()
+    assert model.num_skipped == 1
+    assert norm.running_mean is not None
+    assert norm.running_mean.isnan().all()
+    for name, buffer in net.named_buffers():
+        buffer.copy_(kept[name])
+    model(torch.randn(4, 3)).sum().backward()
+    assert model.eval()(torch.randn(4, 3)).isfinite().all()
+    model.close()
+
+
+def test_a_hook_runs_again_after_a_backward_that_failed() -> None:
+    net = nn.Linear(2, 1)
+    model = DistributedDataParallel(net, ["cpu"] * 2, nonfinite="raise")
+    calls: list[torch.Tensor] = []
+    net.weight.register_hook(calls.append)
+    with pytest.raises(NonFiniteGradients):
+        model(torch.full((2, 2), NAN)).sum().backward()
+    assert len(calls) == 1
+    net(torch.ones(2, 2)).sum().backward()
+    assert len(calls) == 2
+    model(torch.ones(2, 2)).sum().backward()
+    assert len(calls) == 3
+    model.close()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_hooks_have_the_last_word(replicas: int) -> None:
     model, _ = _make(["cpu"] * 2, replicas, nonfinite="raise")
@@ -197,6 +286,62 @@ def test_sparse_gradients(replicas: int) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sparse_gradients_whose_sum_overflows(replicas: int) -> None:
+    """Each of the values is small, but all of them belong to one row."""
+    net = nn.Embedding(4, 2, sparse=True)
+    model = DistributedDataParallel(net, ["cpu"] * replicas, nonfinite="skip")
+    for number, skipped in ((100, 0), (10_000, 1)):
+        (model(torch.zeros(number, dtype=torch.long)) * 1e36).sum().backward()
+        assert model.num_skipped == skipped
+        assert (net.weight.grad is None) == bool(skipped)
+        net.zero_grad()
+    model.close()
+
+
+def test_norms_read_while_another_is_queued() -> None:
+    """They are read in the thread that runs a hook, and queued in those of all replicas."""
+    model, _ = _make(["virtual:0"], 1, nonfinite="skip")
+    _backward(model, device="virtual:0")
+    guard: Any = model.reducer.guard
+
+    class Queue(list[Any]):
+        def append(self, look: Any) -> None:
+            reader.start()
+            reader.join(0.05)
+            super().append(look)
+
+    reader = threading.Thread(target=guard._read)
+    guard.findings, guard._queued = [], Queue()
+    bucket = guard._buckets.plan.buckets[0]
+    guard.look(0, 0, [torch.full_like(guard._originals[index], NAN) for index in bucket])
+    reader.join()
+    guard._read()
+    assert len(guard.findings) == len(bucket)
+    model.close()
+
+
+def test_a_hook_that_runs_while_another_thread_reads() -> None:
+    """What it has repaired is not found afterwards."""
+    model, _ = _make(["cpu"], 1, nonfinite="skip")
+    _backward(model)
+    guard: Any = model.reducer.guard
+    repaired = torch.zeros_like(guard._originals[0])
+    hook = threading.Thread(target=guard.look_after_hook, args=(0, repaired))
+
+    class Norms:
+        def tolist(self) -> list[float]:
+            hook.start()
+            hook.join(0.05)
+            return [NAN]
+
+    guard._queued = [("replica 0 (cpu)", guard._buckets.plan.bucket_of(0), [0], Norms(), 1.0)]
+    guard._read()
+    hook.join()
+    assert guard.findings == []
+    model.close()
+
+
 def test_several_forwards_and_a_copy() -> None:
     model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
     copy: DistributedDataParallel[Net] = pickle.loads(pickle.dumps(model))
@@ -215,6 +360,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="nonfinite='skip' and optimizers in backward do not go"):
         model.step_in_backward(torch.optim.SGD, lr=0.1)
     model(torch.ones(1, 1)).sum().backward()
+    model.close()
+    model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"], average="samples")
+    for weight in (INF, NAN, -1.0):
+        with pytest.raises(ValueError, match=f"must be finite and not negative, but got {weight}"):
+            model.set_weight(weight)
     model.close()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dataparallel.distributed import DistributedDataParallel
 from dataparallel.reducer.errors import OtherRanksFailed
@@ -167,6 +169,15 @@ def _hooks(rank: int, world_size: int) -> None:
             assert model.num_skipped == 2
             assert "the communication hook has returned" in "".join(log.take())
         model.close()
+    # It keeps what it has rounded away, and a NaN with that.
+    model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip")
+    text = "nonfinite='skip' and the communication hook .* do not go together"
+    for hook in (powerSGD_hook, fp16_compress_wrapper(powerSGD_hook)):
+        with pytest.raises(ValueError, match=text):
+            model.register_comm_hook(PowerSGDState(None), hook)
+    with pytest.raises(ValueError, match=text):
+        model.register_comm_hook(None, "power_sgd")
+    model.close()
     # Only in one process: the others have to know.
     model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip")
     model.register_comm_hook(INF if rank else 1.0, _hook)
@@ -213,6 +224,27 @@ def _accumulate(rank: int, world_size: int, view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
 def test_what_no_sync_leaves(cluster: Cluster, view: bool) -> None:
     cluster.run(_accumulate, 2, view)
+
+
+def _outside(rank: int, world_size: int, view: bool) -> None:
+    net = nn.Linear(3, 1)
+    model = DistributedDataParallel(net, ["cpu"], nonfinite="raise", gradient_as_bucket_view=view)
+    # It has nothing to say about what was accumulated.
+    net.weight.register_hook(torch.nan_to_num)
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        with model.no_sync():
+            (model(x).sum() + net.weight.sum() * (NAN if rank else 1.0)).backward()
+        text = r"on rank 1 of 2, what .grad held from under no_sync\(\): weight \(NaN\)\. No"
+        with pytest.raises(NonFiniteGradients, match=text):
+            model(x).sum().backward()
+        assert net.weight.grad is None
+    model.close()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
+def test_what_others_add_under_no_sync(cluster: Cluster, view: bool) -> None:
+    cluster.run(_outside, 2, view)
 
 
 def _overflow(rank: int, world_size: int, deterministic: bool) -> int:
@@ -299,6 +331,9 @@ def _launched(rank: int, world_size: int, action: Any) -> list[int]:
     counts = []
     for step in range(3):
         before = sum((processes.control.launched + processes.buckets.launched).values())
+        if step == 2:
+            with model.no_sync():
+                _backward(model, rank, step)
         _backward(model, rank, step)
         counts.append(
             sum((processes.control.launched + processes.buckets.launched).values()) - before

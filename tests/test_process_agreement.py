@@ -120,6 +120,18 @@ def test_a_plan_with_somebody_who_is_gone_is_replaced() -> None:
         assert second.prefix.endswith(f"/{plan['round'] + 1}")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_while_the_store_is_emptied_says_again_that_it_is_here(rank: int) -> None:
+    store = HashStore()
+    hello = f"dataparallel/start/none/hello/{rank}"
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(agree, store, Membership(rank, 2), LONG)
+        poll(lambda: store.check([hello]))
+        # As where the last process of an earlier group takes the file with it.
+        store.delete_key(hello)
+        assert agree(store, Membership(1 - rank, 2), LONG) == first.result(LONG)
+
+
 def test_a_process_that_joined_and_was_started_again_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,6 +47,13 @@ def test_another_process_with_the_same_number() -> None:
     assert dataclasses.replace(mine, started=f"{mine.started}1").has_ended()
 
 
+def test_when_a_process_was_there() -> None:
+    mine = ProcessIdentity.of_this_process()
+    now = process_identity.ticks()
+    assert mine.was_there(now) and not mine.was_there(int(mine.started) - 1)
+    assert not dataclasses.replace(mine, started="").was_there(now)
+
+
 @pytest.mark.parametrize("unknown", ["space", "started"])
 def test_nobody_can_know(unknown: str) -> None:
     mine = ProcessIdentity.of_this_process()

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.process_start import init_process_group, start, stores
+from dataparallel.process_start.agreement import Agreement
 from dataparallel.process_start.membership import Membership, find_membership
 from tests.cluster import Cluster
 
@@ -123,9 +125,20 @@ def test_a_given_store_needs_both_numbers() -> None:
         ({"timeout": datetime.timedelta(-1)}, ValueError, "above 0 and finite"),
         ({"timeout": "60"}, TypeError, "seconds or a timedelta, but got '60' of type str"),
         ({"rank": 0.0, "world_size": 1}, TypeError, "rank is an int, but got 0.0 of type float"),
+        ({"backend": 3}, TypeError, "backend is a str, but got 3 of type int"),
+        ({"backend": "bogus"}, ValueError, r"'bogus' is not in this build .* has .*gloo.*; pass"),
+        ({"backend": "cpu:gloo,cuda:bogus"}, ValueError, "is not in this build of torch"),
+        ({"device_id": 99}, ValueError, "device_id is 99, but of accelerators there is .* leave"),
+        ({"device_id": torch.device("xpu:0")}, ValueError, "device_id is xpu:0, but of"),
     ],
 )
-def test_wrong_arguments(arguments: Any, kind: type[Exception], message: str) -> None:
+def test_wrong_arguments(
+    arguments: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*_: Any) -> None:
+        raise AssertionError("the others are not to be met")
+
+    monkeypatch.setattr(start, "_gather", gather)
     with pytest.raises(kind, match=message):
         init_process_group(**arguments)
     assert not dist.is_initialized()
@@ -155,6 +168,89 @@ def test_alone_again_and_again(world: None) -> None:
 def test_torch_keeps_the_timeout(world: None) -> None:
     group = init_process_group(timeout=7)
     assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": None, "rank": -1, "world_size": -1}, {"group_name": "mine"}]
+)
+def test_arguments_of_torch_that_say_nothing(arguments: Any, world: None) -> None:
+    group = init_process_group("GLOO", **arguments)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 60
+
+
+@pytest.mark.parametrize("name", ["mpi", "MPI", "fake"])
+@pytest.mark.parametrize("place", [{}, {"rank": 1, "world_size": 4, "store": HashStore()}])
+def test_backends_that_meet_in_ways_of_their_own(
+    name: str, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, world: None
+) -> None:
+    passed: dict[str, Any] = {}
+    make = dist.init_process_group
+
+    def of_torch(backend: str, **arguments: Any) -> None:
+        passed.update(arguments, backend=backend)
+        make("fake", rank=1, world_size=4, store=FakeStore())
+
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(dist, "init_process_group", of_torch)
+    # As under mpirun.
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    group = init_process_group(name, timeout=7, pg_options="options", **place)
+    of_us = {"backend": name.lower(), "timeout": datetime.timedelta(seconds=7)}
+    assert passed == {**of_us, **place, "pg_options": "options", "device_id": None}
+    assert (group.rank(), group.size()) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Gloo connectFullMesh failed with [tcp/pair.cc] timed out"), CollectiveError),
+        (dist.DistNetworkError("gone"), CollectiveError),
+        (RuntimeError("these options are for another backend"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_only_what_is_of_the_network_is_called_so(
+    error: BaseException,
+    kind: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    world: None,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+        raise error
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(kind) as caught:
+        init_process_group()
+    assert type(caught.value) is kind
+    assert ("firewall" in str(caught.value)) == (kind is CollectiveError)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_store_has_the_whole_time_after_it_was_lost_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores_opened: list[Any] = []
+
+    def open_store(member: Membership, timeout: float) -> Any:
+        stores_opened.append(HashStore())
+        stores_opened[-1].set_timeout(datetime.timedelta(seconds=timeout))
+        return stores_opened[-1]
+
+    def agree(store: Any, member: Membership, timeout: float) -> Agreement:
+        if len(stores_opened) == 1:
+            raise RuntimeError("Connection reset by peer")
+        store.set_timeout(datetime.timedelta(seconds=1))
+        return Agreement("a", one_machine=True)
+
+    monkeypatch.setattr(start, "open_store", open_store)
+    monkeypatch.setattr(start, "agree", agree)
+    start._gather(Membership(1, 2, address=("a", 1)), None, 50.0)
+    assert len(stores_opened) == 2
+    assert stores_opened[1].timeout == datetime.timedelta(seconds=50)
 
 
 def test_an_accelerator_gets_its_backend_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

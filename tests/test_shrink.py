@@ -288,6 +288,41 @@ def test_arguments_and_life() -> None:
         survive_device_loss(in_backward).step(lambda: None)
 
 
+def test_leaves_of_a_replica_that_is_dropped() -> None:
+    """They go at once, since others may need the memory."""
+    model = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
+    nn.functional.mse_loss(model(batch_of(0)[0]), batch_of(0)[1]).backward()
+    leaves = [weakref.ref(leaf) for leaf in model._reduction.leaves.of(1)]
+    gc.collect()
+    gc.disable()
+    try:
+        model.drop_replica(1)
+        assert [leaf() for leaf in leaves] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_shard_of_the_optimizer_is_lost() -> None:
+    model = dataparallel.DistributedDataParallel(make_net().to("virtual:0"), DEVICES[:2])
+    optimizer = dataparallel.ShardedOptimizer(torch.optim.Adam, model)
+    x, y = (t.to("virtual:0") for t in batch_of(0))
+    with survive_device_loss(model) as keeper:
+        keeper.step(lambda: nn.functional.mse_loss(model(x), y).backward())
+        pickle.loads(pickle.dumps(optimizer)).step()
+        virtual.lose_device(1)
+        for attempt in (lambda: model(x), lambda: keeper.step(lambda: model(x))):
+            with pytest.raises(DeviceLost, match=r"optimizer is lost, virtual:1, .* checkpoint"):
+                attempt()
+        assert keeper.history == []
+        assert len(model.device_ids) == 2
+        # Others may have what they like there.
+        optimizer.close()
+        del optimizer
+        gc.collect()
+        model(x)
+    assert len(model.device_ids) == 1
+
+
 def test_a_keeper_keeps_no_model() -> None:
     model = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
     keeper = survive_device_loss(model)

@@ -94,6 +94,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "functional",
             "gradient_clipping",
             "join",
+            "join_obstacles",
             "logged_state",
             "mixed_precision",
             "prefix",

@@ -9,7 +9,7 @@ import time
 
 from dataparallel.checkpoint.errors import CheckpointError
 from dataparallel.checkpoint.file_lock import FileLock, NoLocks
-from dataparallel.checkpoint.files import explained
+from dataparallel.checkpoint.files import explained, make_directory
 
 _NAME = "writer.lock"
 _POLL = 0.05
@@ -39,19 +39,11 @@ class DirectoryLock:
         self._path = os.path.join(self._directory, _NAME)
         deadline = time.monotonic() + timeout
         with explained("locking the directory of checkpoints", self._directory):
-            os.makedirs(self._directory, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-            fd = os.open(self._path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-            self._lock = FileLock(fd)
-            try:
-                while not self._take():
-                    if time.monotonic() >= deadline:
-                        raise CheckpointError(self._held(fd))
-                    time.sleep(_POLL)
-                self._sign(fd)
-            except BaseException:
-                self._lock.release()
-                raise
+            make_directory(self._directory)
+            while (refused := self._attempt()) is not None:
+                if time.monotonic() >= deadline:
+                    raise CheckpointError(refused)
+                time.sleep(_POLL)
 
     def __enter__(self) -> DirectoryLock:
         return self
@@ -59,9 +51,35 @@ class DirectoryLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps others out: the file that is locked is still there."""
+        return self._lock.is_of(self._path)
+
     def release(self) -> None:
         """Let others write; again does nothing. The file stays: removing it would be a race."""
         self._lock.release()
+
+    def _attempt(self) -> str | None:
+        """Take the lock, or say who has it."""
+        # Opened each time: a file that was removed meanwhile keeps nobody out.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+        fd = os.open(self._path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        self._lock = FileLock(fd)
+        refused = None
+        try:
+            if not self._take():
+                refused = self._held(fd)
+            elif not self.holds:
+                refused = f"{self._path} was removed while it was locked; do not remove it"
+            else:
+                self._sign(fd)
+        except BaseException:
+            self._lock.release()
+            raise
+        if refused is not None:
+            self._lock.release()
+        return refused
 
     def _take(self) -> bool:
         try:

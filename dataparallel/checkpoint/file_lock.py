@@ -1,4 +1,4 @@
-"""Locks on files and directories that end with the process that holds them.
+"""Locks on files that end with the process that holds them.
 
 Note [Locks that end with their holder]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -28,7 +28,7 @@ class NoLocks(OSError):
 
 
 class FileLock:
-    """A lock on an open file or directory.
+    """A lock on an open file.
 
     Args:
         fd: Of the file; closed by :meth:`release`.
@@ -38,11 +38,8 @@ class FileLock:
         self._fd = fd
         _open_locks.add(self)
 
-    def take(self, *, shared: bool = False) -> bool:
-        """Take the lock if nobody has it, or change how it is held.
-
-        Args:
-            shared: Whether others may hold it as well, shared too. Default: no.
+    def take(self) -> bool:
+        """Take the lock if nobody has it.
 
         Returns:
             Whether it is held now.
@@ -54,15 +51,21 @@ class FileLock:
         if fcntl is None:  # pragma: no cover
             raise NoLocks(errno.ENOSYS, "this operating system has no flock")
         try:
-            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 return False
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF):
-                # NFS says EBADF for an exclusive lock on what is open for reading alone.
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise NoLocks(error.errno, error.strerror) from None
             raise
         return True
+
+    def is_of(self, path: str) -> bool:
+        """Whether the file is still the one that others find under a path, and is open."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(path, follow_symlinks=False))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Give the lock back and close the file; again does nothing."""

@@ -76,10 +76,6 @@ class Folder:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def open_again(self) -> int:
-        """A descriptor of the same directory that shares nothing with this one, locks above all."""
-        return os.open(".", _DIRECTORY, dir_fd=self.fd)
-
     def names(self) -> list[str]:
         """The names of all that is in the directory, sorted."""
         return sorted(os.listdir(self.fd))
@@ -155,6 +151,31 @@ class Folder:
                 self.remove(beside)
             raise
         return result
+
+
+def make_directory(path: str) -> None:
+    """Make a directory and those above it, so that they last beyond a power failure.
+
+    Args:
+        path: Of the directory; one that is there is as good.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for each in reversed(missing):
+        try:
+            os.mkdir(each)
+        except FileExistsError:
+            # Another process may have been faster.
+            if not os.path.isdir(each):
+                raise
+        # A directory that one may only write to cannot be opened.
+        with contextlib.suppress(PermissionError), Folder(os.path.dirname(each)) as parent:
+            parent.sync()
 
 
 def write_all(fd: int, data: memoryview) -> None:

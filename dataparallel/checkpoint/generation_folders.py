@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dataparallel.checkpoint import manifest
 from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.file_lock import FileLock, NoLocks
 from dataparallel.checkpoint.files import Folder, explained
+from dataparallel.checkpoint.generation_record import GenerationRecord
 from dataparallel.checkpoint.manifest import MANIFEST, Manifest
 
 _FOLDER = re.compile(r"generation-([0-9]{8,15})")
+_END = 10**15
 UNFINISHED = "it was never finished, or its manifest is gone"
+# What opening says of something that is not a directory itself.
+_NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class GenerationInfo:
 
 def folder_name(number: int) -> str:
     """The name of the folder of a generation. Raises ValueError for what is no number of one."""
-    if type(number) is not int or not 0 <= number < 10**15:
+    if type(number) is not int or not 0 <= number < _END:
         raise ValueError(f"the number of a generation is a whole one from 0 on, not {number!r}")
     return f"generation-{number:08d}"
 
@@ -68,10 +71,16 @@ def next_number(directory: str | os.PathLike[str]) -> int:
         The number; 0 for the first one.
 
     Raises:
-        CheckpointError: The directory cannot be read.
+        CheckpointError: The directory cannot be read, or the last number there is has been used.
     """
     with explained("looking for generations", os.fspath(directory)):
-        return max(numbers(directory), default=-1) + 1
+        number = max(numbers(directory), default=-1) + 1
+    if number == _END:
+        raise CheckpointError(
+            f"{folder_name(number - 1)} in {os.fspath(directory)} has the highest number that "
+            "there is, so no generation can come after it; move it out of the directory"
+        )
+    return number
 
 
 def generations(directory: str | os.PathLike[str]) -> list[GenerationInfo]:
@@ -95,58 +104,74 @@ def generations(directory: str | os.PathLike[str]) -> list[GenerationInfo]:
         return [_look(os.fspath(directory), number) for number in numbers(directory)]
 
 
-def prune(directory: str | os.PathLike[str], keep: int) -> list[int]:
+def prune(
+    directory: str | os.PathLike[str], keep: int, record: GenerationRecord | None = None
+) -> list[int]:
     """Remove old generations.
 
-    Only complete ones count as kept; what is newer than the oldest of them stays, good or not.
+    Only complete ones count as kept, without those that the record says were rejected; what is
+    newer than the oldest of them stays, good or not.
 
     Args:
         directory: Of the checkpoints.
         keep: How many complete generations stay, at least 1.
+        record: What is known of them. The one that was loaded stays until ``keep`` newer ones were
+            written. Default: nothing is known.
 
     Returns:
         The numbers of those that were removed.
 
     Raises:
         ValueError: ``keep`` is below 1.
-        CheckpointError: Something could not be removed.
+        CheckpointError: Something could not be removed; the others were.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep is how many generations stay, at least 1, not {keep!r}")
     path = os.fspath(directory)
     infos = generations(path)
-    complete = [info.number for info in infos if info.complete]
+    record = record or GenerationRecord()
+    complete = [i.number for i in infos if i.complete and i.number not in record.rejected]
     if len(complete) <= keep:
         return []
     oldest = complete[-keep]
-    removed = []
-    with explained("removing old generations", path):
-        for info in infos:
-            if info.number < oldest and info.reason != UNFINISHED:
-                with Folder(os.path.join(path, folder_name(info.number)), follow=False) as folder:
-                    # First what makes it a generation, so that nobody begins to read it.
-                    folder.remove(MANIFEST)
-                    _clear(folder)
-                removed.append(info.number)
+    removed: list[int] = []
+    failed: OSError | None = None
+    for info in infos:
+        if info.number >= oldest or info.reason == UNFINISHED or record.spares(info.number, keep):
+            continue
+        try:
+            _remove(os.path.join(path, folder_name(info.number)))
+        except OSError as error:
+            # A link, say, that somebody has put there is not ours to remove.
+            failed = failed if error.errno in _NO_FOLDER else error
+        else:
+            removed.append(info.number)
+    record.keep_only(complete[-keep:])
+    if failed is not None:
+        with explained("removing old generations", path):
+            raise failed
     return removed
 
 
-def sweep(directory: str) -> None:
-    """Remove the generations that nobody finished and nobody writes any more.
+def sweep(directory: str, below: int) -> None:
+    """Remove the generations that nobody finished.
+
+    The caller holds the lock of the directory, so nobody else writes to one that counts.
 
     Args:
         directory: Of the checkpoints.
+        below: Numbers from this one on stay: the caller's own.
 
     Raises:
-        OSError: The directory cannot be read.
+        CheckpointError: The directory cannot be read.
     """
-    for number in numbers(directory):
-        # Somebody else may remove it, or may not let us; then it is not ours to remove.
-        with contextlib.suppress(OSError):
-            path = os.path.join(directory, folder_name(number))
-            with Folder(path, follow=False) as folder, _alone(folder) as alone:
-                if alone:
-                    remove_unfinished(folder)
+    with explained("looking for generations", directory):
+        found = [number for number in numbers(directory) if number < below]
+    for number in found:
+        # Somebody may not let us; then it is not ours to remove.
+        path = os.path.join(directory, folder_name(number))
+        with contextlib.suppress(OSError), Folder(path, follow=False) as folder:
+            remove_unfinished(folder)
 
 
 def remove_unfinished(folder: Folder) -> None:
@@ -184,17 +209,11 @@ def read_manifest(folder: Folder, number: int) -> Manifest:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _alone(folder: Folder) -> Iterator[bool]:
-    """Whether no process writes a generation, and none begins to."""
-    lock = FileLock(folder.open_again())
-    try:
-        yield lock.take()
-    except NoLocks:
-        # Raised before the yield alone: nothing in the block takes a lock.
-        yield False
-    finally:
-        lock.release()
+def _remove(path: str) -> None:
+    with Folder(path, follow=False) as folder:
+        # First what makes it a generation, so that nobody begins to read it.
+        folder.remove(MANIFEST)
+        _clear(folder)
 
 
 def _clear(folder: Folder) -> None:

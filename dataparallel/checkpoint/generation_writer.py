@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,21 +11,16 @@ import torch
 
 from dataparallel.checkpoint import generation_folders, manifest, tensor_file
 from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.file_lock import FileLock, NoLocks
-from dataparallel.checkpoint.files import Folder, explained, write_all
+from dataparallel.checkpoint.files import Folder, explained, make_directory, write_all
 from dataparallel.checkpoint.manifest import MANIFEST, FileEntry
-
-# Seconds for which another process may hold a folder in order to remove it.
-_PATIENCE = 10.0
-_POLL = 0.01
 
 
 class GenerationWriter:
     """Writes one generation of checkpoints, alone or together with other processes.
 
     Each process writes files under names of its own; one of them commits, with the entries of all.
-    Readers see nothing of it before. What is never committed is removed by the next writer, once
-    no process that writes it lives. See Note [Files that are whole].
+    Readers see nothing of it before. What is never committed is removed by
+    :func:`~dataparallel.checkpoint.generation_folders.sweep`. See Note [Files that are whole].
 
     Example::
 
@@ -49,11 +42,11 @@ class GenerationWriter:
         self._number = number
         path = os.path.join(self._directory, generation_folders.folder_name(number))
         with explained(f"beginning generation {number}", self._directory):
-            _make_directory(self._directory)
-            generation_folders.sweep(self._directory)
-            self._folder, self._lock = _enter(path)
-        # An error between here and close() must not keep the folder open, or locked.
-        self._close = weakref.finalize(self, _close, self._folder, self._lock)
+            make_directory(self._directory)
+            os.makedirs(path, exist_ok=True)
+            self._folder = Folder(path, follow=False)
+        # An error between here and close() must not keep the folder open.
+        self._close = weakref.finalize(self, self._folder.close)
         if MANIFEST in self._folder.names():
             self._close()
             raise CheckpointError(
@@ -163,52 +156,3 @@ class GenerationWriter:
 
 def _write(fd: int, text: bytes) -> None:
     write_all(fd, memoryview(text))
-
-
-def _make_directory(path: str) -> None:
-    if not os.path.isdir(path):
-        os.makedirs(path, exist_ok=True)
-        with Folder(os.path.dirname(path)) as parent:
-            parent.sync()
-
-
-def _enter(path: str) -> tuple[Folder, FileLock]:
-    """Make and open a folder, and hold a lock on it that tells sweepers that somebody writes it."""
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        os.makedirs(path, exist_ok=True)
-        try:
-            folder = Folder(path, follow=False)
-        except FileNotFoundError:
-            continue
-        # Opened once more, as a forked child gives the lock back by closing only what it is of.
-        lock = FileLock(folder.open_again())
-        try:
-            held = _hold(folder, lock)
-        except BaseException:
-            _close(folder, lock)
-            raise
-        if held:
-            return folder, lock
-        _close(folder, lock)
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"{path} is being removed by another process; try again later")
-        time.sleep(_POLL)
-
-
-def _hold(folder: Folder, lock: FileLock) -> bool:
-    """Whether the folder is held, and still the one of its path."""
-    # Without locks nobody sweeps, since nobody can see who writes.
-    with contextlib.suppress(NoLocks):
-        if not lock.take(shared=True):
-            return False
-    try:
-        there = os.stat(folder.path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(folder.fd))
-
-
-def _close(folder: Folder, lock: FileLock) -> None:
-    folder.close()
-    lock.release()

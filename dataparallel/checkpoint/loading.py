@@ -3,14 +3,15 @@
 Note [All or nothing]
 ~~~~~~~~~~~~~~~~~~~~~
 Everything is read, verified and compared with what is to take it before anything is changed, and
-the processes tell each other how that went. What can still fail then is code of the user's objects;
-their states from before are put back.
+the processes tell each other how that went. What can still fail then is code of the user's objects.
+Each process keeps the states from before until it knows that all have loaded, and puts them back if
+one has not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dataparallel.checkpoint.agreement import Agreement
 from dataparallel.checkpoint.errors import CheckpointError, NoCheckpoint
-from dataparallel.checkpoint.generation import Generation, read_generation
 from dataparallel.checkpoint.module_state import devices_of
 from dataparallel.checkpoint.parts import parts_of
 from dataparallel.checkpoint.peers import Peers
 from dataparallel.checkpoint.reading import Reading
 from dataparallel.checkpoint.saving_calls import Path, group_of
-from dataparallel.comm.process_errors import name_ranks
-
-_log = logging.getLogger("dataparallel")
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,16 @@ def load(
 ) -> Loaded:
     """Load the last good generation; every process calls it.
 
-    A damaged generation is not used: the one before it is, with a warning in the log. There may be
-    other numbers of replicas and processes than at the save. Nothing from a file is executed.
+    A generation that is damaged is not used: the one before it is, with a warning in the log. There
+    may be other numbers of replicas and processes than at the save. Nothing in a file is executed.
 
     Example::
 
         loaded = checkpoint.load("run", model, optimizer, missing_ok=True)
 
     Args:
-        directory: As in :func:`save`; or several, of which the one with the most steps is taken:
-            say one in memory (``/dev/shm``), saved to at every step, and one on the disk.
+        directory: As in :func:`save`; or several, of which the one that was saved to last is
+            taken: say one in memory (``/dev/shm``), saved to at every step, and one on the disk.
         model, optimizer, scheduler, sampler, states: What takes the saved state; None is left out.
         number: Which generation. Default: the last good one.
         rng: Whether to restore random generators, if they were saved. A process that was not there
@@ -113,98 +111,63 @@ def load(
     """
     parts = parts_of(model, optimizer, scheduler, sampler, states)
     peers = Peers(process_group or group_of(model), timeout)
+    devices = devices_of(model)
     with contextlib.closing(peers):
-        found = _latest(directory, number, peers, missing_ok)
-        if found is None:
+        read = functools.partial(Reading, rank=peers.rank, parts=parts, rng=rng)
+        agreement = Agreement(peers, read)
+        reading = _found(agreement, directory, number, missing_ok)
+        if reading is None:
             return Loaded()
-        reading: list[Reading] = []
+        _apply(reading, peers, devices, strict)
+    return _loaded(reading, agreement, devices)
 
-        what = f"loading generation {found.number}"
-        devices = devices_of(model)
-        with found:
-            peers.share(
-                what, lambda: reading.append(Reading(found, peers.rank, parts, rng, strict))
+
+def _found(
+    agreement: Agreement,
+    directory: Path | Sequence[Path],
+    number: int | None,
+    missing_ok: bool,
+) -> Reading | None:
+    """What is to be loaded, in memory; None if nothing was ever saved, and that is fine."""
+    try:
+        if isinstance(directory, (str, os.PathLike)):
+            return agreement.on(directory, number)
+        if number is not None or not directory:
+            raise ValueError(
+                f"there are {len(directory)} directories; pass one together with number={number!r}"
             )
-        peers.share(what, lambda: reading[0].apply(devices))
-        return _loaded(found, reading[0], devices)
+        return agreement.on_newest(directory)
+    except NoCheckpoint as error:
+        if missing_ok and number is None:
+            return None
+        raise NoCheckpoint(
+            f"{error}; look at the path, or pass missing_ok=True if the training may begin anew"
+        ) from None
 
 
-def _loaded(found: Generation, reading: Reading, devices: list[torch.device]) -> Loaded:
-    reading.release()
+def _apply(reading: Reading, peers: Peers, devices: list[torch.device], strict: bool) -> None:
+    """Load it in all processes, or in none. See Note [All or nothing]."""
+    what = f"loading generation {reading.number}"
+    peers.share(what, lambda: reading.check(strict))
+    try:
+        peers.share(what, lambda: reading.apply(devices, strict))
+    except BaseException:
+        reading.take_back()
+        raise
+
+
+def _loaded(reading: Reading, agreement: Agreement, devices: list[torch.device]) -> Loaded:
     document = reading.document
     return Loaded(
         document["step"],
-        document["epoch"],
+        document.get("epoch"),
         reading.user,
-        found.number,
-        tuple(found.rejected),
+        reading.number,
+        _newer(agreement.rejected, reading.number),
         document["processes"],
-        (lambda: reading.restore_rng(devices)) if reading.has_rng else None,
+        reading.restorer(devices),
     )
 
 
-def _latest(
-    directory: Path | Sequence[Path], number: int | None, peers: Peers, missing_ok: bool
-) -> Generation | None:
-    """What is to be loaded: of several directories the one with the most steps."""
-    if isinstance(directory, (str, os.PathLike)):
-        return _agree(directory, number, peers, missing_ok)
-    if number is not None or not directory:
-        raise ValueError(
-            f"there are {len(directory)} directories; pass one together with number={number!r}"
-        )
-    found: list[Generation] = []
-    errors: list[CheckpointError] = []
-    for each in directory:
-        try:
-            generation = _agree(each, None, peers, missing_ok)
-        except CheckpointError as error:
-            errors.append(error)
-        else:
-            found += [generation] if generation is not None else []
-    if not found and errors:
-        raise errors[0]
-    for failed in errors:
-        _log.warning("a directory of checkpoints is not used: %s", failed)
-    found.sort(key=lambda generation: int(generation.document["step"]))
-    for older in found[:-1]:
-        older.close()
-    return found[-1] if found else None
-
-
-def _agree(
-    directory: Path, number: int | None, peers: Peers, missing_ok: bool
-) -> Generation | None:
-    """The newest generation that is good in all processes, or the one asked for."""
-    empty: list[NoCheckpoint] = []
-    while True:
-        read: list[Generation] = []
-
-        def attempt(wanted: int | None = number, into: list[Generation] = read) -> int | None:
-            try:
-                into.append(read_generation(directory, wanted))
-            except NoCheckpoint as error:
-                empty.append(error)
-                return None
-            return into[0].number
-
-        found = peers.share(f"reading {directory}", attempt)
-        if all(each is None for each in found):
-            if missing_ok and number is None:
-                return None
-            raise NoCheckpoint(
-                f"{empty[0]}; look at the path, or pass missing_ok=True if the training may begin "
-                "anew"
-            )
-        numbers = [each for each in found if each is not None]
-        if len(numbers) < len(found):
-            without = name_ranks([rank for rank, each in enumerate(found) if each is None])
-            raise CheckpointError(
-                f"{without} found nothing in {directory}, and others did; all processes must see "
-                "the same directory"
-            )
-        if len(set(numbers)) == 1:
-            return read[0]
-        read[0].close()
-        # What is damaged for one may be good for another, which read it through another machine.
-        number = min(numbers)
+def _newer(rejected: Mapping[int, str], number: int) -> tuple[tuple[int, str], ...]:
+    return tuple((n, rejected[n]) for n in sorted(rejected, reverse=True) if n > number)

@@ -130,7 +130,7 @@ def encode(number: int, files: Sequence[FileEntry], document: Any) -> bytes:
         "format": _FORMAT,
         "version": _VERSION,
         "number": number,
-        "written": round(time.time(), 3),
+        "written": round(time.time(), 6),
         "files": [entry.to_json() for entry in entries],
         "document": document,
     }
@@ -177,7 +177,8 @@ def decode(text: bytes, number: int) -> Manifest:
         raise ValueError(f"it has the fields {shown(sorted(fields))}")
     if type(fields["number"]) is not int or fields["number"] != number:
         raise ValueError(f"it is of generation {shown(fields['number'])}, in the place of {number}")
-    if type(fields["written"]) not in (int, float):
+    # Beyond this, no file system has a time; and whole numbers that no float can hold.
+    if type(fields["written"]) not in (int, float) or not 0 <= fields["written"] < 2**40:
         raise ValueError(f"the time is {shown(fields['written'])}")
     if not isinstance(fields["files"], list) or len(fields["files"]) > _MAX_FILES:
         raise ValueError("the files are not a list, or too many")

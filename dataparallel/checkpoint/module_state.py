@@ -51,7 +51,9 @@ class ModuleState:
         if not (
             isinstance(saved, dict)
             and isinstance(saved.get("state"), dict)
+            and all(isinstance(key, str) for key in saved["state"])
             and isinstance(saved.get("versions"), dict)
+            and all(map(_is_version, saved["versions"].values()))
         ):
             return [f"{self.name}: the checkpoint has no state of a module there"]
         theirs, ours = saved["state"], self._module.state_dict()
@@ -81,10 +83,16 @@ class ModuleState:
         return lambda: void(self._module.load_state_dict(state, strict=False))
 
 
+def _is_version(saved: Any) -> bool:
+    return isinstance(saved, dict) and isinstance(saved.get("version"), int | None)
+
+
 def difference(saved: Any, own: Any, strict: bool) -> str | None:
     """How a tensor of a checkpoint differs in form from the one that is to take its values."""
     if not isinstance(own, Tensor) or is_lazy(own):
         return None
+    if own.is_meta:
+        return "is on the device 'meta' here and takes no values; call to_empty(device=...) before"
     if not isinstance(saved, Tensor):
         return f"is a {type(saved).__name__} in the checkpoint, but a tensor here"
     if saved.shape != own.shape:
@@ -111,4 +119,4 @@ def devices_of(module: nn.Module | None) -> list[torch.device]:
     ids = getattr(module, "device_ids", None)
     if ids and all(isinstance(device, torch.device) for device in ids):
         return list(ids)
-    return list(dict.fromkeys(p.device for p in module.parameters()))
+    return list(dict.fromkeys(p.device for p in module.parameters() if not p.is_meta))

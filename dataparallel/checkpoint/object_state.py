@@ -54,6 +54,21 @@ class ObjectState:
         return lambda: self._value.load_state_dict(state)
 
 
+class PositionState(ObjectState):
+    """Saves and loads a sampler of this package, also into one whose position is not known."""
+
+    def problems(self, saved: Any, strict: bool) -> list[str]:
+        """Why a state cannot be loaded; nothing is changed."""
+        if isinstance(saved, dict) and {"epoch", "taken"} <= set(saved):
+            return []
+        return [f"{self.name}: the checkpoint has no position of a sampler there"]
+
+    def remember(self) -> Callable[[], None]:
+        """What gives the sampler the position back that it has now."""
+        before = dict(vars(self._value))
+        return lambda: vars(self._value).update(before)
+
+
 class EpochState:
     """Saves and loads the epoch of a sampler that has nothing else, such as DistributedSampler."""
 

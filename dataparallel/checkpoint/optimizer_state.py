@@ -10,12 +10,17 @@ state of all to one process, is made with pickle.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dataparallel.checkpoint.tensor_forms import name_of_dtype
+from dataparallel.optimizer_in_backward import InBackwardOptimizers
 
 # Added to groups by others than the optimizer itself.
 _NOT_OPTIONS = frozenset({"params", "param_names", "initial_lr", "max_lr", "min_lr"})
@@ -40,7 +45,11 @@ class OptimizerState:
 
     def save(self) -> dict[str, Any]:
         """The state, as a value that a checkpoint can hold."""
-        return {"state_dict": self._state_dict(), "parameters": self._parameters()}
+        return {
+            "state_dict": self._state_dict(),
+            "parameters": self._parameters(),
+            "class": _class_of(self._optimizer).__name__,
+        }
 
     def _state_dict(self) -> dict[str, Any]:
         optimizer: Any = self._optimizer
@@ -55,7 +64,14 @@ class OptimizerState:
 
     def _parameters(self) -> list[list[dict[str, Any]]]:
         return [
-            [{"shape": list(p.shape), "name": self._names.get(id(p))} for p in group["params"]]
+            [
+                {
+                    "shape": list(p.shape),
+                    "name": self._names.get(id(p)),
+                    "dtype": name_of_dtype(p.dtype),
+                }
+                for p in group["params"]
+            ]
             for group in self._optimizer.param_groups
         ]
 
@@ -63,6 +79,14 @@ class OptimizerState:
         """Why a state cannot be loaded; nothing is changed."""
         if not _is_saved_state(saved):
             return [f"{self.name}: the checkpoint has no state of an optimizer there"]
+        ours_is = _class_of(self._optimizer).__name__
+        # Older generations do not tell.
+        kind = saved.get("class", ours_is)
+        if strict and kind != ours_is:
+            return [
+                f"{self.name} is {kind!s:.80} in the checkpoint, but {ours_is} here (strict=False "
+                "loads it if the options are the same)"
+            ]
         groups, theirs = saved["state_dict"]["param_groups"], saved["parameters"]
         ours = self._parameters()
         if len(theirs) != len(ours):
@@ -81,6 +105,33 @@ class OptimizerState:
                     f"{where} has the options {', '.join(sorted(map(str, saved_options)))} in the "
                     f"checkpoint, but {', '.join(sorted(options))} here: it is another optimizer"
                 )
+        return found or self._state_problems(saved)
+
+    def _state_problems(self, saved: Any) -> list[str]:
+        """How the state of parameters differs in form from what there is, or what there will be."""
+        ours = self._parameters()
+        shapes = [member["shape"] for group in ours for member in group]
+        names = [member["name"] for group in ours for member in group]
+        own = self._state_dict()["state"]
+        # Hooks may give the state any form.
+        hooks: Any = getattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+        plain = not hooks and _is_elementwise(_class_of(self._optimizer))
+        found = []
+        for number, entries in _in_order(saved, ours)["state"].items():
+            if not isinstance(number, int) or not isinstance(entries, dict):
+                continue
+            where = f"{self.name}: the state of {names[number] or f'parameter {number}'}"
+            now = own.get(number)
+            now = now if isinstance(now, dict) else {}
+            theirs, here = set(entries) - set(now), set(now) - set(entries)
+            if now and theirs and here:
+                found.append(
+                    f"{where} has {_some(theirs)} in the checkpoint, but {_some(here)} here: it is "
+                    "another optimizer"
+                )
+            for key, value in entries.items():
+                why = _misfit(value, now.get(key), shapes[number] if plain else None)
+                found += [f"{where}: {key!s:.80} {why}"] if why else []
         return found
 
     def load(self, saved: Any, strict: bool) -> None:
@@ -89,10 +140,22 @@ class OptimizerState:
         # The optimizer may change what it gets.
         given = {**state_dict, "state": dict(state_dict["state"])}
         self._optimizer.load_state_dict(given)
-        if not self.divided:
-            self._restore_dtypes(state_dict["state"])
+        if self.divided:
+            return
+        parameters = self._parameters()
+        now = [member["dtype"] for group in parameters for member in group]
+        before = _dtypes(saved, parameters)
+        self._restore_dtypes(
+            state_dict["state"],
+            # State of a parameter's own dtype goes with it when that is another one now.
+            lambda number, dtype: (
+                before[number] in (None, now[number]) or name_of_dtype(dtype) != before[number]
+            ),
+        )
 
-    def _restore_dtypes(self, saved: Mapping[Any, Any]) -> None:
+    def _restore_dtypes(
+        self, saved: Mapping[Any, Any], keeps: Callable[[int, torch.dtype], bool]
+    ) -> None:
         """Torch converts state to the dtype of the parameter, also what was in another one."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         for number, entries in saved.items():
@@ -103,14 +166,21 @@ class OptimizerState:
                 now = loaded.get(key) if isinstance(loaded, dict) else None
                 if not (isinstance(value, Tensor) and isinstance(now, Tensor)):
                     continue
-                if now.dtype != value.dtype:
+                if now.dtype != value.dtype and keeps(number, value.dtype):
                     loaded[key] = value.to(now.device)
 
     def remember(self) -> Callable[[], None]:
         """What gives the optimizer the state back that it has now."""
         state = self._state_dict()
-        kept = {**state, "state": {k: _shallow(v) for k, v in state["state"].items()}}
-        return lambda: self._optimizer.load_state_dict(kept)
+        kept = {k: _shallow(v) for k, v in state["state"].items()}
+
+        def put_back() -> None:
+            # The optimizer may change what it gets.
+            self._optimizer.load_state_dict({**state, "state": dict(kept)})
+            if not self.divided:
+                self._restore_dtypes(kept, lambda number, dtype: True)
+
+        return put_back
 
     def merged(self, states: Sequence[Any]) -> Any:
         """The state of the whole, out of those of all processes.
@@ -128,6 +198,47 @@ class OptimizerState:
 def _is_divided(optimizer: Optimizer) -> bool:
     module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def _class_of(optimizer: Any) -> type:
+    """The class whose state an optimizer has; some have another one do the work."""
+    if _is_divided(optimizer):
+        return type(optimizer.optim)
+    if isinstance(optimizer, InBackwardOptimizers):
+        return type(optimizer._steps.whole())
+    found = getattr(optimizer, "optimizer_class", None)
+    return found if isinstance(found, type) else type(optimizer)
+
+
+def _is_elementwise(kind: type) -> bool:
+    """Whether all state is a number, or has the shape of its parameter."""
+    others = (torch.optim.Adafactor, torch.optim.LBFGS)
+    return kind.__module__.startswith("torch.optim.") and not issubclass(kind, others)
+
+
+def _misfit(saved: Any, now: Any, shape: list[int] | None) -> str | None:
+    """How an entry of a parameter's state differs in form from the one that there is."""
+    if not isinstance(saved, Tensor):
+        # None is a state that begins with the next step; numbers may be tensors or not.
+        if saved is None or not isinstance(now, Tensor) or now.numel() == 1:
+            return None
+        return f"is a {type(saved).__name__} in the checkpoint, but a tensor here"
+    expected = list(now.shape) if isinstance(now, Tensor) else shape
+    if expected is None or list(saved.shape) == expected:
+        return None
+    # Numbers may be tensors of one element.
+    if saved.numel() == 1 and (now is None or math.prod(expected) == 1):
+        return None
+    return f"has the shape {list(saved.shape)} in the checkpoint, but {expected} here"
+
+
+def _dtypes(saved: Any, ours: list[list[dict[str, Any]]]) -> list[Any]:
+    """What the parameters had when they were saved, in the order that they have here."""
+    return [
+        old[there].get("dtype")
+        for old, new in zip(saved["parameters"], ours, strict=True)
+        for there in _order(old, new) or []
+    ]
 
 
 def _shallow(state: Any) -> Any:
@@ -148,11 +259,23 @@ def _is_saved_state(saved: Any) -> bool:
             return False
         if group.get("params") != list(range(count, count + len(members))):
             return False
-        if not all(isinstance(m, dict) and {"shape", "name"} <= set(m) for m in members):
+        names = group.get("param_names", members)
+        if not (isinstance(names, list) and len(names) == len(members)):
+            return False
+        if not all(map(_is_member, members)):
             return False
         count += len(members)
     numbers = [number for number in state["state"] if isinstance(number, int)]
     return len(groups) == len(parameters) and all(0 <= number < count for number in numbers)
+
+
+def _is_member(member: Any) -> bool:
+    return (
+        isinstance(member, dict)
+        and isinstance(member.get("shape"), list)
+        and isinstance(member.get("name", 0), str | None)
+        and isinstance(member.get("dtype"), str | None)
+    )
 
 
 def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]], where: str) -> list[str]:
@@ -207,5 +330,6 @@ def _in_order(saved: Any, ours: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+def _some(names: set[Any]) -> str:
+    listed = sorted(map(str, names))
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")

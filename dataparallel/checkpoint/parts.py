@@ -10,8 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dataparallel.checkpoint.module_state import ModuleState, names_of
-from dataparallel.checkpoint.object_state import EpochState, GeneratorState, ObjectState
+from dataparallel.checkpoint.object_state import (
+    EpochState,
+    GeneratorState,
+    ObjectState,
+    PositionState,
+)
 from dataparallel.checkpoint.optimizer_state import OptimizerState
+from dataparallel.checkpoint.resumable_sampler import ResumableSampler
 
 #: Names of parts that are not objects of the caller's.
 RNG, USER = "rng", "user"
@@ -73,6 +79,8 @@ def _part(name: str, value: Any, names: Mapping[int, str]) -> Part:
         return OptimizerState(name, value, names)
     if isinstance(value, torch.Generator):
         return GeneratorState(name, value)
+    if isinstance(value, ResumableSampler):
+        return PositionState(name, value)
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     ):

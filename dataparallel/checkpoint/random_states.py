@@ -30,12 +30,18 @@ from dataparallel.generators import mixed_seed
 
 _log = logging.getLogger("dataparallel")
 
+# What generators say of states that are none.
+_ODD = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError)
+
 
 def capture(devices: Sequence[torch.device]) -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators, as they are now.
 
     Args:
         devices: Those of the replicas; each accelerator's own generator is one of them.
+
+    Raises:
+        TypeError: NumPy has another kind of generator than its own.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -47,7 +53,14 @@ def capture(devices: Sequence[torch.device]) -> dict[str, Any]:
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
+        found = numpy.random.get_state()
+        if not isinstance(found, tuple):
+            raise TypeError(
+                f"NumPy's generator is a {found['bit_generator']} (numpy.random.set_bit_generator) "
+                "in the place of MT19937, and its state cannot be saved; pass rng=False, or leave "
+                "the generator as it was"
+            )
+        kind, keys, *rest = found
         state["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
     return state
 
@@ -63,7 +76,7 @@ def problem(state: Any) -> str | None:
         numpy = _numpy() if "numpy" in state else None
         if numpy is not None:
             numpy.random.RandomState().set_state(_for_numpy(state["numpy"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except _ODD as error:
         return f"it holds no states of random generators: {error!r:.200}"
     return None
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from dataparallel.checkpoint import layout
 from dataparallel.checkpoint.directory_lock import DirectoryLock
 from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation_folders import next_number, prune
+from dataparallel.checkpoint.generation_folders import next_number, prune, sweep
+from dataparallel.checkpoint.generation_record import record_of
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 from dataparallel.checkpoint.host_memory import HostMemory
 from dataparallel.checkpoint.manifest import FileEntry
@@ -55,11 +56,12 @@ class Saver:
     """
 
     def __init__(self, directory: str, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self._directory = directory
+        self.directory = directory
         self.peers = Peers(group, timeout)
         self._memory = HostMemory()
         self._directory_lock: DirectoryLock | None = None
         self._latest: Saving | None = None
+        self._untold: BaseException | None = None
         self._turn = threading.Lock()
 
     def save(self, take: Callable[[], Any], keep: int, asynchronous: bool) -> Saving:
@@ -75,30 +77,57 @@ class Saver:
                 it, and this one goes on.
         """
         with self._turn:
-            earlier = self._latest
-            if earlier is not None:
+            if self._latest is not None:
                 # One at a time: the memory for snapshots is there once.
-                earlier.wait_for_end()
-            self._latest = saving = Saving(self._directory)
+                self._latest.wait_for_end()
+                self._untold = self._latest.untold() or self._untold
             snapshot, failed = self._take(take, asynchronous)
-            if failed is not None and (asynchronous or self.peers.world_size == 1):
-                saving.is_told()
-            if failed is not None and self.peers.world_size == 1:
-                saving.fail(failed, asynchronous=False)
-                raise failed
-            job = _Job(self, saving, snapshot, failed, keep, asynchronous)
-            if asynchronous:
+            saving = Saving(self.directory)
+            error: BaseException | None = failed
+            if failed is None or self.peers.world_size > 1:
+                self._start(_Job(self, saving, snapshot, failed, keep, asynchronous))
+                if not asynchronous:
+                    error = saving.untold()
+                elif failed is not None:
+                    saving.is_told()
+            self._raise(error)
+            return saving
+
+    def _start(self, job: _Job) -> None:
+        try:
+            self._latest = job.saving
+            if not job.asynchronous:
+                job.run()
+                return
+            try:
                 # Not a daemon: the interpreter waits for it at its end.
                 threading.Thread(target=job.run, name="dataparallel-checkpoint").start()
-            else:
+            except RuntimeError as error:
+                _log.warning("the training waits for the checkpoint to be written: %s", error)
                 job.run()
-        if failed is not None and asynchronous:
-            raise failed
-        if earlier is not None:
-            earlier.raise_unless_known()
-        if not asynchronous:
-            saving.wait()
-        return saving
+        except BaseException as error:
+            job.give_up(error)
+            raise
+
+    def _raise(self, error: BaseException | None) -> None:
+        """Raise what went wrong in this save and, unless that was told, in an earlier one."""
+        earlier, self._untold = self._untold, None
+        if earlier is None:
+            if error is not None:
+                raise error
+            return
+        if error is None:
+            raise CheckpointError(
+                f"an earlier save failed, and nobody waited for it; the one that was asked for now "
+                f"is not concerned: {earlier}"
+            ) from earlier
+        if not isinstance(error, CheckpointError):
+            # The next save tells: this type may have no place for more text.
+            self._untold = earlier
+            raise error
+        raise CheckpointError(
+            f"{error}; an earlier save had failed too, and nobody waited for it: {earlier}"
+        ) from error
 
     def _take(
         self, take: Callable[[], Any], asynchronous: bool
@@ -115,12 +144,24 @@ class Saver:
             return Snapshot(trees, tensors, document), None
         except Exception as error:
             return None, error
+        except BaseException:
+            # The others are told by the end of the connections.
+            self.peers.close()
+            raise
 
     def lock(self) -> None:
-        """Become the one that writes to the directory."""
+        """Become the one that writes to the directory, unless it is that still."""
+        if self._directory_lock is not None and not self.has_lock:
+            self._directory_lock.release()
+            self._directory_lock = None
         if self._directory_lock is None:
             # A moment: the process that this one has taken the place of may be about to end.
-            self._directory_lock = DirectoryLock(self._directory, timeout=_LOCK_TIMEOUT)
+            self._directory_lock = DirectoryLock(self.directory, timeout=_LOCK_TIMEOUT)
+
+    @property
+    def has_lock(self) -> bool:
+        """Whether nobody else can write to the directory: somebody may have removed the lock."""
+        return self._directory_lock is not None and self._directory_lock.holds
 
     def close(self) -> None:
         """Wait for what is being written, and release the lock, the memory and the link."""
@@ -148,36 +189,52 @@ class _Job:
     ) -> None:
         self._saver = saver
         self._peers = saver.peers
-        self._directory = saver._directory
-        self._saving = saving
+        self._directory = saver.directory
+        self.saving = saving
+        self.asynchronous = asynchronous
         self._snapshot = snapshot
         self._failed = failed
         self._keep = keep
-        self._asynchronous = asynchronous
+        # Taken by the thread that runs it, or by the one that gives it up.
+        self._begun = threading.Lock()
+        self._outcome = f"nothing was saved to {saver.directory}"
         self._writer: GenerationWriter | None = None
 
     def run(self) -> None:
         """Write, and tell the handle how it went."""
+        if not self._begun.acquire(blocking=False):
+            return
         try:
-            number = self._write()
+            self.saving.succeed(self._write())
         except BaseException as error:
-            if self._writer is not None and self._peers.rank == 0:
-                self._writer.discard()
-            told: BaseException = error
-            if not isinstance(error, (CheckpointError, TypeError, ValueError)):
-                told = CheckpointError(f"nothing was saved to {self._directory}: {error}")
-                told.__cause__ = error
-            self._saving.fail(told, asynchronous=self._asynchronous)
-            if not self._asynchronous:
-                self._saving.is_told()
+            try:
+                # Without the lock, the folder may be another writer's by now.
+                if self._writer is not None and self._saver.has_lock:
+                    self._writer.discard()
+            finally:
+                self._fail(error)
             if not isinstance(error, Exception):
                 raise
-        else:
-            self._saving.succeed(number)
         finally:
             self._snapshot = None
             if self._writer is not None:
                 self._writer.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """End the save unless it has begun; if it has, it ends by itself."""
+        if self._begun.acquire(blocking=False):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        told = error
+        if not isinstance(error, (CheckpointError, TypeError, ValueError)):
+            told = CheckpointError(f"{self._outcome}: {str(error) or type(error).__name__}")
+            told.__cause__ = error
+        if not isinstance(error, Exception):
+            # Who interrupts knows; the other processes are told by the end of the connections.
+            self.saving.is_told()
+            self._peers.close()
+        self.saving.fail(told, asynchronous=self.asynchronous)
 
     def _write(self) -> int:
         peers = self._peers
@@ -189,14 +246,17 @@ class _Job:
         plan = layout.plan(
             snapshot.trees, snapshot.tensors, peers, self._digests, [b["digests"] for b in begun]
         )
-        self._saving.expect(sum(tensor.nbytes for tensor in plan.tensors.values()))
+        self.saving.expect(sum(tensor.nbytes for tensor in plan.tensors.values()))
         entries = peers.share("writing the files", lambda: self._write_file(number, plan))
 
         def commit() -> None:
             if peers.rank == 0:
-                assert self._writer is not None
                 document = {**snapshot.document, "parts": plan.kinds}
-                self._writer.commit([FileEntry.from_json(entry) for entry in entries], document)
+                self._commit(number, [FileEntry.from_json(entry) for entry in entries], document)
+            else:
+                self._outcome = (
+                    f"whether generation {number} was saved to {self._directory} is not known"
+                )
 
         peers.share("writing the manifest", commit)
         self._prune()
@@ -216,6 +276,7 @@ class _Job:
         if self._peers.rank == 0:
             self._saver.lock()
             told["number"] = next_number(self._directory)
+            sweep(self._directory, told["number"])
             self._writer = GenerationWriter(self._directory, told["number"])
         if self._peers.world_size > 1:
             self._digests = layout.digests(self._snapshot.trees, self._snapshot.tensors)
@@ -229,14 +290,26 @@ class _Job:
             file_of(self._peers.rank),
             plan.tensors,
             {"parts": plan.trees},
-            progress=self._saving.add,
+            progress=self.saving.add,
         )
         return entry.to_json()
+
+    def _commit(self, number: int, entries: list[FileEntry], document: dict[str, Any]) -> None:
+        assert self._writer is not None
+        if not self._saver.has_lock:
+            raise CheckpointError(
+                f"the lock of {self._directory} was removed or replaced while generation {number} "
+                "was written, so that others could write there too; leave the directory and "
+                "writer.lock in it alone while a job saves"
+            )
+        self._writer.commit(entries, document)
+        self._outcome = f"generation {number} was saved to {self._directory}, but not all know it"
+        record_of(self._directory).note_written(number)
 
     def _prune(self) -> None:
         if self._peers.rank == 0:
             try:
-                prune(self._directory, self._keep)
+                prune(self._directory, self._keep, record_of(self._directory))
             except Exception as error:
                 # The new generation is there; old ones only take room.
                 _log.warning("old checkpoints in %s stay: %s", self._directory, error)

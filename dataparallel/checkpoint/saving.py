@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Saving:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._process = os.getpid()
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._written = 0
@@ -70,9 +72,16 @@ class Saving:
             The number of the generation.
 
         Raises:
-            CheckpointError: It was not saved; the last good generation is as it was.
+            CheckpointError: It was not saved; the last good generation is as it was. Or this is a
+                fork of the process that saves.
             TimeoutError: It takes longer than ``timeout``; it goes on.
         """
+        if not self._ended.is_set() and self._process != os.getpid():
+            # The thread that saves is not in the fork.
+            raise CheckpointError(
+                f"process {self._process} saves to {self._directory}, and this one ({os.getpid()}) "
+                "was forked from it meanwhile; wait there"
+            )
         if not self._ended.wait(timeout):
             written, total = self.progress()
             raise TimeoutError(
@@ -106,7 +115,9 @@ class Saving:
         self._ended.set()
 
     def fail(self, error: BaseException, *, asynchronous: bool) -> None:
-        """Say that nothing was saved."""
+        """Say that it was not saved; does nothing if the save has ended already."""
+        if self._ended.is_set():
+            return
         self._error = error
         if asynchronous:
             # Nobody may ever wait for it.
@@ -117,14 +128,12 @@ class Saving:
         """Say that somebody knows of the error, or will in a moment."""
         self._raised = True
 
-    def raise_unless_known(self) -> None:
-        """Raise the error of a save that has ended, if nobody has seen it yet."""
-        if self._error is not None and not self._raised:
-            self._raised = True
-            raise CheckpointError(
-                f"an earlier save failed, and nobody waited for it; the one that was asked for now "
-                f"is not concerned: {self._error}"
-            ) from self._error
+    def untold(self) -> BaseException | None:
+        """The error of a save that has ended, if nobody has seen it yet; who asks will tell it."""
+        if self._raised:
+            return None
+        self._raised = self._error is not None
+        return self._error
 
     def wait_for_end(self) -> None:
         """Wait until the save has ended, in whatever way."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ Path = str | os.PathLike[str]
 
 _savers: dict[str, Saver] = {}
 _lock = threading.Lock()
+_inherited: list[dict[str, Saver]] = []
 
 
 def save(
@@ -75,29 +77,35 @@ def save(
     Raises:
         CheckpointError: It was not saved: the disk is full, another process failed or holds the
             directory. What was there is as it was. Or an earlier asynchronous save failed unseen.
-        TypeError, ValueError: A value cannot be saved, or an argument is out of range.
+        TypeError, ValueError: A value cannot be saved, or an argument is out of range; if there
+            are other processes, that is a CheckpointError in them.
     """
-    _check(step, epoch, keep, timeout)
-    parts = parts_of(model, optimizer, scheduler, sampler, states)
     saver = _saver(directory, process_group or group_of(model), timeout)
     told = {"step": step, "epoch": epoch, "processes": saver.peers.world_size}
-    take = functools.partial(_take, parts, user, devices_of(model) if rng else None, told)
+    # Looked at with the state: the others learn what is wrong with the arguments of one process.
+    parts = functools.partial(parts_of, model, optimizer, scheduler, sampler, states)
+    take = functools.partial(_take, parts, user, model, rng, keep, told)
     return saver.save(take, keep, asynchronous)
 
 
 def _take(
-    parts: Mapping[str, Part],
+    parts_of_all: Callable[[], Mapping[str, Part]],
     user: Any,
-    devices: Sequence[torch.device] | None,
+    model: nn.Module | None,
+    rng: bool,
+    keep: int,
     told: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of all parts as they are now, and what is told about the whole."""
+    _check(told["step"], told["epoch"], keep)
+    parts = parts_of_all()
+    taken = time.time()
     values = {name: part.save() for name, part in parts.items()}
-    if devices is not None:
-        values[RNG] = random_states.capture(devices)
+    if rng:
+        values[RNG] = random_states.capture(devices_of(model))
     divided = [name for name, part in parts.items() if getattr(part, "divided", False)]
-    document = {"format": FORMAT, **told, "divided": divided, "torch": torch.__version__}
-    return {**values, USER: user}, document
+    about = {"taken": taken, "divided": divided, "torch": torch.__version__}
+    return {**values, USER: user}, {"format": FORMAT, **told, **about}
 
 
 def close(directory: Path | None = None) -> None:
@@ -121,11 +129,13 @@ def close(directory: Path | None = None) -> None:
 
 def group_of(model: nn.Module | None) -> dist.ProcessGroup | None:
     """The processes of a model's wrapper; None for all."""
-    group = vars(model).get("process_group") if model is not None else None
+    group = getattr(model, "__dict__", {}).get("process_group")
     return group if dist.is_available() and isinstance(group, dist.ProcessGroup) else None
 
 
 def _saver(directory: Path, group: dist.ProcessGroup | None, timeout: float) -> Saver:
+    if not timeout > 0:
+        raise ValueError(f"timeout is a positive number of seconds, but got {timeout!r}")
     name = os.path.realpath(directory)
     with _lock:
         saver = _savers.get(name)
@@ -137,11 +147,22 @@ def _saver(directory: Path, group: dist.ProcessGroup | None, timeout: float) -> 
         return _savers[name]
 
 
-def _check(step: int, epoch: int | None, keep: int, timeout: float) -> None:
+def _check(step: int, epoch: int | None, keep: int) -> None:
     for what, value, least in (("step", step, 0), ("epoch", epoch, 0), ("keep", keep, 1)):
         if value is None and what == "epoch":
             continue
         if type(value) is not int or value < least:
             raise ValueError(f"{what} is a whole number, at least {least}, but got {value!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout is a positive number of seconds, but got {timeout!r}")
+
+
+def _after_fork() -> None:
+    global _lock
+    # They are the parent's, as is the thread that may be writing. They are kept all the same: what
+    # would be given back with them, such as connections, belongs to the parent too.
+    _inherited.append(dict(_savers))
+    _savers.clear()
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from dataparallel.checkpoint import safetensors_header
 from dataparallel.checkpoint.errors import CheckpointError
 from dataparallel.checkpoint.files import write_all
-from dataparallel.checkpoint.safetensors_header import Header
+from dataparallel.checkpoint.safetensors_header import Header, Place
 from dataparallel.checkpoint.strict_json import shown
 
 # Bytes that are written or read at once: few calls, and both the copy and the hash find them in
@@ -101,45 +101,19 @@ def write(
     return size, hasher.digest
 
 
-def verify(fd: int, size: int, sha256: str) -> Any:
-    """Read a file through and see whether it is as it was written.
+def read(
+    fd: int, size: int, sha256: str, wanted: Collection[str] | None = None
+) -> tuple[dict[str, torch.Tensor], Header]:
+    """Read tensors of a file, if all of it is as it was written.
 
     Args:
         fd: Of the file.
         size: How many bytes it must have.
         sha256: The hash of its bytes.
+        wanted: Names of tensors; the others are only compared with the hash. Default: all.
 
     Returns:
-        The metadata.
-
-    Raises:
-        ValueError: It is not as it was written, or not a safetensors file; the text says which.
-        OSError: It could not be read.
-    """
-    source = _Source(fd, size)
-    header = source.header()
-    chunk = torch.empty(min(_CHUNK, source.left), dtype=torch.uint8)
-    memory = memory_of(chunk)
-    for place in header.places:
-        for start in range(place.begin, place.end, _CHUNK):
-            count = min(_CHUNK, place.end - start)
-            source.read_into(memory[:count])
-            if place.dtype == torch.bool:
-                _refuse_other_bits(place.name, chunk[:count])
-    source.compare(sha256)
-    return header.metadata
-
-
-def read(fd: int, size: int, sha256: str) -> tuple[dict[str, torch.Tensor], Any]:
-    """Read the tensors of a file, if it is as it was written.
-
-    Args:
-        fd: Of the file.
-        size: How many bytes it must have.
-        sha256: The hash of its bytes.
-
-    Returns:
-        The tensors by name, in memory of their own, and the metadata.
+        The tensors by name, in memory of their own, and the header.
 
     Raises:
         ValueError: It is not as it was written, or not a safetensors file; the text says which.
@@ -149,16 +123,33 @@ def read(fd: int, size: int, sha256: str) -> tuple[dict[str, torch.Tensor], Any]
     source = _Source(fd, size)
     header = source.header()
     tensors = {}
+    chunk = torch.empty(min(_CHUNK, source.left), dtype=torch.uint8)
     for place in header.places:
-        tensor = torch.empty(place.shape, dtype=place.dtype)
-        memory = memory_of(tensor)
-        for start in range(0, len(memory), _CHUNK):
-            source.read_into(memory[start : start + _CHUNK])
-        if tensor.dtype == torch.bool:
-            _refuse_other_bits(place.name, tensor.view(torch.uint8))
-        tensors[place.name] = tensor
+        if wanted is None or place.name in wanted:
+            tensors[place.name] = _read_tensor(source, place)
+        else:
+            _pass_over(source, place, chunk)
     source.compare(sha256)
-    return tensors, header.metadata
+    return tensors, header
+
+
+def _read_tensor(source: _Source, place: Place) -> torch.Tensor:
+    tensor = torch.empty(place.shape, dtype=place.dtype)
+    memory = memory_of(tensor)
+    for start in range(0, len(memory), _CHUNK):
+        source.read_into(memory[start : start + _CHUNK])
+    if tensor.dtype == torch.bool:
+        _refuse_other_bits(place.name, tensor.view(torch.uint8))
+    return tensor
+
+
+def _pass_over(source: _Source, place: Place, chunk: torch.Tensor) -> None:
+    memory = memory_of(chunk)
+    for start in range(place.begin, place.end, _CHUNK):
+        count = min(_CHUNK, place.end - start)
+        source.read_into(memory[:count])
+        if place.dtype == torch.bool:
+            _refuse_other_bits(place.name, chunk[:count])
 
 
 class _Source:

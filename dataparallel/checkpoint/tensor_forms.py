@@ -7,11 +7,13 @@ other types are written as bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.checkpoint.errors import CheckpointError
@@ -53,6 +55,11 @@ def dtype_of_name(name: object) -> torch.dtype:
 
 def refusal(tensor: Tensor) -> str | None:
     """Why a tensor cannot be saved; None if it can."""
+    # First those that may not even be asked for their shape.
+    if is_lazy(tensor):
+        return "has no shape and no values yet; run the module once before it is saved"
+    if tensor.is_nested:
+        return "is nested; save the tensors that it is made of (unbind())"
     if is_traceable_wrapper_subclass(tensor):
         return (
             f"is a {type(tensor).__name__}, a tensor made of others; save those, or for a DTensor "
@@ -64,7 +71,24 @@ def refusal(tensor: Tensor) -> str | None:
         return "is quantized; save int_repr() and its scale"
     if tensor.is_meta:
         return "is on the device 'meta' and has no values; leave it out"
+    if not _is_whole(tensor.dtype):
+        return (
+            f"is of {tensor.dtype}, which torch {torch.__version__} cannot copy; save its bytes: "
+            "view(torch.uint8)"
+        )
     return None
+
+
+@functools.cache
+def _is_whole(dtype: torch.dtype) -> bool:
+    """Whether torch can do with a type what loading does; some have a name and no more."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    try:
+        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def to_file(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -141,6 +165,11 @@ def _shape(told: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _of_dtype(plain: Tensor, dtype: torch.dtype, shape: list[int], name: str) -> Tensor:
+    if dtype in _COMMON or not _is_whole(dtype):
+        raise CheckpointError(
+            f"tensor {name!r} is said to be the bytes of {name_of_dtype(dtype)}, which is never "
+            "saved so; save it again with this version"
+        )
     expected = dtype.itemsize
     for size in shape:
         expected *= size

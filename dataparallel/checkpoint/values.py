@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dataparallel.checkpoint import tensor_forms
 from dataparallel.checkpoint.errors import CheckpointError
+from dataparallel.checkpoint.strict_json import shown
 
 JSON: TypeAlias = Any
 
@@ -27,6 +28,8 @@ _TAG = "$"
 _MAX_DEPTH = 60
 # Larger integers are written in base 16, which takes linear time to read.
 _MAX_PLAIN_INT = 2**63
+# So many different keys of one hash are no accident.
+_MAX_COLLISIONS = 100
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None,
     **{each.__name__: each for each in (int, float, list, dict, set)},
@@ -72,12 +75,13 @@ class TensorTable:
 
     def add(self, tensor: Tensor, path: str) -> JSON:
         """Take up a tensor, and get what stands for it."""
-        key = _identity(tensor)
-        if key in self._known:
-            return self._known[key]
+        # First: some may not even be asked where they are.
         why = tensor_forms.refusal(tensor)
         if why is not None:
             raise TypeError(f"{path} {why}")
+        key = _identity(tensor)
+        if key in self._known:
+            return self._known[key]
         plain, told = tensor_forms.to_file(tensor)
         name = path
         while name in self.tensors:
@@ -89,7 +93,7 @@ class TensorTable:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if not tensor.numel():
         return (id(tensor),)
     return (
         *(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
@@ -214,37 +218,40 @@ def _is_of_torch(module: object) -> bool:
 # --- from JSON -----------------------------------------------------------------------------------
 
 
-def decode(coded: JSON, path: str, tensors: Mapping[str, Tensor], *, copy: bool = False) -> Any:
+def decode(coded: JSON, path: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value that :func:`encode` was given.
 
     Args:
         coded: From a file, so it may be anything.
         path: Where the value is, for messages.
-        tensors: The tensors of the file, by name. What was one tensor is one tensor again.
-        copy: Whether the result has tensors in memory of their own. Default: False, they may be
-            those of the file.
+        tensors: The tensors of the file, by name; the value may have their memory. What was one
+            tensor is one tensor again.
 
     Raises:
         CheckpointError: It is not what :func:`encode` makes; the message says where.
     """
-    return _Decoder(tensors, copy).decode(coded, path, 0)
+    return _Decoder(tensors).decode(coded, path, 0)
 
 
 def references(coded: JSON) -> set[str]:
-    """The names of the tensors in what :func:`encode` returned."""
-    if isinstance(coded, list):
-        return set().union(*map(references, coded))
-    if not isinstance(coded, dict):
-        return set()
-    if coded.get(_TAG) == "tensor":
-        return {str(coded.get("name"))}
-    return set().union(*map(references, coded.values()))
+    """The names of the tensors in what :func:`encode` returned, or in anything from a file."""
+    names: set[str] = set()
+    # Not by recursion: a file may be nested deeper than a stack is.
+    pending = [coded]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, dict) and item.get(_TAG) == "tensor":
+            names.add(str(item.get("name")))
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return names
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, Tensor], copy: bool) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._copy = copy
         self._made: dict[str, Tensor] = {}
 
     def decode(self, coded: JSON, path: str, depth: int) -> Any:
@@ -255,7 +262,7 @@ class _Decoder:
         if not isinstance(coded, dict):
             return coded
         if _TAG not in coded:
-            return {k: self.decode(v, f"{path}.{k}", depth + 1) for k, v in coded.items()}
+            return {k: self.decode(v, _within(path, k), depth + 1) for k, v in coded.items()}
         try:
             return self._tagged(coded, path, depth)
         except CheckpointError:
@@ -281,6 +288,8 @@ class _Decoder:
         if kind in _SEQUENCES.values():
             made = next(each for each, name in _SEQUENCES.items() if name == kind)
             items = self._items(coded["items"], path, depth)
+            if made in (set, frozenset):
+                _check_hashes(items)
             return made(items, coded["limit"]) if made is collections.deque else made(items)
         if kind in ("array", "scalar"):
             values = self._tensor(coded["value"], path).numpy()
@@ -300,20 +309,20 @@ class _Decoder:
         if not isinstance(name, str) or name not in self._tensors:
             raise CheckpointError(f"{path} is the tensor {name!r:.200}, which no file has")
         if name not in self._made:
-            made = tensor_forms.from_file(self._tensors[name], coded, name)
-            self._made[name] = made.clone() if self._copy else made
+            self._made[name] = tensor_forms.from_file(self._tensors[name], coded, name)
         return self._made[name]
 
-    def _items(self, items: JSON, path: str, depth: int) -> Iterable[Any]:
+    def _items(self, items: JSON, path: str, depth: int) -> list[Any]:
         if not isinstance(items, list):
             raise TypeError("'items' is not a list")
         return [self.decode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(items)]
 
     def _mapping(self, coded: dict[str, Any], path: str, depth: int) -> Any:
         pairs = [
-            (self.decode(k, f"a key of {path}", depth + 1), (f"{path}.{k}", v))
+            (self.decode(k, f"a key of {path}", depth + 1), (_within(path, k), v))
             for k, v in coded["items"]
         ]
+        _check_hashes([key for key, _ in pairs])
         entries = [(key, self.decode(v, where, depth + 1)) for key, (where, v) in pairs]
         kind = coded[_TAG]
         if kind == "default":
@@ -321,6 +330,18 @@ class _Decoder:
         if kind == "counter":
             return collections.Counter(dict(entries))
         return collections.OrderedDict(entries) if kind == "ordered" else dict(entries)
+
+
+def _within(path: str, key: JSON) -> str:
+    # Short, as it is made for each of what may be a million values.
+    return f"{path}.{key[:80]}" if isinstance(key, str) else f"{path}.{shown(key)}"
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """Refuse keys that were chosen so that to look each up takes as long as there are others."""
+    counts = collections.Counter(map(hash, keys))
+    if counts and counts.most_common(1)[0][1] > _MAX_COLLISIONS:
+        raise ValueError(f"more than {_MAX_COLLISIONS} keys have the same hash")
 
 
 def _decode_float(text: str) -> float:

@@ -25,11 +25,15 @@ from dataparallel.comm.checks import (
     checked_mode,
     set_default_mode,
 )
-from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.process_errors import CollectiveError, name_ranks
 from dataparallel.comm.process_group import shared_store
+from dataparallel.comm.store_requests import ask
 
 # As long as torch's groups wait by default: whoever comes later would find no collective either.
 _TIMEOUT = 1800.0
+# Seconds after which a store that does not answer counts as lost.
+_STORE_TIMEOUT = 15.0
 
 _name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
 
@@ -49,8 +53,18 @@ class GroupChecks:
         self._lock = threading.RLock()
         store = shared_store(group)
         # A group that is made after another one of its name finds what that one has written.
-        times = store.add(f"checks/made/{group.group_name}/{group.rank()}", 1)
-        name = f"process group {group.group_name}/{times}"
+        key = f"checks/made/{group.group_name}/{group.rank()}"
+        channel = channel_of(group, store)
+        ranks = name_ranks(dist.get_process_group_ranks(group))
+        purpose = f"makes its first collective over {ranks}"
+
+        def begin() -> str:
+            name = f"process group {group.group_name}/{store.add(key, 1)}"
+            if self.failures is not None:
+                self.failures.introduce(store, name)
+            return name
+
+        name = ask(begin, channel, _STORE_TIMEOUT, purpose)
         self._checks = CollectiveChecks.of(group, store, name, mode, _TIMEOUT)
 
     @property

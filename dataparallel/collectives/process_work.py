@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel.collectives.process_checks import checks_of
+from dataparallel.collectives.process_failures import GroupFailures
 from dataparallel.comm.checks import LATE_ANSWER
 from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.launcher import SLICE, is_time_limit, wait_briefly
@@ -30,6 +31,7 @@ from dataparallel.comm.process_errors import (
     given_up,
 )
 from dataparallel.comm.process_group import shared_store
+from dataparallel.comm.watch import Watch
 from dataparallel.devices import (
     NullStream,
     current_stream,
@@ -96,6 +98,8 @@ class ProcessWork:
         self._start: Start | None = start
         self._checks = checks_of(group)
         self._sequence = self._checks.number
+        if self._checks.failures is not None:
+            self._checks.failures.come()
         self._started = time.monotonic()
         try:
             work = start(async_op=True)
@@ -131,28 +135,31 @@ class ProcessWork:
         self._finish = self._start = None
 
     def _wait_for_backend(self) -> None:
+        failures, watch = self._checks.failures, None
         try:
             while not self._wait_a_little():
                 self._checks.hear()
-                self._see_failures()
+                if failures is not None:
+                    watch = watch or failures.watch(str(self._place()))
+                    self._see_failures(failures, watch)
         except CollectiveError:
             raise
         except RuntimeError as error:
             # Why another process has not come may be known already.
             self._checks.hear(LATE_ANSWER)
             raise self._error(error) from error
+        finally:
+            if watch is not None:
+                watch.close()
 
-        if self._checks.failures is not None:
-            self._checks.failures.completed()
-
-    def _see_failures(self) -> None:
-        failures, group, place = self._checks.failures, self._group, self._place()
-        cause = None if failures is None else failures.find(str(place))
+    def _see_failures(self, failures: GroupFailures, watch: Watch) -> None:
+        cause, group = failures.find(watch), self._group
         if cause is not None:
             ranks = dist.get_process_group_ranks(group)
             seconds = time.monotonic() - self._started
-            error = given_up(place, _name_of(group), ranks, group.rank(), cause, seconds)
+            error = given_up(self._place(), _name_of(group), ranks, group.rank(), cause, seconds)
             self._checks.give_up(error)
+            failures.give_up(cause)
             raise error
 
     def _wait_a_little(self) -> bool:
@@ -182,6 +189,8 @@ class ProcessWork:
         if _is_alive(group):
             ranks = dist.get_process_group_ranks(group)
             channel = channel_of(group, shared_store(group))
+            if self._checks.failures is not None:
+                self._checks.failures.meet()
             mine = Reports(shared_store(group), link, group.rank(), group.size(), channel)
             reports = mine.exchange(place, timed_out)
         assert isinstance(reports, (dict, str))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dataparallel.comm.group_threads import GroupThreads, own_connection
+from dataparallel.comm.group_threads import GroupThreads, get_all, own_connection
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -152,7 +152,7 @@ class Exchange:
         keys = [self._key(rank) for rank in others]
         if not store.check(keys):
             return False
-        heard = [json.loads(text) for text in _get_all(store, keys)]
+        heard = [json.loads(text) for text in get_all(store, keys)]
         if any(each[:2] != [self._number, self._turn] for each in heard):
             return False
         answer = self._judge([self._says, *(says for _, _, says in heard)])
@@ -268,14 +268,6 @@ class Board:
                 queue.popleft()
             if not queue:
                 del self._queues[name]
-
-
-def _get_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    # A method without a type.
-    extended: Any = getattr(store, "has_extended_api", bool)
-    if extended():
-        return list(store.multi_get(list(keys)))
-    return [store.get(key) for key in keys]
 
 
 # --- which there are -------------------------------------------------------------------------

@@ -71,3 +71,26 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     message = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error))
     return message[:_LONGEST], trace if len(trace) <= _LONGEST else f"... {trace[-_LONGEST:]}"
+
+
+def cut_off(rank: int, host: str, pid: int, seconds: float, reason: str = "") -> Failure:
+    """That a process can't reach the others.
+
+    Example::
+
+        failure = cut_off(1, "node2", 4711, 15.2)
+        assert "has not answered for 15.2 s" in str(failure)
+
+    Args:
+        rank, host, pid: The process, as in :class:`Failure`.
+        seconds: Since when.
+        reason: What the store said. Default: nothing.
+    """
+    event = f"has not answered for {seconds:.1f} s"
+    if reason:
+        event = f"has failed {seconds:.1f} s ago ({reason})"
+    text = (
+        f"the store of the process group {event}; the network is down, or the process that holds "
+        "the store, mostly that of rank 0 or torchrun's agent, has ended or is stopped"
+    )
+    return Failure(rank, host, pid, "cut off", "", text)

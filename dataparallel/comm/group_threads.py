@@ -6,10 +6,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -65,3 +65,12 @@ def own_connection(store: Store) -> Store:
     with suppress(RuntimeError):
         clone.set_timeout(timedelta(seconds=30))
     return clone
+
+
+def get_all(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """What is at several places of a store, in one request where that is possible."""
+    # A method without a type.
+    extended: Any = getattr(store, "has_extended_api", bool)
+    if extended():
+        return list(store.multi_get(list(keys)))
+    return [store.get(key) for key in keys]

@@ -40,6 +40,7 @@ from dataparallel.comm.process_errors import (
     purpose_of,
 )
 from dataparallel.comm.staging import Carried
+from dataparallel.comm.watch import Watch
 
 # Seconds between two looks at Ctrl-C, which a wait in the backend does not notice.
 SLICE = 0.5
@@ -168,7 +169,8 @@ class Launcher:
         checks: Counts collectives, and compares them with those of the others.
 
     Attributes:
-        patience, known: See :class:`~dataparallel.comm.failure_channel.Listener`.
+        patience, known: See :class:`~dataparallel.comm.failure_channel.Listener`. Of silence only
+            waits hear, see Note [Silence].
         launched: How many collectives were launched so far, by operation.
         broken: Why nothing can be launched any more; ``None`` if it can.
     """
@@ -191,10 +193,9 @@ class Launcher:
         self._timeout = timeout
         self._reports = reports
         self._checks = checks
-        self.patience = patience(timeout)
+        self.patience = float("inf")
         self.known = known
         self._cause: Failure | None = None
-        self._waiting: Place | None = None
         self._launching = threading.Lock()
         self._failing = threading.Lock()
 
@@ -257,6 +258,7 @@ class Launcher:
             CollectiveError: The collective failed, or the link was broken before it ended.
         """
         deadline = time.monotonic() + self._timeout + _MARGIN
+        watch: Watch | None = None
         try:
             while True:
                 remaining = deadline - time.monotonic()
@@ -268,14 +270,19 @@ class Launcher:
                     self._hear(LATE_ANSWER)
                     raise self._failed(place, started, str(error)) from error
                 self._hear()
-                self._waiting = place
+                if watch is None and len(self._ranks) > 1:
+                    watch = self._watch(place)
                 interpreter_end.come_by()
-                self._reports.channel.check(self)
-                self.check(place, started)
+                self.check(place, started, None if watch is None else watch.look())
                 if remaining <= 0:
                     raise self._failed(place, started, None)
         finally:
-            self._waiting = None
+            if watch is not None:
+                watch.close()
+
+    def _watch(self, place: Place) -> Watch:
+        text = f"{place} for {purpose_of(self._name)!r}"
+        return Watch(self._reports.channel, patience(self._timeout), self.known, text)
 
     def _hear(self, seconds: float = 0.0) -> None:
         """Raise a CollectiveMismatch that was found after a launch."""
@@ -307,27 +314,30 @@ class Launcher:
         return None if self._cause is None else str(self._cause)
 
     def place(self) -> str | None:
-        """Where this process waits, if it has done so for a while."""
-        waiting = self._waiting
-        return None if waiting is None else f"{waiting} for {purpose_of(self._name)!r}"
+        """None: the wait itself says where it is."""
+        return None
 
-    def check(self, place: Place | None = None, started: float = 0.0) -> None:
+    def check(
+        self, place: Place | None = None, started: float = 0.0, silent: Failure | None = None
+    ) -> None:
         """Raise a CollectiveError if the link is broken, or a process of it has failed.
 
         Args:
             place: What is waited for. Default: nothing yet.
             started: When it was launched.
+            silent: Who gives no sign of life. Default: nobody.
         """
-        if self._cause is not None and not self.broken:
+        cause = self._cause or silent
+        if cause is not None and not self.broken:
             place = place or Place(self._checks.sequence + 1, "the next collective", "this link")
             seconds = time.monotonic() - started if started else 0.0
-            raise self._given_up(place, seconds, self._cause)
+            raise self._given_up(place, seconds, cause)
         if self.broken:
             raise self._broken_error()
 
     def _given_up(self, place: Place, seconds: float, cause: Failure) -> CollectiveError:
         error = given_up(place, self._name, self._ranks, self._rank, cause, seconds)
-        self.broken = str(error)
+        self.broken, self._cause = str(error), cause
         if cause.kind != "raised":
             # Others may not see it, as those on another machine, or as long as this one is cut off.
             self._reports.channel.tell(cause)

@@ -17,21 +17,30 @@ meets one who has gone.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataparallel.comm.failure_channel import FailureChannel
+from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure_channel import FailureChannel, patience
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, name_ranks
+from dataparallel.comm.store_requests import ask
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
 
 _LONGEST_POLL = 0.05
 
 
 class Meeting:
-    """One attempt of the processes of a group to meet.
+    """One attempt of the processes of a group to meet, which listens for failures meanwhile.
 
     Args:
         store: The part of the group's store in which everything of this package is.
@@ -39,8 +48,10 @@ class Meeting:
         ranks: The number that each process has in the default group.
         rank: This process, as an index of ``ranks``.
         channel: What is known of failures.
+        timeout: Seconds to wait.
 
     Attributes:
+        patience: Seconds without a sign of life after which a rank counts as lost.
         known: Per rank, the number of what it has told of failures, when it came.
     """
 
@@ -51,73 +62,128 @@ class Meeting:
         ranks: Sequence[int],
         rank: int,
         channel: FailureChannel,
+        timeout: float,
     ) -> None:
         self._store = store
         self._purpose = purpose
         self._ranks = ranks
         self._rank = rank
         self._channel = channel
+        self._timeout = timeout
         self._number = 0
         self._never_seen = set(range(len(ranks)))
-        self.known: dict[int, int] = {}
+        self._failure: Failure | None = None
+        self._moving = threading.Lock()
+        self._has_left = False
+        self.patience = patience(timeout)
+        # Before the first meeting nobody has anything to recover from: who fails does not come.
+        # Later one that has failed is expected here. What was known before has been heard of.
+        known = [
+            sys.maxsize if channel.meetings else channel.told_number(i) for i in range(len(ranks))
+        ]
+        self.known: Mapping[int, int] = dict(enumerate(known))
 
     @property
     def name(self) -> str:
         """The name of the new group."""
         return f"{self._purpose}/{self._number}"
 
-    def meet(self, timeout: float) -> str:
-        """Wait until every process wants this group, so that connecting cannot wait for one.
+    def hear(self, failure: Failure) -> None:
+        """A process has failed."""
+        self._failure = self._failure or failure
 
-        Args:
-            timeout: Seconds to wait.
+    def place(self) -> str:
+        """Where this process waits."""
+        return f"the making of the process group {self.name!r}"
+
+    def meet(self) -> str:
+        """Wait until every process wants this group, so that connecting cannot wait for one.
 
         Returns:
             The name of the new group.
 
         Raises:
             CollectiveTimeout: A process did not come; the message says which.
-            CollectiveError: A process has ended.
+            CollectiveError: A process has failed, or the store does not answer.
         """
-        self._want(self._last_wanted(self._rank) + 1)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self._timeout
         pause = 0.001
         try:
-            while missing := self._missing():
-                highest = max(self._last_wanted(rank) for rank in range(len(self._ranks)))
-                if highest > self._number:
-                    # One that wants the next group already may have met us meanwhile.
-                    if self._missing():
-                        self._want(highest)
-                    continue
-                self._check_ended(missing)
+            self._ask(lambda: self._want(self._last_wanted(self._rank) + 1))
+            while missing := self._ask(self._advance):
+                if self._failure is not None:
+                    raise self._given_up(self._failure)
                 if time.monotonic() > deadline:
-                    raise CollectiveTimeout(self._too_late(missing, timeout))
+                    raise CollectiveTimeout(self._too_late(missing))
                 # A wait of the store itself could not be interrupted.
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            # A store that did not answer would be asked in vain once more.
+            if self._failure is not None or not isinstance(error, CollectiveError):
+                with contextlib.suppress(CollectiveError):
+                    self._ask(self._leave_for_good)
             raise
-        for rank in range(len(self._ranks)):
-            self.known[rank] = int(self._store.get(self._mark(rank)))
+        finally:
+            self._channel.meetings += 1
+        self.known = self._ask(self._see_all)
         return self.name
 
+    def _ask(self, request: Callable[[], T]) -> T:
+        seconds = min(self.patience, self._timeout + 1.0)
+        purpose = f"makes a process group for {self._purpose!r} over {name_ranks(self._ranks)}"
+        return ask(request, self._channel, seconds, purpose)
+
+    # --- requests to the store -------------------------------------------------------------------
+
+    def _advance(self) -> list[int]:
+        """The processes that have not come to where this one is."""
+        missing = self._missing()
+        if missing:
+            highest = max(self._last_wanted(rank) for rank in range(len(self._ranks)))
+            # One that wants the next group already may have met us meanwhile.
+            if highest > self._number and (missing := self._missing()):
+                self._want(highest)
+        return missing
+
     def _want(self, number: int) -> None:
-        if self._number:
+        mark = {
+            "told": self._channel.number,
+            "channel": self._channel.name,
+            "process": asdict(self._channel.identity),
+        }
+        with self._moving:
+            if self._has_left:
+                return
             self._leave()
-        self._number = number
-        self._store.set(self._wanted(self._rank), str(number))
-        self._store.set(self._mark(self._rank), str(self._channel.number))
+            self._number = number
+            self._store.set(self._wanted(self._rank), str(number))
+            self._store.set(self._mark(self._rank), json.dumps(mark))
 
     def _leave(self) -> None:
-        self._store.delete_key(self._mark(self._rank))
+        if self._number:
+            self._store.delete_key(self._mark(self._rank))
+
+    def _leave_for_good(self) -> None:
+        # A request that was interrupted may still be under way.
+        with self._moving:
+            self._has_left = True
+            self._leave()
 
     def _missing(self) -> list[int]:
         ranks = range(len(self._ranks))
         missing = [rank for rank in ranks if not self._store.check([self._mark(rank)])]
         self._never_seen &= set(missing)
         return missing
+
+    def _see_all(self) -> dict[int, int]:
+        """What the processes have told of failures before."""
+        known = {}
+        for rank in range(len(self._ranks)):
+            mark: dict[str, Any] = json.loads(self._store.get(self._mark(rank)))
+            self._channel.expect(rank, mark["channel"], mark["process"])
+            known[rank] = int(mark["told"])
+        return known
 
     def _last_wanted(self, rank: int) -> int:
         key = self._wanted(rank)
@@ -129,18 +195,17 @@ class Meeting:
     def _mark(self, rank: int) -> str:
         return f"{self.name}/arrived/{rank}"
 
-    def _check_ended(self, missing: Sequence[int]) -> None:
-        for rank in missing:
-            failure = self._channel.failure_of(rank, known=self._channel.told_number(rank))
-            if failure is not None:
-                error = CollectiveError(
-                    f"rank {self._ranks[self._rank]} makes the process group {self.name!r} over "
-                    f"{name_ranks(self._ranks)}, but {failure}; start all processes again"
-                )
-                error.failure = failure
-                raise error
+    # --- errors ----------------------------------------------------------------------------------
 
-    def _too_late(self, missing: Sequence[int], timeout: float) -> str:
+    def _given_up(self, failure: Failure) -> CollectiveError:
+        error = CollectiveError(
+            f"rank {self._ranks[self._rank]} makes the process group {self.name!r} over "
+            f"{name_ranks(self._ranks)}, but {failure}; start all processes again"
+        )
+        error.failure = failure
+        return error
+
+    def _too_late(self, missing: Sequence[int]) -> str:
         # Who has come and given up is not why.
         missing = sorted(self._never_seen) or missing
         notes = [
@@ -148,10 +213,12 @@ class Meeting:
             for rank in missing
             if (state := self._channel.describe(rank))
         ]
+        told = [failure for rank in missing if (failure := self._channel.told(rank)) is not None]
+        notes += [f"rank {failure.rank} has told of {failure.message}" for failure in told]
         return (
             f"rank {self._ranks[self._rank]} makes the process group {self.name!r} over "
             f"{name_ranks(self._ranks)}, but {name_ranks([self._ranks[i] for i in missing])} did "
-            f"not come within {timeout:.3g} s{''.join(f'; {note}' for note in notes)}; every "
+            f"not come within {self._timeout:.3g} s{''.join(f'; {note}' for note in notes)}; every "
             "process must make the same groups in the same order; look for an earlier error there, "
             "and raise the timeout if it is only slow"
         )

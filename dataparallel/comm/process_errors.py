@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import FailureChannel
+from dataparallel.comm.failure_channel import UNREACHABLE, FailureChannel
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,6 +47,8 @@ GRACE = 1.0
 _LATE_GRACE = 0.3
 # Seconds after which a store that does not answer counts as lost.
 _STORE_TIMEOUT = 2.0
+# The same where it has not answered for a while already.
+_AWAY = 0.2
 _POLL = 0.02
 
 _REMEDY = (
@@ -67,11 +71,23 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others after a collective failed there."""
+    """What a rank tells the others after a collective failed there.
+
+    Attributes:
+        link: In which link, or group.
+        place: Where.
+        timed_out: Whether the time was over.
+        name: What tells it from a later one of the same rank.
+    """
 
     link: str
     place: Place
     timed_out: bool
+    name: str
+
+
+# Names of reports that were read, by channel. A group of the user may fail more than once.
+_read_before: weakref.WeakKeyDictionary[FailureChannel, set[str]] = weakref.WeakKeyDictionary()
 
 
 class Reports:
@@ -112,7 +128,7 @@ class Reports:
 
         def ask() -> None:
             try:
-                self._tell(Report(self._link, place, timed_out))
+                self._tell(Report(self._link, place, timed_out, uuid.uuid4().hex))
                 answers.append(self._hear(_LATE_GRACE if timed_out else GRACE))
             except Exception as error:
                 answers.append(str(error).splitlines()[0])
@@ -120,8 +136,10 @@ class Reports:
         # A call of the store has no time limit of its own.
         thread = threading.Thread(target=ask, name="dataparallel-reports", daemon=True)
         thread.start()
-        thread.join(GRACE + _STORE_TIMEOUT)
-        return answers[0] if answers else f"no answer within {GRACE + _STORE_TIMEOUT:g} s"
+        lost = self.channel.unanswered()
+        patience = _AWAY if lost > UNREACHABLE else GRACE + _STORE_TIMEOUT
+        thread.join(patience)
+        return answers[0] if answers else f"no answer within {lost + patience:.2g} s"
 
     def clear(self) -> None:
         """Take back what this rank told about earlier links; all ranks have met again since."""
@@ -151,10 +169,14 @@ class Reports:
 
     def _read(self, folder: str, ranks: set[int]) -> dict[int, Report]:
         found = {}
+        before = _read_before.setdefault(self.channel, set())
         for rank in sorted(ranks):
             if self._store.check([f"{folder}/{rank}"]):
                 fields = json.loads(self._store.get(f"{folder}/{rank}"))
-                found[rank] = Report(fields["link"], Place(**fields["place"]), fields["timed_out"])
+                report = Report(**{**fields, "place": Place(**fields["place"])})
+                if report.link != self._link or report.name not in before:
+                    found[rank] = report
+        before.update(report.name for report in found.values())
         return found
 
 

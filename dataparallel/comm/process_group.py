@@ -74,7 +74,8 @@ def make_group(
             ranks,
             dist.Backend(dist.get_backend(parent)),
             store,
-            name,
+            # Torch knows all groups of a process by name, and the numbers of two parents are alike.
+            f"{parent.group_name}/{name}",
             timeout=datetime.timedelta(seconds=timeout),
             device_id=parent.bound_device_id,
             group_desc=f"dataparallel/{name}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
+import time
 from dataclasses import dataclass
 
 _PROC = pathlib.Path("/proc")
@@ -35,6 +36,10 @@ class ProcessIdentity:
         found = _stat(pid)
         return cls(socket.gethostname(), pid, _space(), found[1] if found else "")
 
+    def was_there(self, moment: int) -> bool:
+        """Whether this process had been started at a moment, see :func:`ticks`."""
+        return self.started.isdigit() and moment >= int(self.started)
+
     def has_ended(self) -> bool:
         """Whether the process is certainly no longer there; False where nobody can know."""
         if not self.started or not self.space or self.space != _space():
@@ -45,6 +50,13 @@ class ProcessIdentity:
         state, started = found
         # Whoever started it may not have taken note yet: then it is a zombie.
         return started != self.started or state in ("Z", "X")
+
+
+def ticks() -> int:
+    """The time now, as the system counts it for the start of processes; 0 where it is unknown."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _space() -> str:

@@ -21,17 +21,12 @@ import torch.distributed as dist
 from dataparallel.comm import json_texts
 from dataparallel.comm.checks import CheckMode, CollectiveChecks
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.failure_channel import Listener, channel_of
 from dataparallel.comm.launcher import Launcher, Pending
 from dataparallel.comm.meeting import Meeting
 from dataparallel.comm.operations import Wire, check_operation, check_strided, plan_reduction
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
-from dataparallel.comm.process_group import (
-    make_group,
-    parent_group,
-    release_group,
-    shared_store,
-)
+from dataparallel.comm.process_group import make_group, parent_group, release_group, shared_store
 from dataparallel.comm.routing import (
     Kind,
     check_kinds,
@@ -42,6 +37,7 @@ from dataparallel.comm.routing import (
     unpack_parcels,
 )
 from dataparallel.comm.staging import Carried, Gathered, HostBuffers
+from dataparallel.comm.store_requests import ask
 
 __all__ = ["DEFAULT_TIMEOUT", "CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
 
@@ -83,6 +79,7 @@ class ProcessLink:
             a member of ``group``.
         RuntimeError: ``torch.distributed`` is not initialised.
         CollectiveTimeout: Another process did not make its link in time.
+        CollectiveError: Another process has ended, or the store does not answer.
     """
 
     def __init__(
@@ -104,26 +101,31 @@ class ProcessLink:
         self.timeout = timeout
         ranks = dist.get_process_group_ranks(parent)
         self._channel = channel_of(parent, store)
-        meeting = Meeting(store, purpose, ranks, self.rank, self._channel)
-        self.name = meeting.meet(timeout)
-        self._holder = [make_group(parent, store, self.name, timeout)]
+        meeting = Meeting(store, purpose, ranks, self.rank, self._channel, timeout)
+        try:
+            self._listen(meeting)
+            self.name = meeting.meet()
+            self._holder = [make_group(parent, store, self.name, timeout)]
+            self._finalizer = weakref.finalize(self, release_group, self._holder)
+            # At exit all connections end anyway.
+            self._finalizer.atexit = False
+            reports = Reports(store, self.name, self.rank, self.world_size, self._channel)
+            ask(reports.clear, self._channel, timeout, f"makes the link {self.name!r}")
+            self.checks = CollectiveChecks.of(parent, store, self.name, checks, timeout)
+            self._launcher = Launcher(
+                self.name, ranks, self.rank, timeout, reports, meeting.known, self.checks
+            )
+            self._listen(self._launcher)
+        finally:
+            self._channel.discard(meeting)
         types = [device.type for device in self.group._device_types]
-        #: Names of the backends, by the type of device that they take.
         self._backends = {t: str(self.group._get_backend(torch.device(t)).name()) for t in types}
         self._devices = frozenset(types)
         self._buffers = HostBuffers()
-        reports = Reports(store, self.name, self.rank, self.world_size, self._channel)
-        reports.clear()
-        #: See Note [Checked collectives].
-        self.checks = CollectiveChecks.of(parent, store, self.name, checks, timeout)
-        self._launcher = Launcher(
-            self.name, ranks, self.rank, timeout, reports, meeting.known, self.checks
-        )
+
+    def _listen(self, listener: Listener) -> None:
         if self.world_size > 1:
-            self._channel.add(self._launcher)
-        self._finalizer = weakref.finalize(self, release_group, self._holder)
-        # At exit the process ends, and with it all connections.
-        self._finalizer.atexit = False
+            self._channel.add(listener)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.broken else "open"

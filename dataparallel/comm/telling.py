@@ -7,8 +7,14 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-from dataparallel.comm.failure_channel import all_channels
+import torch.distributed as dist
+
+from dataparallel.comm.failure_channel import all_channels, channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.process_group import shared_store
+
+# On the hook for uncaught exceptions: the one that was there before.
+_BEFORE = "_dataparallel_before"
 
 
 @contextlib.contextmanager
@@ -17,7 +23,9 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
 
     A process that raises in its own code, such as a loader or a loss, and lives on leaves the
     others waiting for it. Within the block they are released at once, with an error that carries
-    the message and the traceback. An exception that ends the process is told without it.
+    the message and the traceback. An exception that nobody catches is told without it; not so in
+    processes of ``multiprocessing`` and ``torch.multiprocessing.spawn``, which catch all of them:
+    there the others see on the same machine that the process has ended, but not why.
 
     Example::
 
@@ -39,10 +47,18 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
 
 
 def _tell(error: BaseException, doing: str) -> None:
-    # What a collective raised, the others know from the collective.
-    if not isinstance(error, (CollectiveError, CollectiveTimeout)):
-        for channel in all_channels():
-            channel.tell(error, doing)
+    if isinstance(error, (CollectiveError, CollectiveTimeout)):
+        # What a collective raised, the others of its group know from the collective.
+        if error.failure is not None:
+            for channel in all_channels():
+                channel.pass_on(error.failure)
+        return
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is not None and world.size() > 1:
+        # Others may wait for this process to make its first link.
+        channel_of(world, shared_store(world))
+    for channel in all_channels():
+        channel.tell(error, doing)
 
 
 def _tell_at_the_end(
@@ -54,5 +70,7 @@ def _tell_at_the_end(
         _before(kind, error, trace)
 
 
-_before = sys.excepthook
+# A module that is loaded once more replaces its own hook.
+_before = getattr(sys.excepthook, _BEFORE, sys.excepthook)
+setattr(_tell_at_the_end, _BEFORE, _before)
 sys.excepthook = _tell_at_the_end

@@ -99,7 +99,11 @@ class _Attendee:
         hellos: dict[int, dict[str, Any]] = {}
         everybody = absent = list(range(self._member.world_size))
         while True:
-            hellos = _present(hellos | self._hellos([0, *absent]))
+            found = self._hellos([0, *absent])
+            if 0 not in found:
+                # The last process of an earlier group took the file with it.
+                self._say_hello()
+            hellos = _present(hellos | found)
             if len(hellos) == len(everybody):
                 plan = self._publish(plan, hellos)
             absent = self._absent(plan) if plan else [i for i in everybody if i not in hellos]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.process_group import shared_store
 from dataparallel.process_start.agreement import Agreement, agree
+from dataparallel.process_start.backends import check_backend, check_device, default_backend
 from dataparallel.process_start.membership import Membership, find_membership
 from dataparallel.process_start.stores import open_store
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 _NOT_IN_A_STORE = ("mpi", "fake")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_NETWORK = re.compile("address|connect|interface|network|socket|time[ds]? ?out", re.IGNORECASE)
 
 # What the last call has changed outside of torch, so that the next one finds it as it was.
 _lock = threading.Lock()
@@ -34,14 +40,38 @@ _chosen_interface: list[str] = []
 _hooks: list[tuple[Callable[..., object], Callable[..., object]]] = []
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What the caller said of where the processes meet, and which one this is."""
+
+    init_method: str | None
+    rank: int | None
+    world_size: int | None
+    store: Store | None
+
+    def member(self) -> Membership:
+        """What follows from it, and from the environment."""
+        # -1 is how torch writes that nothing is said.
+        rank, world_size = (
+            None if type(number) is int and number == -1 else number
+            for number in (self.rank, self.world_size)
+        )
+        return find_membership(self.init_method, rank, world_size, stored=self.store is not None)
+
+    def for_torch(self) -> dict[str, Any]:
+        """The same as arguments of torch's function."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 def init_process_group(
     backend: str | None = None,
     *,
-    timeout: float | datetime.timedelta = 60.0,
+    timeout: float | datetime.timedelta | None = 60.0,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     store: Store | None = None,
+    group_name: str = "",
     device_id: torch.device | int | None = None,
     pg_options: Any = None,
 ) -> dist.ProcessGroup:
@@ -50,12 +80,10 @@ def init_process_group(
     Takes the place of ``torch.distributed.init_process_group``. Under torchrun the processes first
     agree on a part of the store that no earlier group has used, so they never read the addresses
     of those that are gone. Otherwise it does what torch does; alone, it needs no environment. If
-    all are on one machine, gloo uses the loopback interface, unless ``GLOO_SOCKET_IFNAME`` is set.
+    all are on one machine, gloo uses the loopback interface: ``GLOO_SOCKET_IFNAME`` is set if it
+    is not, for groups that are made later, too, and processes that are started then inherit it.
 
     Example::
-
-        import dataparallel as dp
-        import torch
 
         dp.init_process_group(timeout=30)
         model = dp.DistributedDataParallel(torch.nn.Linear(8, 3), ["cpu"])
@@ -63,15 +91,17 @@ def init_process_group(
 
     Args:
         backend: As for torch, for example ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: gloo,
-            and on machines with accelerators also their own backend, for tensors there.
+            and on machines with accelerators also their own backend, for tensors there. All that
+            is passed with ``"mpi"`` or ``"fake"``, which have their own ways, goes to torch.
         timeout: Seconds, or a timedelta, that a process waits for the others. Default: 60.
         init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or a scheme that was
             registered with torch. Default: ``"env://"`` if RANK, WORLD_SIZE, MASTER_ADDR or
             MASTER_PORT is set, or rank or world_size is passed.
-        rank: From 0 to ``world_size - 1``. Default: RANK of the environment.
-        world_size: How many processes. Default: WORLD_SIZE of the environment.
+        rank: From 0 to ``world_size - 1``. Default (and -1): RANK of the environment.
+        world_size: How many processes. Default (and -1): WORLD_SIZE of the environment.
         store: Where the processes meet, in place of ``init_method``; may have been used before.
             ``rank`` and ``world_size`` must be passed with it.
+        group_name: Without a meaning, as in torch.
         device_id: The accelerator of this process, or its index. Default: none in particular.
         pg_options: Passed on to torch. Default: None.
 
@@ -79,42 +109,47 @@ def init_process_group(
         The default process group, which is ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: Something is missing or contradicts itself, there is a default process group
-            already, two processes have one rank, or they count differently.
+        ValueError: Something is missing or contradicts itself, torch lacks the backend, there is a
+            default group already, two processes have one rank, or they count differently.
         TypeError: An argument is of the wrong type.
         CollectiveTimeout: A process did not come in time; the message says which.
         CollectiveError: The processes met, but could not connect.
     """
-    seconds = _seconds(timeout)
+    place = _Place(init_method, rank, world_size, store)
+    options = {"pg_options": pg_options, "device_id": device_id}
+    return _make_default(backend, place, 60.0 if timeout is None else _seconds(timeout), options)
+
+
+def _make_default(
+    backend: str | None, place: _Place, seconds: float, options: dict[str, Any]
+) -> dist.ProcessGroup:
     with _lock:
         _check_no_default()
-        member = find_membership(init_method, rank, world_size, stored=store is not None)
-        options = {"pg_options": pg_options, "device_id": device_id}
-        _make_default(backend, member, store, seconds, options)
+        backend = check_backend(backend)
+        check_device(options["device_id"])
+        _restore_hook()
+        before = sys.excepthook
+        if backend in _NOT_IN_A_STORE:
+            limit = datetime.timedelta(seconds=seconds)
+            dist.init_process_group(backend, timeout=limit, **place.for_torch(), **options)
+        else:
+            try:
+                _start(backend, place.member(), place.store, seconds, options)
+            except BaseException:
+                _choose_interface(False)
+                raise
+            _introduce()
+        _hooks.append((before, sys.excepthook))
     world = dist.group.WORLD
     assert world is not None
     return world
 
 
-def _make_default(
-    backend: str | None,
-    member: Membership,
-    store: Store | None,
-    seconds: float,
-    options: dict[str, Any],
-) -> None:
-    _restore_hook()
-    before = sys.excepthook
-    if backend in _NOT_IN_A_STORE:
-        dist.init_process_group(
-            backend,
-            rank=member.rank,
-            world_size=member.world_size,
-            timeout=datetime.timedelta(seconds=seconds),
-        )
-    else:
-        _start(backend or default_backend(), member, store, seconds, options)
-    _hooks.append((before, sys.excepthook))
+def _introduce() -> None:
+    """Let the others see, before anything of this package is made, whether this process ends."""
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1:
+        channel_of(world, shared_store(world), fresh=True).introduce()
 
 
 def _check_no_default() -> None:
@@ -129,15 +164,6 @@ def _check_no_default() -> None:
             f"{dist.get_rank()} of {dist.get_world_size()}; call "
             "torch.distributed.destroy_process_group() before another one is made"
         )
-
-
-def default_backend() -> str:
-    """Gloo, and the backend of the accelerators of this machine if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    known: dict[str, str] = dist.Backend.default_device_backend_map
-    if accelerator is None or accelerator.type not in known:
-        return "gloo"
-    return f"cpu:gloo,{accelerator.type}:{known[accelerator.type]}"
 
 
 def _start(
@@ -158,6 +184,8 @@ def _start(
             **options,
         )
     except RuntimeError as error:
+        if not _is_of_network(error):
+            raise
         raise CollectiveError(
             f"rank {member.rank} met the other {member.world_size - 1} processes in "
             f"{member.place}, but could not connect to them: {str(error).splitlines()[0]}; a "
@@ -175,7 +203,11 @@ def _gather(member: Membership, given: Store | None, seconds: float) -> tuple[St
         if member.alone and given is None:
             return store, Agreement("dataparallel/world", one_machine=True)
         try:
-            return store, agree(store, member, remaining)
+            agreement = agree(store, member, remaining)
+            if given is None:
+                # Not the little that was left of the time.
+                store.set_timeout(datetime.timedelta(seconds=seconds))
+            return store, agreement
         except RuntimeError as error:
             # Process 0 of the group before may have had the store, and have taken it along.
             hosts = member.rank == 0 and not member.hosted
@@ -185,6 +217,13 @@ def _gather(member: Membership, given: Store | None, seconds: float) -> tuple[St
                     f"of {member.world_size}: {str(error).splitlines()[0]}; look for an earlier "
                     "error of the process that has the store"
                 ) from error
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Whether processes could not connect; gloo has no type of its own for that."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _NETWORK.search(str(error)) is not None
+    )
 
 
 def _seconds(timeout: float | datetime.timedelta) -> float:

@@ -17,11 +17,20 @@ context by itself: see Note [Gradients in a context].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dataparallel.gradient_home import IN_GRAD, GradientHome
 from dataparallel.reducer.nonfinite import Finding
+
+
+class AccumulatedState(NamedTuple):
+    """What an :class:`Accumulated` has known at some time."""
+
+    unreduced: dict[int, torch.Tensor | None]
+    findings: list[Finding]
+    magnitude: float
 
 
 class Accumulated:
@@ -63,10 +72,8 @@ class Accumulated:
             if reduced is None:
                 continue
             grad = self._gradient(index)
-            if grad is None:
+            if grad is None or not (grad._values() if grad.is_sparse else grad).any():
                 self._unreduced[index] = None
-            elif not (grad._values() if grad.is_sparse else grad).any():
-                reduced.zero_()
 
     def has_unreduced(self, index: int) -> bool:
         """Whether a parameter's ``.grad`` holds something that is still to be reduced."""
@@ -107,6 +114,15 @@ class Accumulated:
     def after_synchronised(self) -> None:
         """Everything is reduced now."""
         self._unreduced.clear()
+
+    def state(self) -> AccumulatedState:
+        """What is known now, for :meth:`use_state`; it does not change."""
+        return AccumulatedState(dict(self._unreduced), list(self.findings), self.magnitude)
+
+    def use_state(self, state: AccumulatedState) -> None:
+        """Know what was known before, when the gradients are as they were then."""
+        self._unreduced = dict(state.unreduced)
+        self.findings, self.magnitude = list(state.findings), state.magnitude
 
     @property
     def any(self) -> bool:

@@ -13,7 +13,7 @@ from dataparallel.comm.sums import add_arriving, add_into, can_add
 from dataparallel.gradient_home import GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
-from dataparallel.reducer.debug import describe_names
+from dataparallel.reducer.debug import describe_names, log_plan
 from dataparallel.reducer.gradients import StolenGradients, ViewedGradients
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.options import ReducerOptions
@@ -51,6 +51,11 @@ class Buckets:
         self._originals = originals
         self.ordered = order is not None
         self.plan = make_plan(originals, options, expect_sparse, order)
+        log_plan(
+            self.plan,
+            names,
+            "before the first backward" if order is None else "in the order of arrival",
+        )
         members = [[originals[i] for i in bucket] for bucket in self.plan.buckets]
         self.homes = [bucket[0].device for bucket in members]
         #: What error messages call each bucket.
@@ -105,10 +110,11 @@ class Buckets:
         """One value for each parameter, bucket by bucket."""
         return [[values[index] for index in bucket] for bucket in self.plan.buckets]
 
-    def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The last leaf of each bucket that can tell, since it is trained, that all have come."""
-        trained = [[leaves[i] for i in b if leaves[i].requires_grad] for b in self.plan.buckets]
-        return [bucket[-1] for bucket in trained if bucket]
+    def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
+        """Which leaves tell of their gradients: all that are trained while no order is known, then
+        the last of each bucket."""
+        trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan.buckets]
+        return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
     def views(self, number: int) -> Sequence[torch.Tensor]:
         """The gradients in the flat tensor of a bucket."""

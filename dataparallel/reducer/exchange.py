@@ -7,6 +7,12 @@ order, and in different threads; they are launched by their numbers, by whicheve
 next one ready, and by one thread at a time. What is said about a round (how many parameters had no
 gradient, whether a process failed) goes through a group of its own, so it cannot be mistaken for a
 bucket.
+
+Note [An interrupt]
+~~~~~~~~~~~~~~~~~~~
+A round that has failed is ended together with the other processes, which may take as long as a
+collective does. Who has pressed Ctrl-C does not want to wait for that. So the links are given up at
+once, in all processes, with what is in flight; the next forward makes new ones, and new buckets.
 """
 
 from __future__ import annotations
@@ -146,6 +152,7 @@ class Exchange:
         scale: Tells what gradients are multiplied by before they are sent; it may have to wait.
         statistics: Where it is noted when buckets are sent and received.
         failed: Tells the others why the round has failed. Default: nobody does.
+        interrupted: Called where nobody waits for the end of the round; see Note [An interrupt].
     """
 
     def __init__(
@@ -158,9 +165,11 @@ class Exchange:
         scale: Callable[[], float],
         statistics: ReducerStatistics,
         failed: FailedRounds | None = None,
+        interrupted: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._storages = storages
         self.failed = failed
+        self._interrupted = interrupted
         self._describe = describe
         self._sender = sender
         self._link = link
@@ -263,12 +272,20 @@ class Exchange:
             add_note(error, f"and the other processes could not be told: {failure}")
 
     def abandon(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
-        """End a round that has failed: :meth:`give_up` unless that is too late, then settle."""
+        """End a round that has failed: :meth:`give_up` unless that is too late, then settle.
+
+        After Ctrl-C nobody waits, see Note [An interrupt].
+        """
+        if not isinstance(error, Exception):
+            self._interrupted(error)
+            return
         try:
             if not self.concluded:
                 self.give_up(likes, error)
-        finally:
             self.settle()
+        except BaseException as interrupt:
+            self._interrupted(interrupt)
+            raise
 
     def settle(self) -> None:
         """After a failure, wait for all that was sent: its memory is used in the next round."""

@@ -1,18 +1,21 @@
-"""Norms of gradients: one pass tells that all of them are finite, and serves clipping."""
+"""Norms of gradients: one pass tells that all of them are finite."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dataparallel.devices import is_accelerator
 
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The L2 norm of each gradient, in one tensor on their device, without waiting for it.
+
+    Where a sparse gradient may have several values for one element, it is a larger number: no sum
+    of these values is larger.
 
     NaN and infinity in a gradient show in its norm. On an accelerator the norm of finite numbers
     is finite. On the CPU it may be infinite where squares are, which :func:`kind_of` tells apart.
@@ -26,7 +29,14 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     plain = [list(_plain(gradient)) for gradient in gradients]
     flat = [tensor for parts in plain for tensor in parts]
-    norms = torch._foreach_norm(flat, 2, _dtype(flat[0]))
+    norms = [
+        norm if _is_coalesced(tensor) else norm * math.sqrt(tensor._nnz())
+        for norm, tensor in zip(
+            torch._foreach_norm([_numbers(tensor) for tensor in flat], 2, _dtype(flat[0])),
+            flat,
+            strict=True,
+        )
+    ]
     if len(flat) == len(plain):
         return torch.stack(norms)
     left = iter(norms)
@@ -37,7 +47,7 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def kind_of(gradient: torch.Tensor) -> str | None:
     """``"NaN"``, ``"infinity"``, or None where all numbers are finite; waits for the device."""
-    parts = list(_plain(gradient))
+    parts = [part.coalesce()._values() if part.is_sparse else part for part in _plain(gradient)]
     if any(bool(part.isnan().any()) for part in parts):
         return "NaN"
     return "infinity" if any(bool(part.isinf().any()) for part in parts) else None
@@ -60,42 +70,19 @@ def _dtype(gradient: torch.Tensor) -> torch.dtype | None:
 
 
 def _plain(tensor: Any) -> Iterator[torch.Tensor]:
-    """The strided tensors that a gradient consists of."""
+    """The strided and sparse tensors that a gradient consists of."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
             if inner.is_floating_point() or inner.is_complex():
                 yield from _plain(inner)
-    elif tensor.is_sparse:
-        yield tensor._values()
     else:
         yield tensor
 
 
-class KnownNorm:
-    """The norm of a gradient, as long as nobody writes it.
-
-    Args:
-        gradient: A strided tensor.
-        norm: Its norm.
-    """
-
-    def __init__(self, gradient: torch.Tensor, norm: torch.Tensor) -> None:
-        # Weak: the memory is free as soon as the gradient is dropped, and yet its address is never
-        # taken for that of other memory.
-        self._storage = _weak(gradient)
-        self._place = (gradient.data_ptr(), gradient.shape, gradient._version)
-        self.norm = norm
-
-    def is_of(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is the same memory, unchanged."""
-        if gradient.layout != torch.strided:
-            return False
-        place = (gradient.data_ptr(), gradient.shape, gradient._version)
-        return place == self._place and bool(self._storage == _weak(gradient))
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._values() if tensor.is_sparse else tensor
 
 
-def _weak(tensor: torch.Tensor) -> Any:
-    # torch declares no types for it.
-    reference: Any = StorageWeakRef
-    return reference(tensor.untyped_storage())
+def _is_coalesced(tensor: torch.Tensor) -> bool:
+    return not tensor.is_sparse or tensor.is_coalesced()

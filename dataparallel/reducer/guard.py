@@ -12,7 +12,12 @@ sums. Each process says how far it may come, as a part of that number, and the p
 the collective that ends the round anyway, like the number of gradients that are not finite. Only if
 they come to too much, results are looked at as well, and one more collective makes sure that all
 processes come to the same decision. A communication hook may make anything of a bucket, so what it
-has made is looked at before the end of the round.
+has made is looked at before the end of the round. What backwards under ``no_sync()`` have left in
+``.grad`` is looked at before the round that reduces it, since others than replicas may have added
+to it.
+
+Nothing is decided under ``no_sync()``, in one process as in several: what is found there counts
+when a backward without it ends the step, unless the user has thrown the gradients away by then.
 
 Only when something was found, a further exchange brings the names.
 """
@@ -21,7 +26,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +34,7 @@ import torch
 from dataparallel.devices import is_accelerator
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
-from dataparallel.reducer.gradient_norms import KnownNorm, kind_of, kind_of_norm, norms_of
+from dataparallel.reducer.gradient_norms import kind_of, kind_of_norm, norms_of
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import SUM, Finding, NonFinitePolicy, describe, to_json
 
@@ -46,6 +51,7 @@ _TOO_MUCH = _WHOLE // 2
 
 _HOOK = "what a hook on a parameter has returned"
 _COMM_HOOK = "what the communication hook has returned"
+_UNREDUCED = "what .grad held from under no_sync()"
 
 
 class Said(NamedTuple):
@@ -92,6 +98,7 @@ class Guard:
         self.use_devices(devices)
         self._link = link
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         #: The guard of parameters that are reduced in rounds of their own, within those of this one
         #: which decides for both.
         self.inner: Guard | None = None
@@ -100,7 +107,6 @@ class Guard:
         self.findings: list[Finding] = []
         #: Whether the gradients of the last round were dropped.
         self.dropped = False
-        self._known: dict[torch.Tensor, KnownNorm] = {}
         self._queued: list[_Look] = []
         self._parts: dict[int, float] = {}
         self._buckets: Buckets | Any = None
@@ -123,21 +129,22 @@ class Guard:
 
     # --- in a round ------------------------------------------------------------------------------
 
-    def begin(self, buckets: Buckets, accumulated: Accumulated, *, alone: bool) -> None:
+    def begin(self, buckets: Buckets, accumulated: Accumulated, *, stays: bool) -> None:
         """Begin a round.
 
         Args:
             buckets: Its buckets.
             accumulated: What ``.grad`` held before it.
-            alone: Whether a gradient of a replica is the result of the round.
+            stays: Whether more is to be added to its gradients: it is decided about them later.
         """
         self._accumulated = accumulated
+        # Nobody remembers findings in a context where nothing is to be reduced.
+        self._stays = stays and (accumulated.any or accumulated.home.context_id is None)
         if buckets is not self._buckets:
             self._buckets = buckets
             self._limits = [self._limit_of(number) for number in range(len(buckets.plan))]
-        self.findings, self._queued, self._parts, self._known = [], [], {}, {}
+        self.findings, self._queued, self._parts = [], [], {}
         self.dropped = False
-        self._notes = alone and self.policy.wants_norms
         if all([grad is None for grad in accumulated.home.read(self._originals)]):
             accumulated.magnitude = 0.0
         if accumulated.findings:
@@ -145,6 +152,17 @@ class Guard:
             held = accumulated.home.read([finding.parameter for finding in accumulated.findings])
             pairs = zip(accumulated.findings, held, strict=True)
             accumulated.findings = [f for f, g in pairs if g is not None and kind_of(g.detach())]
+        if accumulated.any and not stays:
+            self._look_at_unreduced()
+
+    @torch.no_grad()
+    def _look_at_unreduced(self) -> None:
+        """Look at what will be sent beside what replicas compute in this round."""
+        known = {id(finding.parameter) for finding in self._accumulated.findings}
+        for number, bucket in enumerate(self._buckets.plan.buckets):
+            members = [index for index in bucket if id(self._originals[index]) not in known]
+            grads = [self._accumulated.unreduced(index) for index in members]
+            self._look(_UNREDUCED, number, zip(members, grads, strict=True))
 
     def _limit_of(self, number: int) -> float:
         dtypes = {self._originals[index].dtype for index in self._buckets.plan.buckets[number]}
@@ -163,30 +181,24 @@ class Guard:
             grads: One per parameter, None where there is none.
         """
         members = zip(self._buckets.plan.buckets[bucket], grads, strict=True)
+        self._look(self._places[replica], bucket, members)
+
+    def _look(self, place: str, bucket: int, members: Iterable[tuple[int, MaybeTensor]]) -> None:
         there = [(index, grad) for index, grad in members if grad is not None and grad.numel()]
         if not there:
             return
         indices, tensors = [index for index, _ in there], [grad for _, grad in there]
         norms = norms_of(tensors)
         limit = min(self._limits[bucket], _largest(tensors[0].dtype))
-        if self._notes:
-            self._note(indices, tensors, norms)
         if is_accelerator(norms.device):
-            self._queued.append(_Look(self._places[replica], bucket, indices, norms, limit))
+            with self._lock:
+                self._queued.append(_Look(place, bucket, indices, norms, limit))
             return
         total = float(torch.linalg.vector_norm(norms))
         if not math.isfinite(total):
             # Or only squares are infinite.
-            self._find(self._places[replica], zip(indices, map(kind_of, tensors), strict=True))
+            self._find(place, zip(indices, map(kind_of, tensors), strict=True))
         self._add(bucket, total / limit)
-
-    def _note(
-        self, indices: Sequence[int], tensors: Sequence[torch.Tensor], norms: torch.Tensor
-    ) -> None:
-        for index, grad, norm in zip(indices, tensors, norms.unbind(), strict=True):
-            # Of a shorter dtype the norm is not what it is for others, who round it.
-            if grad.layout == torch.strided and grad.dtype.itemsize >= 4:
-                self._known[self._originals[index]] = KnownNorm(grad, norm)
 
     def _find(self, place: str, kinds: Iterable[tuple[int, str | None]]) -> None:
         found = [
@@ -207,8 +219,13 @@ class Guard:
         self._read()
         original = self._originals[index]
         with self._lock:
-            self.findings = [f for f in self.findings if f.parameter is not original]
-        self._find(_HOOK, [(index, kind_of(grad))])
+            self.findings = [
+                f for f in self.findings if f.parameter is not original or f.place == _UNREDUCED
+            ]
+        held = [*self.findings, *self._accumulated.findings]
+        if not any(finding.parameter is original for finding in held):
+            # What was in .grad before may be in it, and is no work of the hook.
+            self._find(_HOOK, [(index, kind_of(grad))])
         bucket = self._buckets.plan.bucket_of(index)
         self._add(bucket, float(norms_of([grad])[0]) / self._limits[bucket])
 
@@ -223,11 +240,14 @@ class Guard:
 
     def _read(self) -> None:
         """Read norms that were queued; waits for the devices."""
-        queued, self._queued = self._queued, []
-        for place, bucket, indices, norms, limit in queued:
-            values = norms.tolist()
-            self._find(place, zip(indices, map(kind_of_norm, values), strict=True))
-            self._add(bucket, math.hypot(*values) / limit)
+        # Whoever returns knows that all is read, be it by another thread.
+        with self._reading:
+            with self._lock:
+                queued, self._queued = self._queued, []
+            for place, bucket, indices, norms, limit in queued:
+                values = norms.tolist()
+                self._find(place, zip(indices, map(kind_of_norm, values), strict=True))
+                self._add(bucket, math.hypot(*values) / limit)
 
     # --- at its end ------------------------------------------------------------------------------
 
@@ -235,8 +255,7 @@ class Guard:
         """What the other processes are told, when everything of this process was looked at."""
         self._read()
         part = self._part()
-        if not part < 1.0 or self._accumulated.any:
-            # What is unreduced is sent too, and nobody has looked at the whole of it.
+        if not part < 1.0:
             part = 1.0
         number = len(self._accumulated.findings) + len(self._all_findings())
         return Said(number, math.ceil(part * _WHOLE))
@@ -247,21 +266,19 @@ class Guard:
     def _all_findings(self) -> list[Finding]:
         return self.findings + ([] if self.inner is None else self.inner.findings)
 
-    def judge(self, said: Outcome | Said, delivery: Delivery, *, stays: bool) -> None:
+    def judge(self, said: Outcome | Said, delivery: Delivery) -> None:
         """End a round; do what the user wants if gradients are not finite, in all processes.
 
         Args:
             said: What all processes have said.
             delivery: The results, which are withdrawn then.
-            stays: Whether the gradients stay with this process for now: it is decided about them
-                when they are reduced.
 
         Raises:
             NonFiniteGradients: That is what the user wants.
         """
-        if stays:
+        if self._stays:
             self._accumulated.findings = [*self._accumulated.findings, *self._all_findings()]
-        objection = None if stays else self._objection(said, delivery)
+        objection = None if self._stays else self._objection(said, delivery)
         if objection is None:
             self._accumulated.magnitude = self._part()
             return
@@ -298,20 +315,6 @@ class Guard:
         found = torch.tensor([len(self.findings)])
         self._link.all_reduce(found, what="whether sums of gradients are finite").wait()
         return bool(found.item())
-
-    # --- after it --------------------------------------------------------------------------------
-
-    def known_norms(
-        self, grads: Mapping[torch.nn.Parameter, torch.Tensor]
-    ) -> list[torch.Tensor] | None:
-        """The norms of gradients, if all are known from the last round and nobody has changed any.
-
-        Args:
-            grads: The gradient of each parameter.
-        """
-        known = [(self._known.get(original), grad) for original, grad in grads.items()]
-        norms = [one.norm for one, grad in known if one is not None and one.is_of(grad)]
-        return norms if len(norms) == len(grads) else None
 
 
 def _largest(dtype: torch.dtype) -> float:

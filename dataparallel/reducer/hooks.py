@@ -52,6 +52,8 @@ class ResolvedHook(NamedTuple):
         in_memory_order: Whether it gets gradients as contiguous tensors in any case. PowerSGD
             views them as matrices, which is not possible in every layout.
         kernels: The sources of the kernels that it launches, to be compiled beforehand.
+        keeps_nan: Whether a NaN that it has seen once comes back in every later step. PowerSGD
+            keeps what it has rounded away, and the factors of the last step.
     """
 
     function: CommHook
@@ -60,6 +62,7 @@ class ResolvedHook(NamedTuple):
     one_bucket_at_a_time: bool = False
     in_memory_order: bool = False
     kernels: tuple[str, ...] = ()
+    keeps_nan: bool = False
 
     def sender(
         self,
@@ -110,14 +113,16 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
     else:
         check_hook(state, hook)
         function, name = typing.cast(CommHook, hook), name_of(hook)
+    power_sgd = _comes_from(_POWER_SGD, function, state)
     return ResolvedHook(
         function,
         state,
         name,
         one_bucket_at_a_time=_asks_for_one_at_a_time(function)
         or _comes_from(_LAUNCH_FROM_CALLBACKS, function, state),
-        in_memory_order=_comes_from(_POWER_SGD, function, state),
+        in_memory_order=power_sgd,
         kernels=_kernels_of(function),
+        keeps_nan=power_sgd,
     )
 
 

@@ -15,13 +15,13 @@ PRIOR_NOT_FINISHED = (
 FAILED_MEANWHILE = "another part of this backward failed, so its gradients were dropped"
 
 
-def outside_of_a_round(names: Sequence[str], index: int | None) -> str:
+def outside_of_a_round(names: Sequence[str], index: int) -> str:
     """A replica's parameter got a gradient that was not asked for through the wrapper's outputs."""
-    which = "a parameter" if index is None else f"the parameter {names[index]!r}"
     return (
-        f"{which} of a replica got a gradient outside of the wrapper's backward, so it would not "
-        "be reduced. Outputs are probably kept in objects of a type whose tensors cannot be found; "
-        "return tensors, containers or dataclasses, or register the type with torch.utils._pytree"
+        f"the parameter {names[index]!r} of a replica got a gradient outside of the wrapper's "
+        "backward, so it would not be reduced. Outputs are probably kept in objects of a type in "
+        "which tensors cannot be found; return tensors, containers or dataclasses, or register the "
+        "type with torch.utils._pytree"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -49,12 +49,10 @@ class NonFinitePolicy:
     Attributes:
         action: See :data:`NonFiniteAction`.
         num_skipped: How many backwards were skipped so far.
-        wants_norms: Whether gradients are clipped, which takes norms that are known already.
     """
 
     action: NonFiniteAction = "ignore"
     num_skipped: int = 0
-    wants_norms: bool = field(default=False, repr=False)
 
     @staticmethod
     def of(action: object) -> NonFinitePolicy:
@@ -84,6 +82,23 @@ class NonFinitePolicy:
                 f"nonfinite={self.action!r} and optimizers in backward do not go together: when a "
                 "gradient is found that is not finite, other parameters have taken their step "
                 "already; leave nonfinite at 'ignore', or take the step after backward"
+            )
+
+    def refuse_kept_nan(self, hook: str) -> None:
+        """Raise an error: a communication hook remembers a NaN for ever.
+
+        Args:
+            hook: What messages call it.
+
+        Raises:
+            ValueError: Training is to go on after a NaN.
+        """
+        if self.action == "skip":
+            raise ValueError(
+                f"nonfinite='skip' and the communication hook {hook} do not go together: it adds "
+                "what it has rounded away to the next steps, so that after one NaN all of them "
+                "would be skipped; leave nonfinite at 'ignore', pass 'raise', or use another hook, "
+                "such as 'bf16_compress' or 'int8_compress'"
             )
 
     def act(self, text: str) -> None:
@@ -133,5 +148,5 @@ def describe(told: Sequence[Sequence[Any]]) -> str:
         return f"gradients are not finite on {'; on '.join(places)}"
     return (
         "sums of gradients are not finite, although each gradient is: they are too large for "
-        f"their dtype ({'; '.join(sums)})"
+        f"their dtype, or .grad held something else before ({'; '.join(sums)})"
     )

@@ -43,6 +43,7 @@ class _Recorder:
 class _GradientHook:
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self.hook = hook
+        #: Whether the engine is to leave it out.
         self.has_run = False
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -72,9 +73,13 @@ class OriginalHooks:
         self._states: dict[int, _State] = {}
         #: Parameters with hooks that may change the gradient.
         self.with_gradient_hooks: set[int] = set()
+        # Those that have run in this round. After a round that fails the engine runs none of its
+        # hooks, so they are marked only at its end.
+        self._ran: list[_GradientHook] = []
 
     def guard(self) -> None:
-        """Find hooks that are new; to be called before they can run."""
+        """Find hooks that are new; to be called when a round begins."""
+        self._ran.clear()
         self.with_gradient_hooks.clear()
         for index, original in enumerate(self._originals):
             before: Any = original._backward_hooks
@@ -109,7 +114,7 @@ class OriginalHooks:
             if isinstance(hook, _GradientHook):
                 changed = hook.hook(grad)
                 grad = grad if changed is None else changed
-                hook.has_run = True
+                self._ran.append(hook)
         return grad
 
     def run_all(
@@ -120,6 +125,12 @@ class OriginalHooks:
         return [None if grad is None else self.run(index, grad) for index, grad in pairs]
 
     def published(self, indices: Collection[int]) -> None:
-        """Note parameters whose gradient was put into ``.grad``, past the engine."""
+        """End a round; the engine passes over what the reducer has done.
+
+        Args:
+            indices: The parameters whose gradient was put into ``.grad``, past the engine.
+        """
+        for hook in self._ran:
+            hook.has_run = True
         for index in self._states.keys() & indices:
             self._states[index].published = True

@@ -32,6 +32,8 @@ class ReducerProcesses:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.buckets = ProcessLink(group, timeout=timeout, purpose="gradients")
         self.control = ProcessLink(group, timeout=timeout, purpose="control")
+        #: A link of somebody else's over the same processes: if it breaks, they have lost touch.
+        self.companion: ProcessLink | None = None
         self.timeout = timeout
         self.rank = self.buckets.rank
         self.world_size = self.buckets.world_size
@@ -42,6 +44,7 @@ class ReducerProcesses:
         store = shared_store(parent_group(group))
         self._failed = FailedRounds(store, self.control.name, self.rank)
         self._plan: tuple[Any, str] = ((), "")
+        self._was_interrupted = False
 
     def exchange(
         self,
@@ -67,7 +70,12 @@ class ReducerProcesses:
         """
         hook: str | None = getattr(sender, "name", None)
         self._failed.begin()
-        self._begin_step(storages, describe, (average, deterministic, hook))
+        try:
+            self._begin_step(storages, describe, (average, deterministic, hook))
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.interrupted(error)
+            raise
         sum_over = OrderedSum if deterministic else AllReduce
         self._times = 1 if sender is None else self.world_size
         return Exchange(
@@ -79,6 +87,7 @@ class ReducerProcesses:
             self._scale(average, weight),
             statistics,
             self._failed,
+            self.interrupted,
         )
 
     def _begin_step(
@@ -155,7 +164,19 @@ class ReducerProcesses:
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        return self.buckets.broken is not None or self.control.broken is not None
+        links = (self.buckets, self.control, self.companion)
+        broken = any(link is not None and link.broken is not None for link in links)
+        return broken or self._was_interrupted
+
+    def interrupted(self, error: BaseException) -> None:
+        """Use the links, and what is in flight, no more; the others get to know.
+
+        Args:
+            error: What has interrupted this process, mostly a KeyboardInterrupt.
+        """
+        # First: telling may be interrupted, too.
+        self._was_interrupted = True
+        self.control.tell(error, "backward")
 
     def close(self) -> None:
         """Give the groups back."""

@@ -28,9 +28,9 @@ from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.bucket_plan import whole_order
 from dataparallel.reducer.buckets import Buckets
-from dataparallel.reducer.debug import log_plan
 from dataparallel.reducer.delivery import Delivery
 from dataparallel.reducer.entrances import Entrances
+from dataparallel.reducer.errors import OtherRanksFailed
 from dataparallel.reducer.guard import Guard, Said
 from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor
@@ -108,13 +108,17 @@ class Reducer:
         self._entrances = Entrances()
         self._user_hooks = OriginalHooks(self._originals)
         self._exchange: Exchange | None = None
+        self._replica_sums: ReplicaSums | None = None
         self._sums: list[list[MaybeTensor]] = []
         self.usage = Usage(self.names, options)
         self._late_parameters: set[int] = set()
-        #: The order in which gradients arrived in the first round; empty before it.
+        #: The order of arrival in the first round, as all processes agreed; empty before that.
         self.order: list[int] = []
+        self._arriving: list[int] = []
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
+        #: Rounds with other processes that have ended, well or not.
+        self.num_ended = 0
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
         places = [leaf[0].device for leaf in self._leaves]
@@ -127,13 +131,13 @@ class Reducer:
         self.optimizers: InBackwardOptimizers | None = None
         #: Called when a round has ended; set by the wrapper.
         self.at_end: Callable[[], None] = lambda: None
-        #: Called when a round has failed, in all processes.
-        self.at_failure: Callable[[BaseException], None] = lambda error: None
-        self._make_buckets(None)
+        #: Called when a round has failed, with whether the other processes know.
+        self.at_failure: Callable[[BaseException, bool], None] = lambda error, told: None
+        self._make_buckets()
 
     # --- buckets and hooks ---------------------------------------------------------------------
 
-    def _make_buckets(self, order: Sequence[int] | None) -> None:
+    def _make_buckets(self) -> None:
         self.buckets = Buckets(
             self._originals,
             self.names,
@@ -141,32 +145,19 @@ class Reducer:
             self.options,
             flat=self.processes is not None,
             expect_sparse=self._expect_sparse,
-            order=order,
+            order=self.order or None,
         )
-        when = "before the first backward" if order is None else "in the order of arrival"
-        log_plan(self.buckets.plan, self.names, when)
         self.remove_hooks()
         for replica, leaves in enumerate(self._leaves):
-            if order is None:
-                for index, leaf in enumerate(leaves):
-                    if leaf.requires_grad:
-                        self._hooks.add(leaf, Reducer._record, replica, index)
-            else:
-                for leaf in self.buckets.sentinels(leaves):
-                    self._hooks.add(leaf, Reducer._arrived, replica)
+            for index in self.buckets.sentinels(leaves):
+                self._hooks.add(leaves[index], Reducer._arrived, replica, index)
 
-    def _record(self, replica: int, index: int, leaf: torch.Tensor) -> None:
-        self._current(index)
-        if replica == 0:
-            self.order.append(index)
-
-    def _arrived(self, replica: int, leaf: torch.Tensor) -> None:
-        self._current(None).arrived(replica, leaf.device)
-
-    def _current(self, index: int | None) -> Round:
+    def _arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         if self._round is None:
             raise RuntimeError(messages.outside_of_a_round(self.names, index))
-        return self._round
+        if replica == 0 and not self.buckets.ordered:
+            self._arriving.append(index)
+        self._round.arrived(replica, leaf.device)
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
@@ -229,7 +220,8 @@ class Reducer:
                 self._fail(round_, error)
                 raise
             ended = True
-            self._round = None
+            self.num_ended += self._exchange is not None
+            self._round = self._exchange = self._replica_sums = None
             self.statistics.backward_end()
             self.at_end()
             return result
@@ -241,6 +233,9 @@ class Reducer:
         if self.optimizers is not None:
             self.optimizers.begin(synchronised=synchronise, home=self._accumulated.home)
         self._exchange = None
+        if self.order and not self.buckets.ordered:
+            # An error was in the way at the end of the first round, but not for other processes.
+            self._make_buckets()
         self._user_hooks.guard()
         self.usage.begin_round()
         self._sums = [[] for _ in self.buckets.plan.buckets]
@@ -261,8 +256,7 @@ class Reducer:
         hooked = self._user_hooks.with_gradient_hooks
         reduces = self._exchange is not None
         if self.guard is not None:
-            alone = len(self._leaves) == 1 and not reduces
-            self.guard.begin(self.buckets, self._accumulated, alone=alone)
+            self.guard.begin(self.buckets, self._accumulated, stays=not synchronise)
         self.buckets.attach(self._accumulated, hooked, reduces=reduces)
         self._replica_sums = ReplicaSums(
             self.buckets,
@@ -285,7 +279,7 @@ class Reducer:
 
     def _complete(self, number: int, rows: list[list[MaybeTensor]]) -> None:
         """A bucket has come from all replicas: sum it up and send it."""
-        assert self._round is not None
+        assert self._round is not None and self._replica_sums is not None
         with contextlib.ExitStack() as streams:
             streams.enter_context(record_range(f"reduce {self.buckets.describe[number]}"))
             streams.enter_context(self._round.on_streams())
@@ -306,6 +300,7 @@ class Reducer:
         self._sums[number] = sums
 
     def _finish(self, round_: Round) -> list[MaybeTensor]:
+        assert self._replica_sums is not None
         round_.finish()
         round_.wait_for_streams()
         extra = self._replica_sums.late(round_)
@@ -322,7 +317,7 @@ class Reducer:
                 said = reception.receive(self._exchange, self.processes)
         self._late_parameters |= reception.extra.keys()
         if self.guard is not None:
-            self.guard.judge(said, delivery, stays=bool(self.processes and not self._exchange))
+            self.guard.judge(said, delivery)
         # First, since the other processes wait for this one in it.
         self._after_round()
         self._accumulated = self.accumulations.after_round()
@@ -349,27 +344,28 @@ class Reducer:
         if self._exchange is None and self.processes is not None:
             return
         self.num_rounds += 1
-        self._exchange = None
         if not self.buckets.ordered:
-            self.order = whole_order(self.order, len(self.names))
-            if self.processes is not None:
-                self.order = self.processes.order_of_rank_0(self.order)
-            self._make_buckets(self.order)
+            order = whole_order(self._arriving, len(self.names))
+            self.order = order if self.processes is None else self.processes.order_of_rank_0(order)
+            self._make_buckets()
 
     def _fail(self, round_: Round, error: BaseException) -> None:
         """Drop the round; let the other processes know instead of letting them wait."""
         round_.failure = error
         self.statistics.abandon()
         exchange, self._exchange = self._exchange, None
+        told = self.processes is None
         try:
             if exchange is not None:
+                told = not exchange.concluded or isinstance(error, OtherRanksFailed)
+                self.num_ended += 1
                 exchange.abandon([self._originals[b[0]] for b in self.buckets.plan.buckets], error)
         finally:
             round_.drop()
             self.buckets.forget_views(self._accumulated.home)
             self._accumulated = self.accumulations.after_round()
-            self._round, self._sums = None, []
-            self.at_failure(error)
+            self._round, self._replica_sums, self._sums = None, None, []
+            self.at_failure(error, told)
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know.
@@ -384,9 +380,8 @@ class Reducer:
         self.statistics.use_devices(devices)
         if self.guard is not None:
             self.guard.use_devices(devices)
-        # What an unfinished first round has seen is not the order of a whole one.
-        self.order = self.order if self.buckets.ordered else []
-        self._make_buckets(self.order if self.buckets.ordered else None)
+        self._arriving = []
+        self._make_buckets()
 
     def reset(self) -> None:
         """Forget an unfinished round, as after a backward that failed outside of the replicas."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from dataparallel.generators import GeneratorStates
 
+_Registered: TypeAlias = "dict[str, torch.Tensor | None]"
+
 
 class Rollback:
     """The buffers of some modules and the states of the generators, as they were at ``take``.
 
-    Values are written back where they are, so that what refers to a buffer goes on to do so.
-    Everything else that a forward changes, such as lists that a module keeps, is not brought back.
+    Values are written back where they are, so that what refers to a buffer goes on to do so; where
+    a forward has assigned another tensor, or None, the buffer is the same object as before again.
+    Everything else that a forward changes, such as other attributes of a module, is not brought
+    back.
 
     Example::
 
@@ -32,6 +37,8 @@ class Rollback:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
+        #: What each module has as buffers, and what it had at `take`.
+        self._registered: list[tuple[_Registered, _Registered]] = []
         self._buffers: list[torch.Tensor] = []
         # Kept from one `take` to the next: to allocate takes longer than to copy.
         self._values: list[torch.Tensor] = []
@@ -43,7 +50,10 @@ class Rollback:
         Args:
             modules: The modules; None stands for none.
         """
-        self._buffers = buffers = list(_buffers_of(modules))
+        self._registered = [(live, dict(live)) for live in _registered_in(modules)]
+        found = [buffer for _, kept in self._registered for buffer in kept.values()]
+        unique = {id(buffer): buffer for buffer in found if buffer is not None}
+        self._buffers = buffers = list(unique.values())
         values = self._values
         # Memory that was made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -57,6 +67,10 @@ class Rollback:
         """Make everything as it was."""
         assert self._generators is not None, "undo comes after take"
         self._generators.restore()
+        for live, kept in self._registered:
+            if [*map(id, live.values())] != [*map(id, kept.values())] or [*live] != [*kept]:
+                live.clear()
+                live.update(kept)
         with torch.no_grad():
             for buffer, value in zip(self._buffers, self._values, strict=True):
                 # A graph that has saved a buffer which did not change stays valid.
@@ -65,7 +79,7 @@ class Rollback:
 
     def forget(self) -> None:
         """Hold the modules' buffers no longer."""
-        self._buffers = []
+        self._registered, self._buffers = [], []
         self._generators = None
 
 
@@ -135,8 +149,11 @@ class GradientRollback:
                 grad.detach().copy_(value)
 
 
-def _buffers_of(modules: Iterable[nn.Module | None]) -> Iterator[torch.Tensor]:
-    """All buffers, each once. ``Module.buffers`` makes names too, which takes longer than this."""
+def _registered_in(modules: Iterable[nn.Module | None]) -> Iterator[_Registered]:
+    """The buffers of each module that may have some, by name, as the module itself keeps them.
+
+    ``Module.buffers`` makes whole names, which takes longer than this.
+    """
     waiting = [module for module in modules if module is not None]
     seen: set[int] = set()
     while waiting:
@@ -144,10 +161,7 @@ def _buffers_of(modules: Iterable[nn.Module | None]) -> Iterator[torch.Tensor]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
+        yield module._buffers
         waiting.extend(child for child in module._modules.values() if child is not None)
 
 

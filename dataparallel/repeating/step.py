@@ -11,6 +11,9 @@ from torch import nn
 
 from dataparallel.data_parallel import DataParallel
 from dataparallel.distributed import DistributedDataParallel
+from dataparallel.gradient_home import IN_GRAD
+from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.repeating.obstacles import Obstacles
 from dataparallel.repeating.rollback import GradientRollback, Rollback
 
@@ -45,6 +48,14 @@ def refuse_steps_in_backward(model: DataParallel[Any]) -> None:
         )
 
 
+def _accumulated_by(model: DataParallel[Any]) -> list[Accumulated]:
+    """What the reducers of a wrapper know of the gradients of its parameters."""
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    reducers = (model._reduction.reducer, model._reduction.local)
+    return [reducer.accumulations.of(IN_GRAD) for reducer in reducers if reducer is not None]
+
+
 class StepRollback:
     """Everything that forward and backward of a wrapper change, as it is now.
 
@@ -71,10 +82,18 @@ class StepRollback:
         self._state.take([model.module, *modules])
         self._gradients = GradientRollback(model.parameters() if parameters is None else parameters)
         self._weight = getattr(model._engine, "weight", None)
+        # A round that has succeeded takes what is unreduced for reduced, and counts what it skips.
+        self._accumulated = [(one, one.state()) for one in _accumulated_by(model)]
+        self._policy: NonFinitePolicy | None = getattr(model, "_nonfinite", None)
+        self._num_skipped = 0 if self._policy is None else self._policy.num_skipped
 
     def undo(self) -> None:
         """Make everything as it was."""
         self._state.undo()
         self._gradients.undo()
+        for accumulated, state in self._accumulated:
+            accumulated.use_state(state)
+        if self._policy is not None:
+            self._policy.num_skipped = self._num_skipped
         if hasattr(self._model._engine, "weight"):
             self._model._engine.weight = self._weight

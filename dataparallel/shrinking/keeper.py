@@ -11,7 +11,7 @@ the graph is gone, and gradients are half done: those of the round are dropped i
 the step has to be run again, by ``ReplicaKeeper.step`` or by whoever called it.
 
 Replica 0 has the originals, and the state of the optimizer is on its device. If that is lost they
-are lost, and training goes on from a checkpoint.
+are lost, and training goes on from a checkpoint; so it does if a shard of an optimizer is lost.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class ReplicaKeeper:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _on_failed_round(self, error: BaseException) -> None:
-        """The reducer has dropped the gradients of a round, in all processes."""
+    def _on_failed_round(self, error: BaseException, told: bool) -> None:
+        """The reducer has dropped the gradients of a round."""
         if self._in_step and self._agreement is not None:
-            self._agreement.round_failed(error)
+            self._agreement.round_failed(told)
             return
         model = self._model()
         devices = () if model is None else model.timeline.devices
@@ -294,8 +294,8 @@ class ReplicaKeeper:
         except DeviceLost as final:
             why = final
         can_repeat = model.timeline.devices != tuple(before) and not isinstance(why, DeviceLost)
-        # Without its first device this process can tell the others nothing, and after a forward
-        # that cannot be run again they are not where they would listen.
+        # Without its first device this process can take part in no round, and after a forward that
+        # cannot be run again the others are not where they would listen.
         tells = not isinstance(error, DeviceLost) and not self._is_home_lost(why, before)
         if self._agreement is not None and tells:
             verdict = self._agreement.failed(error, can_repeat=can_repeat, why=first_line(why))
@@ -308,6 +308,8 @@ class ReplicaKeeper:
                 ) from error
             if verdict.why and why is error:
                 add_note(error, f"the step is not run again: {verdict.why}")
+        elif self._agreement is not None:
+            self._agreement.lose_touch(why)
         elif can_repeat:
             return
         _raise(why)
@@ -330,6 +332,8 @@ class ReplicaKeeper:
             return
         self._closed = True
         self._timeline.leave_devices(self._on_devices)
+        if self._agreement is not None:
+            self._agreement.close()
         model = self._model()
         if model is not None and model._keeper is self:
             model._keeper = None
@@ -350,7 +354,7 @@ class ReplicaKeeper:
         )
 
 
-def _nothing(error: BaseException) -> None:
+def _nothing(error: BaseException, told: bool) -> None:
     """What is done about a failed round where there is no keeper."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dataparallel.data_parallel import DataParallel
+from dataparallel.sharded_optimizer import devices_with_shards_of
 from dataparallel.shrinking.device_loss import DeviceLost, first_line, settle
 
 _log = logging.getLogger("dataparallel")
@@ -79,6 +80,15 @@ def _check_rest(
             f"the device on which outputs are gathered is lost, {model.output_device}. Wrap the "
             f"module anew with another output_device; its parameters on {home} are as they were "
             "before the step",
+            lost,
+        ) from error
+    shards = devices_with_shards_of(model.parameters())
+    if not shards.isdisjoint(lost):
+        names = " and ".join(str(device) for device in lost if device in shards)
+        raise DeviceLost(
+            f"the device of a shard of the optimizer is lost, {names}, and with it the state of "
+            f"some parameters; the parameters on {home} are as they were before the step. Make the "
+            "wrapper and the optimizer anew on devices that work, and load the last checkpoint",
             lost,
         ) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dataparallel.checkpoint.generation import Generation
-from dataparallel.checkpoint.generation_folders import folder_name, prune
+from dataparallel.checkpoint.generation_folders import folder_name, prune, sweep
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 
 PARTS = ("rank-0", "rank-1")
@@ -29,6 +29,7 @@ def values(number: int, size: int = 1000) -> dict[str, torch.Tensor]:
 
 def save(directory: str | os.PathLike[str], number: int, size: int = 1000, keep: int = 9) -> None:
     """Write a generation of two files."""
+    sweep(os.fspath(directory), number)
     with GenerationWriter(directory, number) as writer:
         entries = [writer.write(p, values(number, size), {"of": p, "n": number}) for p in PARTS]
         writer.commit(entries, {"step": number})

@@ -14,7 +14,13 @@ import torch
 
 from dataparallel.checkpoint.errors import CheckpointError, NoCheckpoint
 from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import generations, next_number, numbers, prune
+from dataparallel.checkpoint.generation_folders import (
+    generations,
+    next_number,
+    numbers,
+    prune,
+    sweep,
+)
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 from dataparallel.checkpoint.manifest import FileEntry
 from tests.checkpoint.generations import PARTS, check, folder, save, values
@@ -280,15 +286,14 @@ def test_discarded_generations_leave_nothing(tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_the_next_writer_removes_what_was_given_up_and_nothing_else(tmp_path: pathlib.Path) -> None:
+def test_a_sweep_removes_what_was_given_up_and_nothing_else(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     save(tmp_path, 0)
-    with GenerationWriter(tmp_path, 1) as given_up:
-        given_up.write("model", values(0))
-    with GenerationWriter(tmp_path, 2) as alive:
-        alive.write("model", values(0))
-        with GenerationWriter(tmp_path, 3):
-            assert numbers(tmp_path) == [0, 2, 3]
+    for number in (1, 2, 3):
+        with GenerationWriter(tmp_path, number) as given_up:
+            given_up.write("model", values(0))
+    sweep(str(tmp_path), 2)
+    assert numbers(tmp_path) == [0, 2, 3]
     assert (tmp_path / "mine.txt").exists()
     check(read_generation(tmp_path))
 

@@ -14,6 +14,7 @@ import pytest
 from dataparallel.checkpoint.errors import CheckpointError
 from dataparallel.checkpoint.generation import read_generation
 from dataparallel.checkpoint.generation_folders import generations
+from dataparallel.checkpoint.generation_writer import GenerationWriter
 from tests.checkpoint import file_calls, forked
 from tests.checkpoint.file_calls import at_call, count_calls, two_generations
 from tests.checkpoint.generations import check, save
@@ -125,6 +126,6 @@ def test_a_directory_without_permission(
 def test_a_directory_that_is_a_file(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"beginning generation 0 failed in .*file: "):
-        save(tmp_path / "file", 0)
+        GenerationWriter(tmp_path / "file", 0)
     with pytest.raises(CheckpointError, match=r"looking for generations failed in .*file: "):
         read_generation(tmp_path / "file")

@@ -16,7 +16,13 @@ import torch
 
 from dataparallel.checkpoint.errors import CheckpointError
 from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import UNFINISHED, generations, next_number, prune
+from dataparallel.checkpoint.generation_folders import (
+    UNFINISHED,
+    generations,
+    next_number,
+    prune,
+    sweep,
+)
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 from dataparallel.checkpoint.manifest import FileEntry
 from tests.checkpoint import file_calls
@@ -37,6 +43,7 @@ def kill(name: str, args: Any) -> None:
 
 def save_and_be_killed(say: Say, at: int, directory: pathlib.Path) -> None:
     with at_call(at, kill):
+        sweep(str(directory), 3)
         with GenerationWriter(directory, 3) as writer:
             entries = [writer.write(part, values(3), {"of": part, "n": 3}) for part in PARTS]
             writer.commit(entries, {"step": 3})
@@ -170,29 +177,17 @@ def test_everything_is_on_the_disk_before_it_counts(
     assert after == [("fsync", folder(tmp_path, 1).name), ("fsync", tmp_path.name)]
 
 
-def write_second_part(say: Say, directory: pathlib.Path, stay: bool) -> None:
+def write_second_part(say: Say, directory: pathlib.Path) -> None:
     with GenerationWriter(directory, 0) as writer:
         entry = writer.write("rank-1", values(0), {"of": "rank-1", "n": 0})
         say(entry.bytes)
         say(int(entry.sha256, 16))
-        if stay:
-            signal.pause()
-
-
-def test_an_unfinished_generation_stays_as_long_as_its_writer(tmp_path: pathlib.Path) -> None:
-    with Fork(write_second_part, tmp_path, True) as child:
-        assert child.hear() and child.hear()
-        with GenerationWriter(tmp_path, 7):
-            assert folder(tmp_path, 0).exists(), "its writer lives"
-        child.kill()
-    with GenerationWriter(tmp_path, 8):
-        assert not folder(tmp_path, 0).exists(), "its writer is dead"
 
 
 def test_processes_write_one_generation_together(tmp_path: pathlib.Path) -> None:
     with GenerationWriter(tmp_path, 0) as writer:
         mine = writer.write("rank-0", values(0), {"of": "rank-0", "n": 0})
-        with Fork(write_second_part, tmp_path, False) as child:
+        with Fork(write_second_part, tmp_path) as child:
             size, digest = child.rest()
         theirs = FileEntry("rank-1", size, f"{digest:064x}")
         writer.commit([mine, theirs], {"step": 0})

@@ -113,7 +113,7 @@ def test_a_file_system_without_locks(
             CheckpointError, match=r"No locks available.*save to a file system with"
         ):
             DirectoryLock(tmp_path)
-        # One process that writes needs none; what is unfinished stays, as it may be another's.
+        # Writing a generation needs none.
         save(tmp_path, 0)
         save(tmp_path, 1)
     DirectoryLock(tmp_path).release()

@@ -19,6 +19,7 @@ from torch import nn
 
 from dataparallel import checkpoint
 from dataparallel.checkpoint import saving_calls
+from dataparallel.checkpoint.generation import read_generation
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 
 ROOT = pathlib.Path(checkpoint.__file__).absolute().parents[2]
@@ -81,6 +82,15 @@ def test_what_changes_later_is_not_saved(device: str, gate: Gate, tmp_path: path
     loaded = checkpoint.load(tmp_path, net, optimizer)
     assert torch.equal(net.weight, expected) and not optimizer.state_dict()["state"]
     assert loaded.user == {"history": [1, 2]}
+
+
+def test_it_is_noted_when_the_state_was_taken(gate: Gate, tmp_path: pathlib.Path) -> None:
+    before = time.time()
+    saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
+    after = time.time()
+    gate.opened.set()
+    saving.wait(30)
+    assert before <= read_generation(tmp_path).document["taken"] <= after
 
 
 def test_progress(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from tests.faults.injector import Fault, Injector
 
 #: Steps from one generation of the checkpoint to the next.
 EVERY = 3
+# Seconds until a process that waits for more of them gives up.
+_LONGEST_WAIT = 300.0
 
 
 class Journal:
@@ -62,8 +64,18 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sum(1, keepdim=True)
 
 
-def train(rank: int, world_size: int, folder: str, steps: int, plan: list[Fault]) -> str:
-    """Train up to a step, from the last generation on; returns a digest of the weights."""
+def train(
+    rank: int, world_size: int, folder: str, steps: int, plan: list[Fault], needed: int = 1
+) -> str:
+    """Train up to a step, from the last generation on; returns a digest of the weights.
+
+    Args:
+        rank, world_size: Of this process.
+        folder: Where the journal and the generations are.
+        steps: How many the training has.
+        plan: Which faults happen.
+        needed: With fewer processes the second half is not begun; torchrun ends the wait.
+    """
     journal = Journal(pathlib.Path(folder, "journal"))
     injector = Injector(plan, pathlib.Path(folder, "happened"))
     model = dp.DistributedDataParallel(build(), ["cpu", "cpu"])
@@ -73,6 +85,9 @@ def train(rank: int, world_size: int, folder: str, steps: int, plan: list[Fault]
     first = checkpoint.load(saved, model, optimizer, missing_ok=True).step
     journal.write("resume", rank=rank, step=first)
     for step in range(first, steps):
+        if step == steps // 2 and world_size < needed:
+            time.sleep(_LONGEST_WAIT)
+            raise AssertionError(f"only {world_size} of {needed} processes came")
         journal.write("begin", rank=rank, step=step)
         injector.at(rank, step)
         x, y = batch(step, rank)
@@ -117,13 +132,18 @@ def recoveries(journal: Journal, world_size: int) -> list[float]:
 
 
 def main() -> None:
-    """One process under torchrun: the folder, the number of steps, and ranks and steps to kill."""
+    """One process under torchrun.
+
+    The arguments are the folder, the number of steps, ranks and steps to kill, and how many
+    processes are needed.
+    """
     torch.set_num_threads(1)
     folder, steps, kills = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     Journal(pathlib.Path(folder, "journal")).write("process", pid=os.getpid())
     init_process_group(timeout=20)
     plan = [Fault(rank, step, "kill") for rank, step in kills]
-    digest = train(dist.get_rank(), dist.get_world_size(), folder, steps, plan)
+    needed = int(sys.argv[4])
+    digest = train(dist.get_rank(), dist.get_world_size(), folder, steps, plan, needed)
     Journal(pathlib.Path(folder, "journal")).write("digest", rank=dist.get_rank(), digest=digest)
     dist.destroy_process_group()
 

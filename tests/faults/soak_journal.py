@@ -21,6 +21,9 @@ from tests.faults.injector import Fault
 #: What a run has to reach.
 FAULTS_PER_HOUR, GOODPUT, LOST_STEPS = 120, 0.80, 1
 
+#: Steps of the training without faults that keep the pace, and tell what a step takes.
+PACED = 100
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -33,9 +36,10 @@ class Summary:
         restarts: How often torchrun started the processes again.
         recoveries: How often they went on without that.
         lost: Per time that they loaded, how many steps had to be made again.
-        typical: Seconds of a step, the median.
+        typical: Seconds of a step without faults, the median.
         loss: Of the last step.
-        digests: Of the weights in the end, per process.
+        digests: Of weights and statistics in the end, per process.
+        parameters: Of the weights alone.
         gaps: Seconds from one step to the next, where faults lay between them.
     """
 
@@ -49,11 +53,12 @@ class Summary:
     typical: float
     loss: float
     digests: tuple[str, ...]
+    parameters: tuple[str, ...]
     gaps: tuple[float, ...]
 
     @property
     def goodput(self) -> float:
-        """The share of the time that went into steps that stayed."""
+        """The share of the time that the steps that stayed would have taken without faults."""
         return min(1.0, self.done * self.typical / max(self.seconds, 1e-9))
 
     @property
@@ -70,21 +75,26 @@ class Summary:
             f"loss {self.loss:.4f}"
         )
 
-    def is_fine(self, reference: Summary, plan: Sequence[Fault]) -> bool:
-        """Whether the run has reached what it has to."""
+    def is_right(self, reference: Summary, plan: Sequence[Fault]) -> bool:
+        """Whether everything has happened that was planned, and has changed nothing."""
         return (
             sorted(self.faults) == sorted(map(str, plan))
-            and self.per_hour >= FAULTS_PER_HOUR
-            and self.goodput >= GOODPUT
             and max(self.lost, default=0) <= LOST_STEPS
             and self.has_same_end(reference)
         )
 
+    def is_fast(self) -> bool:
+        """Whether there was as much training, under as many faults, as there has to be."""
+        return self.per_hour >= FAULTS_PER_HOUR and self.goodput >= GOODPUT
+
     def has_same_end(self, reference: Summary) -> bool:
-        """Whether loss and weights are those of the training without faults."""
-        # Not the same in both processes: statistics of batches are kept by each for itself.
+        """Whether loss and weights are those of the training without faults, in all processes."""
         same = len(self.digests) > 0 and self.digests == reference.digests
-        return same and self.loss == reference.loss
+        return same and self.loss == reference.loss and self.is_same_everywhere()
+
+    def is_same_everywhere(self) -> bool:
+        """Whether the processes have the same weights; statistics are kept by each for itself."""
+        return len(self.parameters) > 1 and len(set(self.parameters)) == 1
 
     def report(self, reference: Summary, plan: Sequence[Fault], options: argparse.Namespace) -> str:
         """The result as Markdown."""
@@ -114,7 +124,8 @@ to the disk, too. Nobody helps.
 It took {self.seconds / 60:.1f} minutes. The processes were started again {self.restarts} times, and
 went on in place {self.recoveries} times. From the last step before a fault to the next one it took
 {statistics.median(gaps):.2f} s (median) and {gaps[-1]:.2f} s at most. A step took
-{self.typical * 1000:.0f} ms (median). Goodput is the steps times that, over the whole time.
+{self.typical * 1000:.0f} ms (median) in the training without faults, which saves nothing to memory.
+Goodput is the steps times that, over the whole time.
 """
 
     def _rows(self, reference: Summary, plan: Sequence[Fault]) -> list[tuple[str, str, str, bool]]:
@@ -123,7 +134,10 @@ went on in place {self.recoveries} times. From the last step before a fault to t
         happened = sorted(self.faults) == sorted(map(str, plan))
         lost = max(self.lost, default=0)
         enough = f"at least {FAULTS_PER_HOUR}"
-        digests = " ".join(digest[:8] for digest in self.digests) or "none"
+        digests, weights = (
+            " ".join(digest[:8] for digest in kind) or "none"
+            for kind in (self.digests, self.parameters)
+        )
         return [
             ("faults that happened", f"{count}", f"all {len(plan)} planned", happened),
             ("faults per hour", f"{per_hour:.0f}", enough, per_hour >= FAULTS_PER_HOUR),
@@ -146,13 +160,25 @@ went on in place {self.recoveries} times. From the last step before a fault to t
                 "the same bits as without faults",
                 self.has_same_end(reference),
             ),
+            (
+                "weights of one process and of the other",
+                weights,
+                "the same bits",
+                self.is_same_everywhere(),
+            ),
         ]
 
 
 class Journal:
-    """Reads what the processes write, while they do; see :mod:`tests.faults.soak_worker`."""
+    """Reads what the processes write, while they do; see :mod:`tests.faults.soak_worker`.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        folder: Where they write.
+        typical: Seconds of a step without faults. Default: that of the first steps here.
+    """
+
+    def __init__(self, folder: str, typical: float | None = None) -> None:
+        self._typical = typical
         self._path = pathlib.Path(folder, "journal")
         self._happened = pathlib.Path(folder, "happened")
         self._offset = 0
@@ -165,7 +191,9 @@ class Journal:
         loads = [line for line in self._lines if line["event"] in ("start", "recovered")]
         times = [line["time"] for line in self._lines]
         happened = self._happened.read_text().splitlines() if self._happened.exists() else []
-        durations = [line["seconds"] for line in made]
+        durations = [line["seconds"] for line in made[:PACED]]
+        typical = statistics.median(durations) if durations else 0.0
+        ends = {line["rank"]: line for line in self._lines if line["event"] == "end"}
         return Summary(
             steps=steps,
             seconds=times[-1] - times[0] if times else 0.0,
@@ -174,13 +202,10 @@ class Journal:
             restarts=max((line["restart"] for line in loads), default=0),
             recoveries=sum(line["event"] == "recovered" and line["rank"] == 0 for line in loads),
             lost=tuple(self._lost()),
-            typical=statistics.median(durations) if durations else 0.0,
+            typical=typical if self._typical is None else self._typical,
             loss=made[-1]["loss"] if made else float("nan"),
-            digests=tuple(
-                line["digest"]
-                for line in sorted(self._lines, key=lambda line: line["rank"])
-                if line["event"] == "end"
-            ),
+            digests=tuple(ends[rank]["digest"] for rank in sorted(ends)),
+            parameters=tuple(ends[rank]["parameters"] for rank in sorted(ends)),
             gaps=tuple(self._gaps()),
         )
 

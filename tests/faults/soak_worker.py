@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Settings:
         memory: Where every step is saved: a folder in memory.
         steps: How many steps the training has.
         pace: Seconds that a step takes at least; the processor waits, as for an accelerator.
+        paced: How many steps keep the pace; the others take as long as they need. Default: all.
         disk_every: Steps between two generations on the disk.
         timeout: Seconds that a process waits for the others.
         outside: The network of the machine, in which nothing is cut.
@@ -52,6 +54,7 @@ class Settings:
     memory: str
     steps: int
     pace: float
+    paced: int | None = None
     disk_every: int = 100
     timeout: float = 20.0
     outside: str = ""
@@ -91,6 +94,11 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return centres[y] + 0.5 * torch.randn(32, 32, generator=generator), y
 
 
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """What tells other bits."""
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
+
+
 class Training:
     """The training, and what happens to it."""
 
@@ -127,12 +135,12 @@ class Training:
                 failed = step
                 step = self._load("recovered")
                 continue
-            time.sleep(max(0.0, self._settings.pace - (time.monotonic() - begin)))
+            if self._settings.paced is None or step < self._settings.paced:
+                time.sleep(max(0.0, self._settings.pace - (time.monotonic() - begin)))
             self._note("step", step=step, loss=loss, seconds=time.monotonic() - begin)
             step += 1
-        weights = [value.detach().numpy().tobytes() for value in self._model.state_dict().values()]
-        digest = hashlib.sha256(b"".join(weights)).hexdigest()
-        self._note("end", step=step, digest=digest)
+        state = digest_of(self._model.state_dict().values())
+        self._note("end", step=step, digest=state, parameters=digest_of(self._model.parameters()))
 
     def _step(self, step: int) -> float:
         place = step % 3

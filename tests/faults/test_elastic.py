@@ -36,9 +36,10 @@ class Launch:
         self._folder = folder
         self.agents: list[subprocess.Popen[str]] = []
 
-    def start(self, *options: str, program: Sequence[str]) -> None:
+    def start(self, *options: str, program: Sequence[str], **variables: str) -> None:
         """Start torchrun on one machine; each call is one more."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
+        environment |= variables
         # Otherwise the agents and the processes would be told what this test found out.
         environment.pop("GLOO_SOCKET_IFNAME", None)
         command = [sys.executable, "-m", "torch.distributed.run", *options, *program]
@@ -96,9 +97,11 @@ def options_of(rendezvous: str) -> list[str]:
     ]
 
 
-def program(folder: pathlib.Path, steps: int, kills: Sequence[tuple[int, int]]) -> list[str]:
+def program(
+    folder: pathlib.Path, steps: int, kills: Sequence[tuple[int, int]], needed: int = 1
+) -> list[str]:
     module = elastic_cases.__name__
-    return ["-m", module, str(folder), str(steps), json.dumps(kills)]
+    return ["-m", module, str(folder), str(steps), json.dumps(kills), str(needed)]
 
 
 def kill_places(number: int, world_size: int, *, seed: int) -> list[tuple[int, int]]:
@@ -200,6 +203,35 @@ def test_two_machines(
         repeats=number,
         baseline=BASELINE,
     )
+
+
+@pytest.mark.long_faults
+def test_a_machine_that_joins_later(launch: Launch, tmp_path: pathlib.Path) -> None:
+    """The one that is there is started again together with it, from the last generation on."""
+    steps = 20
+    options = [*options_of("c10d"), "--nnodes", "1:2", "--nproc-per-node", "1"]
+    options += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
+    # See docs/elastic.md.
+    of_agent = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launch.start(*options, program=program(tmp_path, steps, [], needed=2), **of_agent)
+    journal = Journal(tmp_path / "journal")
+    wait_until(lambda: any(line.get("step") == EVERY for line in journal.read()))
+    launch.start(*options, program=program(tmp_path, steps, [], needed=2), **of_agent)
+    launch.wait(120.0)
+    lines = journal.read()
+    resumed = [(line["rank"], line["step"]) for line in lines if line["event"] == "resume"]
+    at = steps // 2 // EVERY * EVERY
+    assert resumed[0] == (0, 0) and sorted(resumed[1:]) == [(0, at), (1, at)]
+    assert {line["rank"] for line in lines if line["event"] == "digest"} == {0, 1}
+    ends = elastic_cases.losses(journal)
+    assert ends.keys() == {(0, i) for i in range(steps)} | {(1, i) for i in range(at, steps)}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
 
 
 @pytest.mark.long_faults

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import pathlib
 import re
@@ -14,9 +13,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.faults import leaks, partition, table
+from tests.faults import leaks, table
 from tests.faults.harness import Figures
 from tests.faults.injector import Fault, InjectedError, Injector, random_plan
 
@@ -189,45 +187,3 @@ def test_a_stop_that_ends(tmp_path: pathlib.Path) -> None:
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert time.monotonic() - begin > 0.2
-
-
-# --- partitions ------------------------------------------------------------------------------
-
-
-def cut_off(rank: int, world_size: int) -> tuple[float, bool]:
-    """Seconds until a collective with a cut-off rank fails, and whether that heals."""
-    store = partition.store(rank, world_size)
-    limit = datetime.timedelta(seconds=1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    tensor = torch.ones(4)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [world_size] * 4
-    if rank == 1:
-        partition.cut(1)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"[Tt]imed out|Connection"):
-        dist.all_reduce(tensor)
-    seconds = time.monotonic() - begin
-    if rank == 1:
-        partition.heal(1)
-        store.set("healed", "")
-    else:
-        store.wait(["healed"], datetime.timedelta(seconds=10))
-    return seconds, True
-
-
-def test_partition(nothing_left: None) -> None:
-    partition.require()
-    for seconds, healed in partition.run(cut_off, 2):
-        assert 0.9 < seconds < 5 and healed
-
-
-def raise_in_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise KeyError("lost")
-
-
-def test_an_error_in_a_network_of_its_own() -> None:
-    partition.require()
-    with pytest.raises(RuntimeError, match=r"in rank 1:[\s\S]*KeyError: 'lost'"):
-        partition.run(raise_in_rank_one, 2)

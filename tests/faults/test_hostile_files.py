@@ -129,8 +129,11 @@ def test_right_hashes_do_not_make_names_into_code(
     before = module.weight.detach().clone()
     why = r"user\.x|dtype 'load'"
     with no_code_from_data(), pytest.raises(checkpoint.CheckpointError, match=why):
-        checkpoint.load(folder, module)
+        checkpoint.load(folder, module, number=2)
     assert torch.equal(module.weight, before), "it is loaded completely, or not at all"
+    with no_code_from_data():
+        loaded = checkpoint.load(folder, module)
+    assert (loaded.step, [number for number, _ in loaded.rejected]) == (2, [2])
 
 
 @pytest.mark.parametrize("where", ["/etc/passwd", "../../secret", "..", "a/../../b", "x\\0y"])

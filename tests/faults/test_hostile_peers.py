@@ -25,7 +25,7 @@ from dataparallel import checkpoint, comm_hooks
 from dataparallel.collectives import SyncBatchNorm
 from dataparallel.comm import json_texts
 from dataparallel.comm.failure_channel import FailureChannel
-from dataparallel.comm.peer import Peer
+from dataparallel.comm.peer import Peer, Read
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.monitor import StepMonitor, sockets
 from dataparallel.monitor.attach import Attachment
@@ -164,11 +164,11 @@ def test_no_memory_for_what_cannot_be(cluster: Cluster, size: int) -> None:
     cluster.run(announce, 2, size, timeout=30.0)
 
 
+CHANNEL = "0123456789abcdef" * 2
+IDENTITY: dict[str, Any] = {"host": "h", "pid": 1, "space": "", "started": ""}
 SIGN: dict[str, Any] = {
-    "beat": 1,
-    "process": {"host": "h", "pid": 1, "space": "", "started": ""},
-    "doing": "",
-    "told": None,
+    **{"channel": CHANNEL, "since": 0, "beat": 1},
+    **{"doing": "", "told": 0, "away": False},
 }
 TOLD: dict[str, Any] = {
     "number": 1,
@@ -179,15 +179,13 @@ TOLD: dict[str, Any] = {
     },
 }
 CHANGES: list[dict[str, Any]] = [
-    {"told": 5},
     {"told": {}},
-    {"told": {**TOLD, "number": "x"}},
-    {"told": {**TOLD, "failure": {"rank": 1}}},
-    {"told": {**TOLD, "failure": {**TOLD["failure"], "__class__": "os.system"}}},
-    {"process": {"host": "h"}},
-    {"process": {**SIGN["process"], "pid": "../../etc"}},
+    {"told": True},
+    {"channel": "../" * 10 + "ab"},
+    {"channel": 5},
     {"beat": {}},
     {"doing": None},
+    {"__class__": "os.system"},
 ]
 HOSTILE_SIGNS = [
     b"",
@@ -196,22 +194,54 @@ HOSTILE_SIGNS = [
     b"[" * 100_000,
     *(json.dumps({**SIGN, **change}).encode() for change in CHANGES),
 ]
+HOSTILE_NEWS: list[Any] = [
+    None,
+    5,
+    {},
+    {**TOLD, "number": "x"},
+    {**TOLD, "failure": {"rank": 1}},
+    {**TOLD, "failure": {**TOLD["failure"], "__class__": "os.system"}},
+]
+HOSTILE_IDENTITIES: list[Any] = [None, {"host": "h"}, {**IDENTITY, "pid": "../../etc"}]
+
+
+def entries(identity: object = IDENTITY, told: object = TOLD) -> Read:
+    """What a sign of life refers to."""
+    found = {f"process/{CHANNEL}": identity, f"told/{CHANNEL}": told}
+    return lambda key: json.dumps(found[key]).encode()
 
 
 def test_a_real_sign_of_life_is_one() -> None:
     peer = Peer(1)
-    peer.hear(json.dumps(SIGN).encode(), 0.0)
+    peer.hear(json.dumps(SIGN).encode(), 0.0, entries())
     assert peer.failure(0) is None
-    peer.hear(json.dumps({**SIGN, "told": TOLD}).encode(), 0.0)
+    peer.hear(json.dumps({**SIGN, "beat": 2, "told": 1}).encode(), 0.0, entries())
     assert "boom" in str(peer.failure(0))
 
 
 @pytest.mark.parametrize("sign", HOSTILE_SIGNS, ids=lambda sign: sign[-40:])
 def test_what_is_no_sign_of_life_is_refused(sign: bytes) -> None:
-    peer = Peer(1)
+    peer = Peer(1, fresh=True)
     with pytest.raises((ValueError, RecursionError), match=r"sign of life|JSON|char|recursion"):
-        peer.hear(sign, 0.0)
+        peer.hear(sign, 0.0, entries())
     assert peer.failure(0, 1e9) is None
+
+
+@pytest.mark.parametrize(
+    "refers_to",
+    [entries(told=told) for told in HOSTILE_NEWS]
+    + [entries(identity=identity) for identity in HOSTILE_IDENTITIES],
+)
+def test_what_a_sign_of_life_refers_to_is_refused(refers_to: Read) -> None:
+    peer = Peer(1, fresh=True)
+    with pytest.raises(ValueError, match="sign of life should have"):
+        peer.hear(json.dumps({**SIGN, "told": 1}).encode(), 0.0, refers_to)
+    assert peer.failure(0, 1e9) is None
+
+
+def test_a_sign_of_life_that_refers_to_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="which is not in the store"):
+        Peer(1).hear(json.dumps(SIGN).encode(), 0.0, lambda key: None)
 
 
 class Listens:
@@ -237,7 +267,7 @@ def test_the_failure_channel_outlives_what_is_in_the_store(
     text = HOSTILE_SIGNS[4] if payload == "told" else canary.payloads()[payload]
     put: Any = store.set
     put("alive/1", text)
-    channel = FailureChannel(store, [0, 1], 0)
+    channel = FailureChannel(store, [0, 1], 0, fresh=True)
     listener = Listens()
     with no_code_from_data():
         channel.add(listener)
@@ -247,7 +277,9 @@ def test_the_failure_channel_outlives_what_is_in_the_store(
             time.sleep(0.005)
         channel.look(2.0)
         # What comes then is heard.
-        store.set("alive/1", json.dumps({**SIGN, "told": TOLD}))
+        store.set(f"process/{CHANNEL}", json.dumps(IDENTITY))
+        store.set(f"told/{CHANNEL}", json.dumps(TOLD))
+        store.set("alive/1", json.dumps({**SIGN, "told": 1}))
         while not any("boom" in text for text in listener.heard):
             assert time.monotonic() < deadline, "the thread has died"
             channel.look(0.5)

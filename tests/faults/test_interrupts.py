@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,11 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
+from dataparallel.comm import launcher
+from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.reducer.exchange import Exchange
+from dataparallel.reducer.processes import ReducerProcesses
+from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
 pytestmark = [
@@ -140,3 +147,99 @@ def test_ctrl_c_while_a_replica_hears_nothing() -> None:
     assert model(torch.ones(4, 4)).shape == (4, 4)
     model.close()
     assert seconds_until_no_replicas() < 10
+
+
+# --- a backward that waits for other processes -------------------------------------------------
+
+
+def press(*args: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def flats(model: Any) -> list[Tensor]:
+    return [storage.flat for storage in model.reducer.buckets.storages]
+
+
+def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = dp.DistributedDataParallel(nn.Linear(16, 1), ["cpu"], timeout=30.0)
+    x = torch.ones(4, 16)
+    wanted = step(model, x)
+    before, found = flats(model), {}
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launcher, "wait_briefly", press)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, x)
+        found["seconds"] = time.monotonic() - begin
+        assert model._reduction.processes is not None and model._reduction.processes.is_broken
+    # Rank 1 comes only now.
+    torch.distributed.barrier()
+    if rank == 1:
+        # It may have heard already, and is then at the next step.
+        with contextlib.suppress(CollectiveError):
+            processes: Any = model._reduction.processes
+            while processes.control._launcher.cause is None:
+                time.sleep(0.01)
+            found["text"] = processes.control.broken
+    found["equal"] = all(map(torch.equal, step(model, x), wanted))
+    # What is in flight is still written to.
+    found["new"] = not {t.data_ptr() for t in before} & {t.data_ptr() for t in flats(model)}
+    model.close()
+    return found
+
+
+def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
+    mine, other = cluster.run(interrupt_a_backward, 2)
+    assert mine["seconds"] < 3
+    assert "failed in backward: KeyboardInterrupt" in other["text"]
+    assert mine["equal"] and other["equal"]
+    assert mine["new"] and other["new"]
+
+
+def interrupt_the_beginning(rank: int, world_size: int) -> bool:
+    processes: Any = ReducerProcesses(torch.distributed.group.WORLD, 5.0)
+    processes.buckets.checks.begin_step = press
+    begin = functools.partial(processes.exchange, [], [], "processes", statistics=None)
+    with pytest.raises(KeyboardInterrupt):
+        begin(weight=1.0, sender=None, deterministic=False)
+    processes.close()
+    return bool(processes.is_broken)
+
+
+def test_ctrl_c_while_processes_compare_their_rounds(cluster: Cluster) -> None:
+    assert cluster.run(interrupt_the_beginning, 1) == [True]
+
+
+class Sends:
+    """Buckets that never arrive, for whom somebody presses Ctrl-C."""
+
+    def send(self, bucket: int, storage: object, is_last: bool) -> Sends:
+        return self
+
+    def break_off(self, bucket: int, error: Exception) -> None:
+        pass
+
+    def wait(self) -> Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("first", [ValueError, KeyboardInterrupt])
+def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> None:
+    nobody: Any = None
+    noted: list[BaseException] = []
+    storage: Any = SimpleNamespace(flat=torch.ones(3))
+    statistics: Any = SimpleNamespace(bucket_launched=lambda bucket: None)
+    exchange = Exchange(
+        [storage], [""], Sends(), nobody, nobody, lambda: 1.0, statistics, interrupted=noted.append
+    )
+    exchange.submit(0, None)
+    exchange.concluded = True
+    error = first()
+    if first is ValueError:
+        with pytest.raises(KeyboardInterrupt):
+            exchange.abandon([], error)
+    else:
+        exchange.abandon([], error)
+    assert [type(one) for one in noted] == [KeyboardInterrupt]

@@ -1,4 +1,7 @@
-"""Processes with different numbers of batches, down to none, in every way of averaging."""
+"""Processes with different numbers of batches, down to none, in every way of averaging.
+
+The optimizer has momentum and goes on from epoch to epoch, so its states have to be equal, too.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ from tests.faults.harness import Figures
 
 @dataclass(frozen=True)
 class Map:
-    """How many batches each process has, how large they are, and how gradients are averaged."""
+    """How many batches each process has, how large they are, and how gradients are averaged.
+
+    Attributes:
+        sizes: Of the batches, per epoch and process.
+    """
 
     seed: int
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[tuple[int, ...], ...], ...]
     replicas: int
     divide: bool
     average: Any
@@ -29,17 +36,20 @@ class Map:
 
     @staticmethod
     def random(seed: int, world_size: int) -> Map:
-        """Of 0 to 20 batches a process."""
+        """Of 0 to 20 batches a process, in two epochs."""
         draw = random.Random(seed)
         average = draw.choice(["processes", "processes", "samples"])
         # The mean over processes is one over samples only where batches are equal.
         size = draw.randrange(2, 7)
         sizes = tuple(
             tuple(
-                draw.randrange(2, 7) if average == "samples" else size
-                for _ in range(draw.randrange(21))
+                tuple(
+                    draw.randrange(2, 7) if average == "samples" else size
+                    for _ in range(draw.randrange(11))
+                )
+                for _ in range(world_size)
             )
-            for _ in range(world_size)
+            for _ in range(2)
         )
         options: list[dict[str, Any]] = [
             {},
@@ -75,12 +85,13 @@ def train(rank: int, world_size: int, maps: list[Map]) -> list[list[Tensor]]:
             net, ["cpu"] * one.replicas, average=one.average, **one.options
         )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        with model.join(divide_by_initial_world_size=one.divide):
-            for step, size in enumerate(one.sizes[rank]):
-                x, y = batch(one.seed, step, rank, size)
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
+        for sizes in one.sizes:
+            with model.join(one.divide, step=optimizer.step):
+                for step, size in enumerate(sizes[rank]):
+                    x, y = batch(one.seed, step, rank, size)
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(x), y).backward()
+                    optimizer.step()
         model.close()
         found.append(state(net))
     return found
@@ -90,7 +101,8 @@ def reference(one: Map) -> list[Tensor]:
     """The weights of one process that has the batches of all."""
     net = make_net(one.seed)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for step, row in enumerate(itertools.zip_longest(*one.sizes)):
+    rows = [row for sizes in one.sizes for row in enumerate(itertools.zip_longest(*sizes))]
+    for step, row in rows:
         active = {rank: size for rank, size in enumerate(row) if size is not None}
         optimizer.zero_grad()
         for rank, size in active.items():
@@ -109,7 +121,7 @@ def test_random_maps(cluster: Cluster, repeats: Callable[..., int], figures: Fig
     for world_size in (2, 3, 4):
         maps = [Map.random(seed, world_size) for seed in range(world_size, count + 2, 3)]
         ranks = cluster.run(train, world_size, maps, timeout=50 if count < 200 else 600)
-        batches += sum(len(sizes) for one in maps for sizes in one.sizes)
+        batches += sum(len(sizes) for one in maps for epoch in one.sizes for sizes in epoch)
         for number, one in enumerate(maps):
             wanted = reference(one)
             for found in ranks:
@@ -124,5 +136,5 @@ def test_random_maps(cluster: Cluster, repeats: Callable[..., int], figures: Fig
         limit=1e-6,
         repeats=count,
         baseline="hangs without join",
-        details=f"{batches} batches, 0 hangs",
+        details=f"{batches} batches, two epochs, one optimizer with momentum, 0 hangs",
     )

@@ -35,6 +35,13 @@ def _has_arguments(call: ast.Call) -> bool:
     return bool(call.args or call.keywords)
 
 
+def _loads_no_pickle(call: ast.Call) -> bool:
+    """The third argument of numpy.load is allow_pickle; as a keyword it has a rule of its own."""
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return False
+    return len(call.args) < 3 or _is(call.args[2], False)
+
+
 def _never(call: ast.Call) -> bool:
     return False
 
@@ -54,6 +61,9 @@ class Rule:
 
 _UNPICKLES = "unpickles, which runs what the data says; use JSON or safetensors"
 _CODE = "runs code that is made at run time; look the name up in a table"
+_SHELL = "a shell reads the text as a program; use subprocess.run with a list of arguments"
+_ARCHIVE = "an archive may name files outside of the folder; say filter='data'"
+_ARTIFACTS = "loads machine code and pickles; only from a place that nobody else can write"
 _NATIVE = "loads machine code from a file; only from a place that nobody else can write"
 
 #: Modules of which only some names may be used, since the rest loads what it should not.
@@ -180,6 +190,27 @@ NAMES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("ctypes.CDLL", "ctypes.PyDLL", "ctypes.cdll.LoadLibrary"), Rule(_NATIVE, _has_literal)
     ),
+    **dict.fromkeys(
+        (
+            "os.system",
+            "os.popen",
+            "subprocess.getoutput",
+            "subprocess.getstatusoutput",
+            "asyncio.create_subprocess_shell",
+        ),
+        Rule(_SHELL),
+    ),
+    **dict.fromkeys(
+        (
+            "torch.compiler.load_cache_artifacts",
+            "torch.compiler.load_compiled_function",
+            "torch._inductor.aoti_load_package",
+            "torch._inductor.package.load_package",
+        ),
+        Rule(_ARTIFACTS),
+    ),
+    **dict.fromkeys(("numpy.load", "numpy.lib.npyio.load"), Rule(_UNPICKLES, _loads_no_pickle)),
+    "shutil.unpack_archive": Rule(_ARCHIVE, _unpacks_data),
     "logging.config.listen": Rule(_CODE),
     "tempfile.mktemp": Rule("anybody may make the file first; use tempfile.mkstemp"),
 }
@@ -189,7 +220,8 @@ METHODS: Mapping[str, Rule] = {
     **dict.fromkeys(OBJECT_COLLECTIVES, Rule("unpickles what a peer sends; send JSON")),
     **dict.fromkeys(("read_pickle", "read_array"), Rule(_UNPICKLES)),
     "RawModule": Rule(_NATIVE),
-    "extractall": Rule("an archive may name files outside of the folder", _unpacks_data),
+    "extractall": Rule(_ARCHIVE, _unpacks_data),
+    "subprocess_shell": Rule(_SHELL),
     # That of a socket has the number of bytes.
     "recv": Rule("a connection's recv() unpickles; use recv_bytes() and JSON", _has_arguments),
 }
@@ -199,5 +231,5 @@ KEYWORDS: Mapping[str, tuple[object, Rule]] = {
     "allow_pickle": (False, Rule(_UNPICKLES)),
     "weights_only": (True, Rule("weights_only=True must stand in the call")),
     "trust_remote_code": (False, Rule("runs code from the network")),
-    "shell": (False, Rule("a shell reads the text as a program; give a list of arguments")),
+    "shell": (False, Rule(_SHELL)),
 }
