@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from dataparallel.collectives import process_failures
 from dataparallel.collectives.process_failures import GroupFailures
 from dataparallel.comm.failure import Failure, FailureKind
-from dataparallel.comm.failure_channel import Listener
 from dataparallel.comm.launcher import Launcher
+from dataparallel.comm.listener import Listener
 from dataparallel.comm.process_errors import CollectiveError, Place
 from dataparallel.comm.process_identity import ProcessIdentity
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import FailureChannel, channel_of, patience
+from dataparallel.comm.failure_channel import FailureChannel, channel_of
+from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import shared_store
 from dataparallel.comm.store_requests import ask

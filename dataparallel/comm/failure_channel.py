@@ -28,14 +28,15 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from dataparallel.comm.awake_clock import AwakeClock
 from dataparallel.comm.failure import Failure, cut_off, describe_error
 from dataparallel.comm.group_threads import GroupThreads
+from dataparallel.comm.listener import Listener
 from dataparallel.comm.peer import Peer, Told
 from dataparallel.comm.process_identity import ProcessIdentity
 from dataparallel.comm.signs import Signs
@@ -54,31 +55,6 @@ _BRIEFLY = 0.2
 _TOLD_BY = "_dataparallel_told_by"
 
 _logger = logging.getLogger(__name__)
-
-
-class Listener(Protocol):
-    """Who wants to know of failures."""
-
-    #: Seconds without a sign of life after which a rank counts as lost.
-    patience: float
-    #: Per rank of the group, the number of what it told that is forgotten.
-    known: Mapping[int, int]
-
-    def hear(self, failure: Failure) -> None:
-        """A rank has failed; called in the thread of the channel, perhaps again and again."""
-
-    def place(self) -> str | None:
-        """Where this process waits at the moment; None if it does not."""
-
-
-def patience(timeout: float) -> float:
-    """Seconds of silence after which a rank counts as lost, for a time limit of collectives.
-
-    Example::
-
-        assert patience(60.0) == 15.0
-    """
-    return max(5.0, timeout / 4)
 
 
 class FailureChannel:

@@ -29,7 +29,7 @@ from dataparallel import interpreter_end
 from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import patience
+from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -169,7 +169,7 @@ class Launcher:
         checks: Counts collectives, and compares them with those of the others.
 
     Attributes:
-        patience, known: See :class:`~dataparallel.comm.failure_channel.Listener`. Of silence only
+        patience, known: See :class:`~dataparallel.comm.listener.Listener`. Of silence only
             waits hear, see Note [Silence].
         launched: How many collectives were launched so far, by operation.
         broken: Why nothing can be launched any more; ``None`` if it can.

@@ -27,7 +27,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import FailureChannel, patience
+from dataparallel.comm.failure_channel import FailureChannel
+from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, name_ranks
 from dataparallel.comm.store_requests import ask
 

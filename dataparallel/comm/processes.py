@@ -21,8 +21,9 @@ import torch.distributed as dist
 from dataparallel.comm import json_texts
 from dataparallel.comm.checks import CheckMode, CollectiveChecks
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.failure_channel import Listener, channel_of
+from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.launcher import Launcher, Pending
+from dataparallel.comm.listener import Listener
 from dataparallel.comm.meeting import Meeting
 from dataparallel.comm.operations import Wire, check_operation, check_strided, plan_reduction
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
@@ -42,7 +43,6 @@ from dataparallel.comm.store_requests import ask
 __all__ = ["DEFAULT_TIMEOUT", "CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
 
 T = TypeVar("T")
-
 DEFAULT_TIMEOUT = 60.0
 
 

@@ -31,7 +31,7 @@ class Watch:
 
     Args:
         channel: What is known of failures.
-        patience, known: See :class:`~dataparallel.comm.failure_channel.Listener`.
+        patience, known: See :class:`~dataparallel.comm.listener.Listener`.
         place: Where this process waits, for the others to read.
         concerns: Whether a failure ends this wait. Default: any does.
     """
