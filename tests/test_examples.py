@@ -121,7 +121,10 @@ class MaskedNet(nn.Module):
         return x * mask
 
 
-def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_in_the_readme_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (_ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) >= 8
@@ -141,6 +144,7 @@ def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert '["cpu", "cpu"])' in blocks[0]
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+    checkpoint.close()
     said = [line for line in capsys.readouterr().out.splitlines() if " samples in " in line]
     assert sorted(said) == [f"3 samples in replica {i} on cpu" for i in (0, 1)]
 
