@@ -73,7 +73,7 @@ def test_ten_thousand_collectives() -> None:
     found = replay(steps)
     # Threads of earlier tests may have ended meanwhile.
     assert threading.active_count() <= threads
-    assert count_tensors() == tensors
+    assert count_tensors() <= tensors
     inputs = [torch.full((1,), float(i + 1)) for i in range(REPLICAS)]
     for number, (collective, size) in enumerate(steps):
         wide = [x.expand(4) for x in inputs]
