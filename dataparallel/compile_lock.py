@@ -215,6 +215,10 @@ class _Context:
     def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return self._context.copy().run(call, *args, **kwargs)
 
+    def copy(self) -> _Context:
+        """Itself, which each call copies: torch 2.15 asks for a copy before it runs something."""
+        return self
+
 
 def is_held() -> bool:
     """Whether some thread compiles now."""
