@@ -82,7 +82,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             weights each process by its number of samples; ``"none"`` is the sum.
         deterministic: Whether the sum over processes is made in rank order, so that it does not
             depend on ``bucket_cap_mb``. Not together with communication hooks.
-        timeout: Seconds that a collective waits for other processes. Default: 60.
+        timeout: Seconds that a collective waits for other processes. Default: the time limit of the
+            process group.
         nonfinite: What becomes of a step if a gradient of any replica of any process is NaN or
             infinite: ``"ignore"`` (default) does not look; ``"skip"`` leaves all ``.grad`` None in
             all processes, so that an optimizer changes nothing, and logs a warning; ``"raise"``
@@ -128,7 +129,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         *,
         average: AverageKind = "processes",
         deterministic: bool = False,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         nonfinite: NonFiniteAction = "ignore",
         buffers: BufferPolicy = "replica0",
         scalars: Literal["stack", "mean", "sum"] = "stack",

@@ -54,7 +54,7 @@ class ReductionSettings:
         delayed: Names of parameters that are reduced last.
         average: How the processes' gradients are put together.
         deterministic: Whether sums over processes are made in rank order.
-        timeout: Seconds to wait for other processes.
+        timeout: Seconds to wait for other processes. Default: the time limit of the group.
         precision: In which dtypes the replicas compute.
         hook: A communication hook.
         optimizers: What takes steps in backward.
@@ -69,7 +69,7 @@ class ReductionSettings:
     delayed: frozenset[str] = frozenset()
     average: AverageKind = "processes"
     deterministic: bool = False
-    timeout: float = 60.0
+    timeout: float | None = None
     precision: MixedPrecision = FULL
     hook: ResolvedHook | None = None
     optimizers: InBackwardOptimizers | None = None

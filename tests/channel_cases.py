@@ -15,8 +15,7 @@ from dataparallel.comm.failure_channel import FailureChannel
 class Listens:
     """As a link does."""
 
-    def __init__(self, patience: float = 1e9) -> None:
-        self.patience = patience
+    def __init__(self) -> None:
         self.known: Mapping[int, int] = {}
         self.heard: list[Failure] = []
 

@@ -95,7 +95,6 @@ def test_a_store_that_does_not_answer_is_not_met_in() -> None:
     channel = channel_over(store)
     store.open.clear()
     meeting = Meeting(store, "test", [0, 1], 0, channel, 0.1)  # type: ignore[arg-type]
-    meeting.patience = 0.1
     with pytest.raises(CollectiveError, match=r"rank 0 .* is cut off from the others") as raised:
         meeting.meet()
     assert "makes a process group for 'test' over ranks 0, 1" in str(raised.value)

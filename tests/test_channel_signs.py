@@ -109,7 +109,7 @@ def test_what_an_earlier_group_has_left_is_not_believed() -> None:
     peer = Peer(1)
     peer.hear(sign(OLD, told=1), 0.0, entries(ENDED))
     peer.hear(sign(OLD, told=1), 30.0, entries(ENDED))
-    assert peer.failure(0, 5.0) is None
+    assert peer.failure(0) is None
     # Who writes something new is there.
     peer.hear(sign(NEW, told=1), 0.0, entries())
     found = peer.failure(0)
@@ -121,14 +121,14 @@ def test_who_has_ended_is_believed_to_have_been_of_this_group(later: bool) -> No
     mine = replace(MINE, started="1000")
     peer = Peer(1, mine)
     peer.hear(sign(OLD, told=1, since=1001 if later else 999), 0.0, entries(ENDED))
-    found = peer.failure(0, 5.0)
+    found = peer.failure(0)
     assert (found is not None and found.kind == "ended") == later
 
 
 def test_in_a_new_part_of_the_store_everything_is_believed() -> None:
     peer = Peer(1, fresh=True)
     peer.hear(sign(OLD, away=True), 0.0, entries(ENDED))
-    found = peer.failure(0, 5.0)
+    found = peer.failure(0)
     assert found is not None and found.kind == "ended"
 
 
@@ -138,12 +138,20 @@ def test_after_a_meeting_only_who_was_met_is_believed() -> None:
     peer.expect(NEW, asdict(MINE))
     for beat in (2, 3):
         peer.hear(sign(OLD, beat, told=1), 0.5, entries())
-        assert peer.failure(0, 5.0) is None
+        assert peer.failure(0) is None
     peer.hear(sign(OLD, 4), 5.0, entries())
-    found = peer.failure(0, 5.0)
-    assert found is not None and found.kind == "silent"
+    assert peer.describe() == ""
     peer.hear(sign(NEW, 1), 0.5, entries())
-    assert peer.failure(0, 5.0) is None
+    assert peer.describe() == "alive, not in a collective"
+
+
+def test_silence_is_described_and_is_no_failure() -> None:
+    peer = Peer(1, fresh=True)
+    peer.hear(sign(NEW, 1), 0.0, entries())
+    for _ in range(10):
+        peer.hear(sign(NEW, 1), 360.0, entries())
+    assert peer.failure(0) is None
+    assert peer.describe() == "no sign of life for 3600.0 s"
 
 
 def test_who_was_met_and_never_writes_is_seen_to_end() -> None:
@@ -158,7 +166,7 @@ def test_who_has_said_that_it_is_away_is_not_missed() -> None:
     peer = Peer(1, fresh=True)
     peer.hear(sign(NEW, away=True), 0.0, entries())
     peer.hear(sign(NEW, away=True), 100.0, entries())
-    assert peer.failure(0, 5.0) is None
+    assert peer.describe() == "alive, not in a collective"
 
 
 def test_an_ended_process_is_not_called_alive() -> None:

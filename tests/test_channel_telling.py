@@ -124,25 +124,33 @@ def test_a_listener_that_fails_does_not_end_the_thread() -> None:
         channel.stop()
 
 
-def test_who_was_stopped_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), TimeoutError("no answer")])
+def test_only_a_store_that_refuses_is_gone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     store, listener = CountingStore(), Listens()
     channel = channel_over(store)
     channel.add(listener)
     channel.look(5.0)
-    store.open.clear()
-    assert store.held.wait(10)
-    listener.patience = 5.0
+    store.error = error
+    while not channel.unanswered():
+        channel.look(5.0)
+    channel.look(5.0)
     now = 1e9
     monkeypatch.setattr("dataparallel.comm.awake_clock.time.monotonic", lambda: now)
+    # In which this process was stopped itself.
     now += 3600.0
-    channel.check(listener)
-    assert listener.heard == []
+    assert channel.gone() is None
     for _ in range(12):
         now += 0.5
-        channel.check(listener)
-    assert listener.heard[0].kind == "cut off"
+        found = channel.gone()
+    refuses = isinstance(error, ConnectionRefusedError)
+    assert (found is not None and found.kind == "cut off" and "refused" in str(found)) == refuses
     monkeypatch.undo()
-    store.open.set()
+    store.error = None
+    while channel.unanswered():
+        channel.look(5.0)
+    assert channel.gone() is None
     channel.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.process_errors import CollectiveError
+import dataparallel as dp
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.processes import ProcessLink
 from tests.cluster import Cluster
 
@@ -192,6 +194,30 @@ def test_closed_and_forgotten_links_leave_nothing(cluster: Cluster) -> None:
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("counts the entries of /proc")
     assert cluster.run(open_files, 2) == [[True] * 5] * 2
+
+
+def limits_of_groups(rank: int, world_size: int) -> list[float]:
+    """Of links over the default group, over one of the user's, and with a limit of their own."""
+    short = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    net = torch.nn.Linear(1, 1)
+    links = [ProcessLink(purpose="test"), ProcessLink(short, purpose="test")]
+    links += [ProcessLink(short, purpose="test", timeout=7)]
+    found = [link.timeout for link in links]
+    for link in links:
+        link.close()
+    model = dp.DistributedDataParallel(net, ["cpu"], process_group=short)
+    model(torch.ones(2, 1)).sum().backward()
+    started = time.monotonic()
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"did not complete within 2(\.\d+)? s"):
+            model(torch.ones(2, 1)).sum().backward()
+        assert time.monotonic() - started < 10
+    dist.barrier()
+    return found
+
+
+def test_the_default_limit_is_that_of_the_group(cluster: Cluster) -> None:
+    assert cluster.run(limits_of_groups, 2, timeout=45) == [[45.0, 2.0, 7.0]] * 2
 
 
 def use_closed(rank: int, world_size: int, destroyed: bool) -> tuple[str, float]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
+from torch.distributed import constants
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
@@ -176,7 +177,7 @@ def test_torch_keeps_the_timeout(world: None) -> None:
 def test_arguments_of_torch_that_say_nothing(arguments: Any, world: None) -> None:
     group = init_process_group("GLOO", **arguments)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 60
+    assert group._get_backend(torch.device("cpu")).options._timeout == constants.default_pg_timeout
 
 
 @pytest.mark.parametrize("name", ["mpi", "MPI", "fake"])

@@ -78,7 +78,7 @@ def load(
     strict: bool = True,
     missing_ok: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> Loaded:
     """Load the last good generation; every process calls it.
 

@@ -38,15 +38,15 @@ class Peers:
 
     Args:
         group: The processes. Default: all; this one alone without ``torch.distributed``.
-        timeout: Seconds that a process waits for the others.
+        timeout: Seconds that a process waits for the others. None: the time limit of the group.
 
     Attributes:
         rank: This process, from 0 to ``world_size - 1``.
         world_size: How many there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        if timeout <= 0:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
         self.rank, self.world_size = 0, 1
         self.timeout = timeout

@@ -52,10 +52,12 @@ class Saver:
     Args:
         directory: Where the generations are.
         group: The processes that save together.
-        timeout: Seconds that a process waits for the others.
+        timeout: As for :class:`~dataparallel.checkpoint.peers.Peers`.
     """
 
-    def __init__(self, directory: str, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(
+        self, directory: str, group: dist.ProcessGroup | None, timeout: float | None
+    ) -> None:
         self.directory = directory
         self.peers = Peers(group, timeout)
         self._memory = HostMemory()

@@ -42,7 +42,7 @@ def save(
     keep: int = 3,
     asynchronous: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> Saving:
     """Save a training as one more generation; every process calls it.
 
@@ -69,7 +69,8 @@ def save(
         asynchronous: Whether to return once the state is copied to host memory, and write it while
             the training goes on. The next save waits until it is written. Default: False.
         process_group: Who trains together. Default: the group of the model's wrapper, else all.
-        timeout: Seconds that a process waits for the slowest one to write. Default: 300.
+        timeout: Seconds that a process waits for the slowest one to write. Default: the time limit
+            of the process group.
 
     Returns:
         A handle; without ``asynchronous`` the save has ended.
@@ -133,8 +134,8 @@ def group_of(model: nn.Module | None) -> dist.ProcessGroup | None:
     return group if dist.is_available() and isinstance(group, dist.ProcessGroup) else None
 
 
-def _saver(directory: Path, group: dist.ProcessGroup | None, timeout: float) -> Saver:
-    if not timeout > 0:
+def _saver(directory: Path, group: dist.ProcessGroup | None, timeout: float | None) -> Saver:
+    if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is a positive number of seconds, but got {timeout!r}")
     name = os.path.realpath(directory)
     with _lock:

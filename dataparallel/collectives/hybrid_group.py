@@ -55,16 +55,16 @@ class HybridGroup(LocalGroup):
     Args:
         process_group: The processes that take part. Default: all.
         timeout: Seconds that a process waits for the others, and a replica for the others of its
-            process. Default: 300.
+            process. Default: the time limit of the process group; 300 without one.
 
     Raises:
         ValueError: ``timeout`` is not positive.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT
+        self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(DEFAULT_TIMEOUT if timeout is None else timeout)
         self._process_group = process_group
         self._link = HybridLink(process_group, timeout)
         self._turns: weakref.WeakKeyDictionary[Rendezvous, Tensor] = weakref.WeakKeyDictionary()
@@ -79,7 +79,7 @@ class HybridGroup(LocalGroup):
                 "a HybridGroup over a process group of its own cannot be pickled, since that one "
                 "cannot; make it in the process that loads, or use 'hybrid'"
             )
-        return HybridGroup, (None, self.timeout)
+        return HybridGroup, (None, self._link.timeout)
 
     def close(self) -> None:
         """Give the process group back, in all processes; the next collective makes a new one."""
@@ -180,7 +180,8 @@ class HybridGroup(LocalGroup):
             return combine([each.value for each in tickets])
 
         # Replica 0 leads, and tells the others when the time is over.
-        seconds = self.timeout * (1 if super().rank() == 0 else _PATIENCE)
+        limit = self._link.time_limit() or self.timeout
+        seconds = limit * (1 if super().rank() == 0 else _PATIENCE)
         try:
             refuse_in_replica(name)
             return rendezvous.exchange(key, ticket, lead, timeout=seconds)

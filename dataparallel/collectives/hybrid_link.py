@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel.comm.process_errors import CollectiveError
-from dataparallel.comm.process_group import parent_group
+from dataparallel.comm.process_group import parent_group, timeout_of
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.rendezvous import RendezvousKeyError
 
@@ -63,13 +63,13 @@ class HybridLink:
 
     Args:
         process_group: The processes that take part. Default: all.
-        timeout: Seconds that a process waits for the others.
+        timeout: Seconds that a process waits for the others. None: the time limit of the group.
 
     Attributes:
         lock: Held from an agreement to the end of the collective.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
         self.timeout = timeout
         self.lock = threading.RLock()
         self._process_group = process_group
@@ -85,6 +85,12 @@ class HybridLink:
                 return True
             raise _destroyed_error()
         return self._parent().size() == 1
+
+    def time_limit(self) -> float | None:
+        """Seconds that a process waits for the others; None where nobody has said it."""
+        if self.timeout is not None or self.is_alone():
+            return self.timeout
+        return timeout_of(self._parent())
 
     def current(self) -> ProcessLink:
         """The link; a new one at the first call, after a failure, and after ``torch.distributed``

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from dataparallel.comm.failure import Failure
 from dataparallel.comm.failure_channel import FailureChannel, channel_of
-from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import shared_store
 from dataparallel.comm.store_requests import ask
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 # Seconds that the store gets for an answer.
 _STORE_TIMEOUT = 2.0
-# Seconds that collectives are taken to last at most: groups of torch have half an hour, which says
-# nothing about for how long a process may give no sign of life.
-_TIMEOUT = 60.0
 
 
 class GroupFailures:
@@ -39,9 +35,6 @@ class GroupFailures:
 
     Args:
         group: The group.
-
-    Attributes:
-        patience: Seconds without a sign of life after which a member counts as lost.
     """
 
     #: What is told is looked up instead, see :meth:`find`.
@@ -49,11 +42,9 @@ class GroupFailures:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         world: Any = dist.group.WORLD
-        self.patience = patience(_TIMEOUT)
         self._rank: int = world.rank()
         self._members = frozenset(dist.get_process_group_ranks(group))
         self._others = self._members - {self._rank}
-        self._everybody = range(world.size())
         self._channel = channel_of(world, shared_store(world))
         self._place: tuple[Store, str] | None = None
         # How often this process, and each of the others, had told of something when it came.
@@ -116,17 +107,12 @@ class GroupFailures:
     # --- who does not ----------------------------------------------------------------------------
 
     def watch(self, place: str) -> Watch:
-        """Listen for silence during one wait.
+        """Let the others know what this process waits for.
 
         Args:
             place: What is waited for, for the others to read.
         """
-        return Watch(self._channel, self.patience, self.known, place, self._is_silent)
-
-    def _is_silent(self, failure: Failure) -> bool:
-        # What others told may be over, and is looked up if it matters.
-        told = any(self._channel.told(rank) == failure for rank in self._everybody)
-        return failure.rank in self._members and not told
+        return Watch(self._channel, self.known, place)
 
     def find(self, watch: Watch) -> Failure | None:
         """Why nobody should wait any more; None if nothing speaks against it.
@@ -134,9 +120,9 @@ class GroupFailures:
         Args:
             watch: That of this wait.
         """
-        silent = watch.look()
-        if silent is not None:
-            return silent
+        gone = watch.look()
+        if gone is not None:
+            return gone
         self.meet()
         for rank in self._others:
             failure = self._channel.failure_of(rank, self._known(rank))

@@ -6,9 +6,9 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-#: ``raised``: it said so itself. ``ended``: it is no longer there. ``silent``: it gave no sign of
-#: life for too long. ``cut off``: this process itself cannot reach the others.
-FailureKind = Literal["raised", "ended", "silent", "cut off"]
+#: ``raised``: it said so itself. ``ended``: it is no longer there. ``cut off``: this process
+#: itself cannot reach the others.
+FailureKind = Literal["raised", "ended", "cut off"]
 
 # A traceback travels through a store that is not made for long texts.
 _LONGEST = 8000

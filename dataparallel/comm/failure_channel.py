@@ -4,10 +4,9 @@ Note [Signs of life]
 ~~~~~~~~~~~~~~~~~~~~
 Every process writes into the store of its group, about once a second, that it is alive and where it
 waits, and reads what the others wrote. So each knows within a second that another one has raised
-an error (it says so), has ended (on the same machine: the system says so), or does not get on any
-more: it is stopped, or cut off, and gives no sign of life. Only time in which this process itself
-was awake counts as silence, so that a debugger or Ctrl-Z that stops all of them accuses nobody. The
-same holds for a store that does not answer.
+an error (it says so), or has ended (on the same machine: the system says so). For how long another
+one has given no sign of life stands in the error of a wait whose time is over, and ends no wait
+before that, see Note [Silence]. Only time in which this process itself was awake counts.
 
 Who has failed is told to all that listen: links and waits, which then end at once. A rank that
 gives up because of another one says so, with the first cause, so all survivors name the same rank.
@@ -51,6 +50,8 @@ _TELLING = 2.0
 #: Seconds without an answer after which nobody waits for the store; mostly it takes milliseconds.
 UNREACHABLE = 1.0
 _BRIEFLY = 0.2
+# Seconds for which a store has to refuse connections until its process counts as ended.
+_REFUSING = 5.0
 # On an exception: which channels have told of it, and how often they had met then.
 _TOLD_BY = "_dataparallel_told_by"
 
@@ -102,7 +103,9 @@ class FailureChannel:
         self._thread: threading.Thread | None = None
         self._clock = AwakeClock(2 * PERIOD)
         self._lost_since: float | None = None
-        self._reason = ""
+        # What the system says where nobody listens; a network that is down, or a store whose
+        # process is stopped, only does not answer.
+        self._refusal = ""
 
     # --- who listens -----------------------------------------------------------------------------
 
@@ -244,11 +247,10 @@ class FailureChannel:
         """Where a rank that has not failed is, or for how long it is silent."""
         return self._peers[rank].describe() if rank in self._peers else ""
 
-    def check(self, listener: Listener) -> None:
-        """Called by who waits: this process itself may be cut off from the store."""
+    def gone(self) -> Failure | None:
+        """That the process that holds the store has ended, as far as can be seen; None if not."""
         lost = self.unanswered()
-        if lost > listener.patience:
-            listener.hear(self.cut_off(lost, self._reason))
+        return self.cut_off(lost, self._refusal) if self._refusal and lost > _REFUSING else None
 
     def unanswered(self) -> float:
         """For how many seconds the store has not answered; 0 if it has."""
@@ -331,10 +333,11 @@ class FailureChannel:
                 self._signs.write("; ".join(places), told, count, away=away)
                 if not self._stopping:
                     self._signs.read(self._peers, awake)
-                self._lost_since = None
+                self._lost_since, self._refusal = None, ""
             except Exception as error:
-                # A store that is gone is what the listeners are told of.
-                self._reason = str(error).strip().partition("\n")[0][:200]
+                # Whoever waits asks whether the store is gone.
+                if isinstance(error, ConnectionRefusedError):
+                    self._refusal = str(error)
                 self._signs.drop()
         try:
             self._accuse()
@@ -344,7 +347,7 @@ class FailureChannel:
     def _accuse(self) -> None:
         for listener in self._listening():
             for i, peer in self._peers.items():
-                failure = peer.failure(listener.known.get(i, 0), listener.patience)
+                failure = peer.failure(listener.known.get(i, 0))
                 if failure is not None:
                     listener.hear(failure)
 

@@ -29,7 +29,6 @@ from dataparallel import interpreter_end
 from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
 from dataparallel.comm.failure import Failure
-from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -169,8 +168,7 @@ class Launcher:
         checks: Counts collectives, and compares them with those of the others.
 
     Attributes:
-        patience, known: See :class:`~dataparallel.comm.listener.Listener`. Of silence only
-            waits hear, see Note [Silence].
+        known: See :class:`~dataparallel.comm.listener.Listener`.
         launched: How many collectives were launched so far, by operation.
         broken: Why nothing can be launched any more; ``None`` if it can.
     """
@@ -193,7 +191,6 @@ class Launcher:
         self._timeout = timeout
         self._reports = reports
         self._checks = checks
-        self.patience = float("inf")
         self.known = known
         self._cause: Failure | None = None
         self._launching = threading.Lock()
@@ -282,7 +279,7 @@ class Launcher:
 
     def _watch(self, place: Place) -> Watch:
         text = f"{place} for {purpose_of(self._name)!r}"
-        return Watch(self._reports.channel, patience(self._timeout), self.known, text)
+        return Watch(self._reports.channel, self.known, text)
 
     def _hear(self, seconds: float = 0.0) -> None:
         """Raise a CollectiveMismatch that was found after a launch."""
@@ -318,16 +315,16 @@ class Launcher:
         return None
 
     def check(
-        self, place: Place | None = None, started: float = 0.0, silent: Failure | None = None
+        self, place: Place | None = None, started: float = 0.0, gone: Failure | None = None
     ) -> None:
         """Raise a CollectiveError if the link is broken, or a process of it has failed.
 
         Args:
             place: What is waited for. Default: nothing yet.
             started: When it was launched.
-            silent: Who gives no sign of life. Default: nobody.
+            gone: That the store of the processes is gone. Default: it is not.
         """
-        cause = self._cause or silent
+        cause = self._cause or gone
         if cause is not None and not self.broken:
             place = place or Place(self._checks.sequence + 1, "the next collective", "this link")
             seconds = time.monotonic() - started if started else 0.0

@@ -1,4 +1,4 @@
-"""Who listens for failures of other processes, and when a silent one counts as lost."""
+"""Who listens for failures of other processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from dataparallel.comm.failure import Failure
 class Listener(Protocol):
     """Who wants to know of failures."""
 
-    #: Seconds without a sign of life after which a rank counts as lost.
-    patience: float
     #: Per rank of the group, the number of what it told that is forgotten.
     known: Mapping[int, int]
 
@@ -21,13 +19,3 @@ class Listener(Protocol):
 
     def place(self) -> str | None:
         """Where this process waits at the moment; None if it does not."""
-
-
-def patience(timeout: float) -> float:
-    """Seconds of silence after which a rank counts as lost, for a time limit of collectives.
-
-    Example::
-
-        assert patience(60.0) == 15.0
-    """
-    return max(5.0, timeout / 4)

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataparallel.comm.failure import Failure
 from dataparallel.comm.failure_channel import FailureChannel
-from dataparallel.comm.listener import patience
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, name_ranks
 from dataparallel.comm.store_requests import ask
 
@@ -52,7 +51,6 @@ class Meeting:
         timeout: Seconds to wait.
 
     Attributes:
-        patience: Seconds without a sign of life after which a rank counts as lost.
         known: Per rank, the number of what it has told of failures, when it came.
     """
 
@@ -76,7 +74,6 @@ class Meeting:
         self._failure: Failure | None = None
         self._moving = threading.Lock()
         self._has_left = False
-        self.patience = patience(timeout)
         # Before the first meeting nobody has anything to recover from: who fails does not come.
         # Later one that has failed is expected here. What was known before has been heard of.
         known = [
@@ -131,9 +128,8 @@ class Meeting:
         return self.name
 
     def _ask(self, request: Callable[[], T]) -> T:
-        seconds = min(self.patience, self._timeout + 1.0)
         purpose = f"makes a process group for {self._purpose!r} over {name_ranks(self._ranks)}"
-        return ask(request, self._channel, seconds, purpose)
+        return ask(request, self._channel, self._timeout + 1.0, purpose)
 
     # --- requests to the store -------------------------------------------------------------------
 

@@ -157,21 +157,17 @@ class Peer:
         self._is_of_this_group |= before is not None and sign != before
         self._sign = sign
 
-    def failure(self, known: int, patience: float = float("inf")) -> Failure | None:
+    def failure(self, known: int) -> Failure | None:
         """Why the process can be expected no more; None if nothing speaks against it.
 
         Args:
             known: The number of what it told that is forgotten.
-            patience: Seconds without a sign of life after which it counts as lost.
         """
         told, believed = self._told, self._is_of_this_group
         if believed and told is not None and told.ends and told.number > known:
             return told.failure
         if self._has_ended and (believed or self._ran_together()):
             return self._seen("ended", "has ended")
-        if believed and self._identity is not None and self._silence > patience:
-            text = f"has given no sign of life for {self._silence:.1f} s"
-            return self._seen("silent", f"{text}: it is stopped, hangs, or is cut off")
         return None
 
     def _ran_together(self) -> bool:

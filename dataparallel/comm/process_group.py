@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from dataparallel.comm.process_errors import CollectiveError, name_ranks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# What torch gives a group for which nobody says anything else.
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 # Seconds that releasing a group may take before it goes on in the background.
 _RELEASE_TIMEOUT = 2.0
 
@@ -36,6 +39,22 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "processes of the group only"
         )
     return parent
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The time limit of a group's collectives, in seconds: the shortest of its backends'.
+
+    Example::
+
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+        assert timeout_of(dist.group.WORLD) == 300.0
+    """
+    limits = []
+    for device_type in group._device_types:
+        # A backend of somebody else's need not have options.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            limits.append(group._get_backend(device_type).options._timeout)
+    return min(limits, default=_DEFAULT_TIMEOUT).total_seconds()
 
 
 def shared_store(parent: dist.ProcessGroup) -> Store:

@@ -27,7 +27,13 @@ from dataparallel.comm.listener import Listener
 from dataparallel.comm.meeting import Meeting
 from dataparallel.comm.operations import Wire, check_operation, check_strided, plan_reduction
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reports
-from dataparallel.comm.process_group import make_group, parent_group, release_group, shared_store
+from dataparallel.comm.process_group import (
+    make_group,
+    parent_group,
+    release_group,
+    shared_store,
+    timeout_of,
+)
 from dataparallel.comm.routing import (
     Kind,
     check_kinds,
@@ -40,10 +46,9 @@ from dataparallel.comm.routing import (
 from dataparallel.comm.staging import Carried, Gathered, HostBuffers
 from dataparallel.comm.store_requests import ask
 
-__all__ = ["DEFAULT_TIMEOUT", "CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
+__all__ = ["CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT = 60.0
 
 
 class ProcessLink:
@@ -63,7 +68,7 @@ class ProcessLink:
     Args:
         group: The processes that take part. Default: all.
         timeout: Seconds that a process waits for the others, at a collective and at the
-            construction. Default: 60.
+            construction. Default: the time limit of ``group``.
         purpose: What the link is for, in one word: it is a part of names and of messages.
         checks: When collectives are compared before they are launched, the same in all processes;
             see Note [Checked collectives]. Default: as ``collectives.set_checks`` says.
@@ -86,15 +91,16 @@ class ProcessLink:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
         purpose: str,
         checks: CheckMode | None = None,
     ) -> None:
-        if timeout <= 0:
+        if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
         if not purpose or "/" in purpose or purpose.split() != [purpose]:
             raise ValueError(f"purpose is one word without a slash, but got {purpose!r}")
         parent = parent_group(group)
+        timeout = timeout_of(parent) if timeout is None else timeout
         store = shared_store(parent)
         self.rank = parent.rank()
         self.world_size = parent.size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 
 from dataparallel.devices import is_accelerator
 
@@ -40,6 +41,12 @@ def check_backend(backend: str | None) -> str:
             f"{', '.join(there)}; pass one of these, or install a build that has it"
         )
     return written
+
+
+def default_timeout(backend: str) -> float:
+    """Seconds that a collective may take if nobody says anything else, as in torch."""
+    of_nccl = constants.default_pg_nccl_timeout if backend == dist.Backend.NCCL else None
+    return (of_nccl or constants.default_pg_timeout).total_seconds()
 
 
 def check_device(device_id: torch.device | int | None) -> None:

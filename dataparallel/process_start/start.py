@@ -21,7 +21,12 @@ from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import shared_store
 from dataparallel.process_start.agreement import Agreement, agree
-from dataparallel.process_start.backends import check_backend, check_device, default_backend
+from dataparallel.process_start.backends import (
+    check_backend,
+    check_device,
+    default_backend,
+    default_timeout,
+)
 from dataparallel.process_start.membership import Membership, find_membership
 from dataparallel.process_start.stores import open_store
 
@@ -66,7 +71,7 @@ class _Place:
 def init_process_group(
     backend: str | None = None,
     *,
-    timeout: float | datetime.timedelta | None = 60.0,
+    timeout: float | datetime.timedelta | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -93,7 +98,8 @@ def init_process_group(
         backend: As for torch, for example ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: gloo,
             and on machines with accelerators also their own backend, for tensors there. All that
             is passed with ``"mpi"`` or ``"fake"``, which have their own ways, goes to torch.
-        timeout: Seconds, or a timedelta, that a process waits for the others. Default: 60.
+        timeout: Seconds, or a timedelta, that a process waits for the others. Default: torch's own
+            for the backend: 30 minutes, and 10 where NCCL is one of them.
         init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or a scheme that was
             registered with torch. Default: ``"env://"`` if RANK, WORLD_SIZE, MASTER_ADDR or
             MASTER_PORT is set, or rank or world_size is passed.
@@ -117,15 +123,16 @@ def init_process_group(
     """
     place = _Place(init_method, rank, world_size, store)
     options = {"pg_options": pg_options, "device_id": device_id}
-    return _make_default(backend, place, 60.0 if timeout is None else _seconds(timeout), options)
+    return _make_default(backend, place, None if timeout is None else _seconds(timeout), options)
 
 
 def _make_default(
-    backend: str | None, place: _Place, seconds: float, options: dict[str, Any]
+    backend: str | None, place: _Place, seconds: float | None, options: dict[str, Any]
 ) -> dist.ProcessGroup:
     with _lock:
         _check_no_default()
         backend = check_backend(backend)
+        seconds = default_timeout(backend) if seconds is None else seconds
         check_device(options["device_id"])
         _restore_hook()
         before = sys.excepthook

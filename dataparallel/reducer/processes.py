@@ -26,15 +26,15 @@ class ReducerProcesses:
 
     Args:
         group: The user's process group.
-        timeout: Seconds to wait for other processes.
+        timeout: Seconds to wait for other processes. None: the time limit of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
         self.buckets = ProcessLink(group, timeout=timeout, purpose="gradients")
         self.control = ProcessLink(group, timeout=timeout, purpose="control")
         #: A link of somebody else's over the same processes: if it breaks, they have lost touch.
         self.companion: ProcessLink | None = None
-        self.timeout = timeout
+        self.timeout = self.buckets.timeout
         self.rank = self.buckets.rank
         self.world_size = self.buckets.world_size
         #: Tells how many processes still have data, while some may have joined early.

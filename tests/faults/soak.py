@@ -55,7 +55,7 @@ def make_plan(steps: int, count: int, seed: int, *, networks: bool) -> list[Faul
     for number in range(count):
         kind = kinds[number % len(kinds)]
         step = (number * steps + draw.randrange(max(1, steps - steps // 4))) // count
-        # Shorter and longer than the silence after which a process counts as lost.
+        # Shorter than the time limit of a wait: whoever is stopped comes back.
         seconds = draw.uniform(1.0, 8.0) if kind in ("stop", "loopback") else None
         plan.append(Fault(draw.randrange(PROCESSES), step, kind, seconds))
     return plan

@@ -224,7 +224,7 @@ def test_what_is_no_sign_of_life_is_refused(sign: bytes) -> None:
     peer = Peer(1, fresh=True)
     with pytest.raises((ValueError, RecursionError), match=r"sign of life|JSON|char|recursion"):
         peer.hear(sign, 0.0, entries())
-    assert peer.failure(0, 1e9) is None
+    assert peer.failure(0) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_what_a_sign_of_life_refers_to_is_refused(refers_to: Read) -> None:
     peer = Peer(1, fresh=True)
     with pytest.raises(ValueError, match="sign of life should have"):
         peer.hear(json.dumps({**SIGN, "told": 1}).encode(), 0.0, refers_to)
-    assert peer.failure(0, 1e9) is None
+    assert peer.failure(0) is None
 
 
 def test_a_sign_of_life_that_refers_to_nothing_is_refused() -> None:
@@ -248,7 +248,6 @@ class Listens:
     """As a link does."""
 
     def __init__(self) -> None:
-        self.patience = 1.0
         self.known: Mapping[int, int] = {}
         self.heard: list[str] = []
 

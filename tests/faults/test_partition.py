@@ -85,7 +85,6 @@ def test_both_sides_of_a_partition(
 ) -> None:
     """Goal 5."""
     partition.require()
-    # Above and below the silence after which a process counts as lost.
     timeouts = [3.0, 12.0] * repeats(quick=0, long=5) or [3.0]
     worst = 0.0
     for number, timeout in enumerate(timeouts):

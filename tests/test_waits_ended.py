@@ -1,4 +1,4 @@
-"""Silence of another process counts while somebody waits for it, and only then."""
+"""What ends a wait for another process: that it has failed, or that the store is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAME = {"channel": "c" * 32, "process": {}}
 PLACE = Place(1, "all_reduce", "a bucket")
 
 
-def lost(rank: int, kind: FailureKind = "silent") -> Failure:
+def lost(rank: int, kind: FailureKind = "ended") -> Failure:
     return Failure(rank, "node", 4711, kind, "", f"is {kind}")
 
 
@@ -48,14 +48,8 @@ class Channel:
     def discard(self, listener: Listener) -> None:
         self.listeners.remove(listener)
 
-    def check(self, listener: Listener) -> None:
-        if self.is_cut_off:
-            listener.hear(lost(0, "cut off"))
-
-    def see_silence(self, rank: int, seconds: float = 60.0) -> None:
-        for listener in list(self.listeners):
-            if seconds > listener.patience:
-                listener.hear(lost(rank))
+    def gone(self) -> Failure | None:
+        return lost(0, "cut off") if self.is_cut_off else None
 
     def tell(self, failure: Failure) -> None:
         self.said.append(failure)
@@ -115,50 +109,12 @@ def nothing() -> None:
     pass
 
 
-def test_silence_while_nobody_waits_breaks_no_link(channel: Channel, launcher: Launcher) -> None:
-    channel.see_silence(1)
-    launcher.wait(PLACE, time.monotonic(), after())
-    channel.see_silence(1)
-    assert launcher.cause is None
-    launcher.check()
-
-
-def test_silence_ends_a_wait(channel: Channel, launcher: Launcher) -> None:
-    wait = after(nothing, lambda: channel.see_silence(1))
-    with pytest.raises(
-        CollectiveError, match=r"rank 1 \(process 4711 on node\) is silent"
-    ) as raised:
-        launcher.wait(PLACE, time.monotonic(), wait)
-    assert raised.value.failure == lost(1)
-    assert channel.said == [lost(1)]
-    assert channel.listeners == [launcher]
-    with pytest.raises(CollectiveError, match="is broken") as raised:
-        launcher.check()
-    assert raised.value.failure == lost(1)
-
-
-def test_who_comes_after_a_silence_is_not_accused_later(
-    channel: Channel, launcher: Launcher
-) -> None:
-    came = iter([False, True])
-
-    def wait(seconds: float) -> bool:
-        over = next(came)
-        if over:
-            channel.see_silence(1)
-        return over
-
-    launcher.wait(PLACE, time.monotonic(), wait)
-    assert launcher.cause is None
-    assert channel.listeners == [launcher]
-
-
 def test_what_another_process_told_holds_without_a_wait(
     channel: Channel, launcher: Launcher
 ) -> None:
     # It has given up its links, so these are broken for all.
     channel.hear_told(2, 1, lost(1))
-    with pytest.raises(CollectiveError, match=r"rank 1 .* is silent"):
+    with pytest.raises(CollectiveError, match=r"rank 1 .* is ended"):
         launcher.check()
 
 
@@ -206,21 +162,10 @@ def found(failures: GroupFailures, meanwhile: Callable[[], object] = nothing) ->
         watch.close()
 
 
-def test_a_silence_that_is_over_ends_no_later_wait(
-    channel: Channel, failures: GroupFailures
-) -> None:
-    channel.see_silence(1)
-    assert found(failures) is None
-    assert found(failures, lambda: channel.see_silence(1)) == lost(1)
-    assert found(failures) is None
-    assert channel.listeners == [failures]
-
-
 def test_a_process_outside_of_the_group_ends_no_wait(
     channel: Channel, failures: GroupFailures
 ) -> None:
     channel.ended.add(2)
-    assert found(failures, lambda: channel.see_silence(2)) is None
     assert found(failures, lambda: channel.hear_told(2, 1, lost(2, "cut off"))) is None
     # A member has given up something else because of it, and goes on.
     assert found(failures, lambda: channel.hear_told(1, 1, lost(2, "ended"))) is None
@@ -228,7 +173,7 @@ def test_a_process_outside_of_the_group_ends_no_wait(
     assert found(failures) == lost(1, "ended")
 
 
-def test_a_silence_that_one_outside_of_the_group_saw_is_no_news(
+def test_what_one_outside_of_the_group_saw_is_no_news(
     channel: Channel, failures: GroupFailures
 ) -> None:
     assert found(failures, lambda: channel.hear_told(2, 1, lost(1))) is None
