@@ -30,6 +30,7 @@ import torch.fx.node
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 
 from dataparallel.collectives import pending
 from dataparallel.collectives.async_tensor import can_wrap
@@ -166,7 +167,14 @@ def waited(result: Tensor) -> Tensor:
 # --- derivatives -----------------------------------------------------------------------------
 
 
-class _Launch(Function):
+class _OneStep(_SingleLevelFunction):
+    """A function that is itself one step of a transform, and not yet to be transformed."""
+
+    # Compiled autograd asks for it.
+    _compiled_autograd_key = staticmethod(Function._compiled_autograd_key)
+
+
+class _Launch(_OneStep):
     """The node of an operator that launches a collective."""
 
     @staticmethod
@@ -195,7 +203,7 @@ class _Launch(Function):
         _refuse_forward_mode()
 
 
-class _Wait(Function):
+class _Wait(_OneStep):
     """The node of the operator that waits."""
 
     @staticmethod
@@ -219,13 +227,11 @@ def _run_and_wait(collective: Collective, tensor: Tensor, name: str) -> Tensor:
     return result
 
 
-def _apply(function: type[Function], *arguments: Any) -> Tensor:
-    node: Any = super(Function, function)
-    apply = node.apply
+def _apply(function: type[_OneStep], *arguments: Any) -> Tensor:
+    apply: Any = function.apply
     if torch._C._functorch.peek_interpreter_stack() is None:
         result: Tensor = apply(*arguments)
         return result
-    # Here the operator is one step of a transform, and not a function yet to be transformed.
     one_step: Any = enable_single_level_autograd_function
     with one_step():
         result = apply(*arguments)

@@ -1,4 +1,4 @@
-"""What travels badly: shared memory, odd texts, transformed tensors, long chains, compiled code."""
+"""What travels badly: shared memory, odd texts, transformed tensors, long chains, traced code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from dataparallel.distributed_autograd import (
     WorkerError,
@@ -104,6 +105,16 @@ def compiled_backward_after_a_pass() -> None:
     assert w.grad.tolist() == [3.0, 3.0]
 
 
+def backward_after_a_trace() -> None:
+    """Tracing makes a build for CUDA count one device where there is none."""
+    with FakeTensorMode():
+        pass
+    w = torch.ones(2, requires_grad=True)
+    with context() as context_id:
+        backward(context_id, [rpc_sync("worker1", tenth, (w,)).sum()])
+        torch.testing.assert_close(get_gradients(context_id)[w], torch.full((2,), 0.1))
+
+
 def numbers_of_seconds() -> None:
     w = torch.ones(2, requires_grad=True)
     with context() as context_id:
@@ -130,6 +141,7 @@ def test_limits(cluster: Cluster) -> None:
         transformed_tensors,
         long_chain,
         compiled_backward_after_a_pass,
+        backward_after_a_trace,
         numbers_of_seconds,
     )
 

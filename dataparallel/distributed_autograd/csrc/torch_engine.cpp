@@ -98,10 +98,15 @@ void stash_current_streams(GraphTask& task) {
   if (!accelerator.has_value()) {
     return;
   }
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface();
+  // Without a GPU, a build for CUDA has an accelerator all the same. Tracing puts a guard in its place
+  // that counts one device.
+  if (!hooks.isAvailable()) {
+    return;
+  }
   const c10::impl::VirtualGuardImpl guard(accelerator.value());
   const auto count = guard.deviceCount();
   task.caller_current_streams_.resize(count);
-  const auto& hooks = at::globalContext().getAcceleratorHooksInterface();
   for (c10::DeviceIndex index = 0; index < count; ++index) {
     if (hooks.hasPrimaryContext(index)) {
       task.caller_current_streams_[index] =
