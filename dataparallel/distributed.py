@@ -75,9 +75,10 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         mixed_precision: In which dtypes the replicas compute, see :class:`MixedPrecision`.
         device_mesh: A mesh of one dimension, in place of ``process_group``.
         bucket_cap_mb_list: In place of ``bucket_cap_mb``, as in torch.
-        param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy, check_reduction:
-            Accepted as torch does. Nothing depends on them: delayed parameters are sent when they
-            are there, and copies are made bucket by bucket.
+        param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy,
+            lazy_bucket_allocation, check_reduction: Accepted as torch does. Nothing depends on
+            them: delayed parameters are sent when they are there, copies are made bucket by bucket,
+            and buckets keep their memory.
         average: ``"processes"`` (default) is the mean over processes, as in torch; ``"samples"``
             weights each process by its number of samples; ``"none"`` is the sum.
         deterministic: Whether the sum over processes is made in rank order, so that it does not
@@ -126,6 +127,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         average: AverageKind = "processes",
         deterministic: bool = False,

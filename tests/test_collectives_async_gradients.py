@@ -299,7 +299,7 @@ def test_a_deep_copy_has_the_gradient_and_only_leaves_have_one() -> None:
 # --- other machinery of torch ----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_transforms_of_functions() -> None:
     def square(t: Tensor) -> Tensor:
         assert is_tracing() and not can_wrap(t)
@@ -330,7 +330,7 @@ def test_other_subclasses() -> None:
     assert torch.equal(mixed.a, LEAF * LEAF) and torch.equal(mixed.b, -LEAF * LEAF)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_as_an_argument_of_a_compiled_function(backend: str) -> None:

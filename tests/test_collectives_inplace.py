@@ -25,7 +25,8 @@ class Case:
     Args:
         name: In torch.distributed.
         written: The shapes of those that are written; a list of them for a list of tensors.
-        read: The shape of the one that is read; None where the first is both.
+        read: The shape of the one that is read; None where the first is both. A list of shapes for
+            a list of tensors.
         rest: Further arguments.
     """
 
@@ -38,7 +39,9 @@ class Case:
             tensor = shaped(x, self.written)
             assert function(tensor, **self.rest) is None
             return [tensor]
-        source = shaped(x, self.read)
+        source: Any = (
+            shaped(x, self.read) if isinstance(self.read, tuple) else several(x, self.read)
+        )
         if isinstance(self.written, list):
             parts = [torch.zeros(shape, dtype=x.dtype) for shape in self.written]
             assert function(parts, source, **self.rest) is None
@@ -50,6 +53,10 @@ class Case:
 
 def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x[: torch.Size(shape).numel()].reshape(shape).clone()
+
+
+def several(x: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [shaped(x + i, shape) for i, shape in enumerate(shapes)]
 
 
 def cases(rank: int) -> list[Case]:
@@ -66,6 +73,8 @@ def cases(rank: int) -> list[Case]:
         Case("reduce_scatter_tensor", (2, 3), (4, 3), op=dist.ReduceOp.MIN),
         Case("reduce_scatter_single", (2, 3), (4, 3), group=world()),
         Case("_reduce_scatter_base", (2, 3), (4, 3)),
+        Case("reduce_scatter", (2, 3), [(2, 3), (2, 3)]),
+        Case("reduce_scatter", (), [(), ()], op=dist.ReduceOp.MAX, group=world()),
         Case("all_to_all_single", (4, 3), (4, 3)),
         Case("all_to_all_single", (4, 3), (4, 3), output_split_sizes=[], input_split_sizes=[]),
         Case("all_to_all_single", (3, 2), (3, 2), output_split_sizes=gets, input_split_sizes=gives),
@@ -167,7 +176,8 @@ def compile_some(rank: int, world_size: int) -> list[bool]:
         collectives.reduce_scatter_tensor_inplace(chunk, rows, op)
         moved = torch.empty_like(chunk)
         collectives.all_to_all_inplace(moved, chunk)
-        return torch.cat([y, moved, *parts])
+        collectives.reduce_scatter_inplace(chunk, parts, op)
+        return torch.cat([y, moved, chunk, *parts])
 
     x = numbers(rank, 4, 3)
     right = []
@@ -229,6 +239,14 @@ def make_mistakes(rank: int, world_size: int) -> int:
             lambda: in_place.all_gather_inplace([x, x], x.t()),
         ),
         (
+            r"input_list has one tensor for each of the 2 members, but has 1",
+            lambda: in_place.reduce_scatter_inplace(x, [x]),
+        ),
+        (
+            r"input_list\[1\] has shape \(3, 4\) .* but output has \(4, 3\) and torch.float32",
+            lambda: in_place.reduce_scatter_inplace(x, [x, x.t()]),
+        ),
+        (
             r"reduceOp is one of sum, .* but got 'mean'",
             lambda: in_place.all_reduce_inplace(x, "mean"),
         ),
@@ -240,7 +258,7 @@ def make_mistakes(rank: int, world_size: int) -> int:
 
 
 def test_mistakes(cluster: Cluster) -> None:
-    assert cluster.run(make_mistakes, 2) == [11, 11]
+    assert cluster.run(make_mistakes, 2) == [13, 13]
 
 
 def test_no_default_group() -> None:

@@ -261,7 +261,7 @@ def test_calls_within_calls_have_groups_of_their_own() -> None:
     assert replicas(outer) == [([3.0] * 4, [[2.0] * 4] * 2, [3.0] * 4)] * 3
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_transforms_and_traces_around_the_parallel_call() -> None:
     def call(x: Tensor) -> Tensor:
         first, _ = parallel_apply([lambda x: GROUP.run(SUM, x)] * 2, [x, x], devices=["cpu"] * 2)
@@ -274,7 +274,7 @@ def test_transforms_and_traces_around_the_parallel_call() -> None:
         torch.jit.trace(call, torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_transforms_and_traces_within_a_replica() -> None:
     def vmapped(x: Tensor) -> Any:
         return torch.func.vmap(lambda row: GROUP.run(SUM, row))(x.unsqueeze(0))
@@ -287,7 +287,7 @@ def test_transforms_and_traces_within_a_replica() -> None:
             replicas(call)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_transforms_of_a_group_of_one() -> None:
     x = torch.arange(3.0)
     for collective in (SUM, AllReduce("product"), AllGather(0), Scatter(0, 0)):

@@ -66,7 +66,7 @@ def compiler() -> Iterator[None]:
     with warnings.catch_warnings():
         # Of the compiler: when an input has a history, and when it is imported.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script")
         torch._dynamo.reset()
         # What is on the disk was compiled for operators as they were then.
         with (

@@ -322,7 +322,7 @@ def test_replicas_can_be_traced() -> None:
         return total
 
     x = torch.randn(2, 3)
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         traced = torch.jit.trace(pair, (x,))
     y = torch.randn(2, 3)
     torch.testing.assert_close(traced(y), pair(y))

@@ -101,7 +101,7 @@ def test_in_dims_beside_targets_in_a_scatter_of_the_user(slots: list[str]) -> No
 
 
 # Forward mode scripts its formulas, and torch deprecates scripting.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_transforms_are_refused_with_a_remedy(slots: list[str]) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(slots[0])
     model, one = DataParallel(module, slots), DataParallel(module, slots[:1])

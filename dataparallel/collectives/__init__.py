@@ -34,6 +34,7 @@ from dataparallel.collectives.inplace import (
     all_gather_tensor_inplace,
     all_reduce_inplace,
     all_to_all_inplace,
+    reduce_scatter_inplace,
     reduce_scatter_tensor_inplace,
     traceable_collective_remaps,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "named",
     "permute_tensor",
     "reduce",
+    "reduce_scatter_inplace",
     "reduce_scatter_single",
     "reduce_scatter_single_autograd",
     "reduce_scatter_single_coalesced",

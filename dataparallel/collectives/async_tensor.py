@@ -309,7 +309,7 @@ def _modes_of(tensor: Tensor) -> Iterator[None]:
 
 def _is_all_of(view: AsyncCollectiveTensor, base: Tensor) -> bool:
     """Whether the plain tensor of which ``view`` is a view is the same, without a history."""
-    return (
+    return bool(
         not base.requires_grad
         and type(base) is Tensor
         and base.shape == view.shape

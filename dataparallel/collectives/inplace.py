@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional
 from torch import Tensor
@@ -114,6 +115,48 @@ def reduce_scatter_tensor_inplace(
     target = _target("reduce_scatter_tensor", group, async_op)
     result = reduce_scatter_tensor(input, op, scatter_dim, target, tag)
     return _write("output", output, result, any_shape=scatter_dim == 0)
+
+
+def reduce_scatter_inplace(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+) -> Tensor:
+    """Reduce the lists of all members, and write the tensor for this member.
+
+    Example::
+
+        reduce_scatter_inplace(mine, list(grad.split(len(mine))))
+
+    Args:
+        output: Overwritten.
+        input_list: One tensor per member, each of the shape of ``output``.
+        op, group, async_op, tag: See :func:`all_reduce_inplace`.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: There is not one tensor per member, one has another shape or dtype than
+            ``output``, or see :func:`all_reduce_inplace`.
+    """
+    target = _target("reduce_scatter_tensor", group, async_op)
+    _, size = member_of(target, tag)
+    if len(input_list) != size:
+        raise ValueError(
+            f"input_list has one tensor for each of the {size} members, but has {len(input_list)}"
+        )
+    for i, each in enumerate(input_list):
+        if each.shape != output.shape or each.dtype != output.dtype:
+            raise ValueError(
+                f"input_list[{i}] has shape {tuple(each.shape)} and dtype {each.dtype}, but output "
+                f"has {tuple(output.shape)} and {output.dtype}"
+            )
+    result = reduce_scatter_tensor(torch.stack(tuple(input_list)), op, 0, target, tag)
+    return _write("output", output, result, any_shape=True)
 
 
 def all_to_all_inplace(
@@ -258,6 +301,10 @@ def _reduce_scatter_tensor(*args: Any, **kwargs: Any) -> None:
     reduce_scatter_tensor_inplace(*args, **kwargs)
 
 
+def _reduce_scatter(*args: Any, **kwargs: Any) -> None:
+    reduce_scatter_inplace(*args, **kwargs)
+
+
 def _all_to_all(*args: Any, **kwargs: Any) -> None:
     all_to_all_inplace(*args, **kwargs)
 
@@ -274,6 +321,7 @@ _BY_NAME: dict[str, Callable[..., None]] = {
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "reduce_scatter_single": _reduce_scatter_tensor,
     "_reduce_scatter_base": _reduce_scatter_tensor,
+    "reduce_scatter": _reduce_scatter,
     "all_to_all_single": _all_to_all,
     "all_gather": _all_gather,
 }

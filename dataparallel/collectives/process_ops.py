@@ -227,8 +227,8 @@ def _run_and_wait(collective: Collective, tensor: Tensor, name: str) -> Tensor:
     return result
 
 
-def _apply(function: type[_OneStep], *arguments: Any) -> Tensor:
-    apply: Any = function.apply
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    apply = function.apply
     if torch._C._functorch.peek_interpreter_stack() is None:
         result: Tensor = apply(*arguments)
         return result

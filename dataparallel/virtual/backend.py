@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import time
+from typing import Any
 
 import torch
 from torch.utils import backend_registration
@@ -133,7 +134,8 @@ def _register(n: int) -> extension.Extension:
     loaded.initialize(n)
     device_module.default_generators = tuple(loaded.default_generators())
     backend_registration.rename_privateuse1_backend(_NAME)
-    torch._register_device_module(_NAME, device_module)  # type: ignore[no-untyped-call]
+    register: Any = torch._register_device_module  # Some versions of torch leave it without types.
+    register(_NAME, device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     extension.keep(loaded)
     atexit.register(_let_engine_threads_finish)

@@ -169,7 +169,7 @@ def test_script_modules_are_refused(slots: list[str]) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.inner(x)
 
-    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
         net = Traced()
     with pytest.raises(TypeError, match="'inner'"):
         replicate(net.to(slots[0]), slots)
