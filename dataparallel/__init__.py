@@ -13,6 +13,7 @@ from dataparallel import monitor as monitor  # noqa: E402
 from dataparallel.balancing import balance as balance  # noqa: E402
 from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
+from dataparallel.devices import accelerators as accelerators  # noqa: E402
 from dataparallel.distributed import (  # noqa: E402
     DistributedDataParallel as DistributedDataParallel,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Replica",
     "Replicate",
     "ShardedOptimizer",
+    "accelerators",
     "balance",
     "checkpoint",
     "collectives",

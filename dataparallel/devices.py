@@ -25,12 +25,23 @@ _CPU = torch.device("cpu")
 
 
 def accelerators() -> tuple[torch.device, ...]:
-    """All accelerators of this machine, in index order; empty when there are none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    """The accelerators that this process can use.
+
+    A build of torch for CUDA names ``cuda`` as its accelerator on every machine; without a GPU, or
+    without a driver that works, there is none.
+
+    Example::
+
+        dataparallel.accelerators()   # (device(type='cuda', index=0), device(type='cuda', index=1))
+
+    Returns:
+        One device with its index per accelerator, in index order; empty when there are none.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return ()
     count = torch.accelerator.device_count()
-    return tuple(torch.device(accelerator.type, index) for index in range(count))
+    return tuple(torch.device(kind.type, index) for index in range(count))
 
 
 def default_devices() -> tuple[torch.device, ...]:
@@ -63,15 +74,15 @@ def parse_device(spec: DeviceLike) -> torch.device:
             f"of type {type(spec).__name__}"
         )
     if isinstance(spec, int):
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
+        there = accelerators()
+        if not there:
             raise ValueError(
                 f"device {spec} is the index of an accelerator, but this machine has none; "
                 'ask for CPU replicas by name, for example device_ids=["cpu", "cpu"]'
             )
-        if spec < 0:
+        if spec not in range(len(there)):
             raise ValueError(f"device {spec} does not exist; {_devices_that_exist()}")
-        return _existing(torch.device(accelerator.type, spec), spec)
+        return there[spec]
     try:
         device = torch.device(spec)
     except RuntimeError as error:

@@ -47,8 +47,8 @@ def option_parser(
         lr: Default of ``--lr``.
         processes: Whether the script can run under torchrun.
     """
-    launcher = f"\n  torchrun --nproc-per-node 2 examples/{script}.py --devices cpu,cpu"
-    more = launcher if processes else ""
+    launcher = f"torchrun --nproc-per-node 2 examples/{script}.py"
+    more = f"\n  {launcher}\n  {launcher} --devices cpu,cpu,cpu" if processes else ""
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"""examples:
@@ -61,7 +61,8 @@ def option_parser(
     )
     add = parser.add_argument
     add("--devices", default=None, metavar="LIST",
-        help="one device per replica; default: all accelerators, else cpu,cpu")  # fmt: skip
+        help="one device per replica; default: all accelerators, of which each process of "
+        "torchrun takes its part, else cpu,cpu")  # fmt: skip
     add("--epochs", type=_count, default=epochs, metavar="N", help=f"default: {epochs}")
     add("--batch-size", type=_count, default=batch_size, metavar="N",
         help=f"samples per step, over all replicas; default: {batch_size}")  # fmt: skip
@@ -79,7 +80,7 @@ def _count(text: str) -> int:
 
 
 def choose_devices(names: str | None) -> list[str]:
-    """The replicas' devices: those named, or all accelerators, or the CPU twice."""
+    """The replicas' devices: those named, or this process's accelerators, or the CPU twice."""
     if names is not None:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
         virtual = [name for name in chosen if name.startswith("virtual:")]
@@ -88,10 +89,30 @@ def choose_devices(names: str | None) -> list[str]:
 
             dataparallel.virtual.enable(1 + max(int(name.split(":")[1]) for name in virtual))
         return chosen
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return ["cpu", "cpu"]
-    return [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    return [str(device) for device in share_of_accelerators()] or ["cpu", "cpu"]
+
+
+def share_of_accelerators() -> tuple[torch.device, ...]:
+    """The accelerators of this process: all, or under torchrun its part of them.
+
+    Where there are more processes than accelerators, they take them in turn.
+    """
+    devices = dataparallel.accelerators()
+    if not devices or "LOCAL_WORLD_SIZE" not in os.environ:
+        return devices
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if size <= len(devices):
+        begin, end = len(devices) * rank // size, len(devices) * (rank + 1) // size
+    else:
+        begin, end = rank % len(devices), rank % len(devices) + 1
+        console.print(
+            f"{size} processes take {len(devices)} accelerators in turn; NCCL refuses to share a "
+            f"GPU, so for GPUs start at most {len(devices)}"
+        )
+    # What is queued for no device in particular goes to the current one, which is the first of the
+    # machine in every process.
+    torch.accelerator.set_device_index(devices[begin].index)
+    return devices[begin:end]
 
 
 def join_processes() -> tuple[int, int]:
@@ -231,8 +252,8 @@ def load_checkpoint(path: pathlib.Path, module: nn.Module) -> None:
 
 
 def describe_run(module: nn.Module, devices: Sequence[str], num_processes: int = 1) -> None:
-    """Print what is trained where."""
+    """Print what is trained where; under torchrun each process says it of itself."""
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    processes = f" in each of {num_processes} processes" if num_processes > 1 else ""
-    where = f"one replica on each of: {', '.join(devices)}{processes}"
-    console.print(f"{parameters:,} parameters, {where}")
+    rank = f"rank {dist.get_rank()} of {num_processes}: " if num_processes > 1 else ""
+    where = f"one replica on each of: {', '.join(devices)}"
+    print(f"{rank}{parameters:,} parameters, {where}", flush=True)

@@ -56,6 +56,18 @@ def slots(request: pytest.FixtureRequest) -> list[str]:
     return [f"virtual:{i}" for i in range(4)]
 
 
+@pytest.fixture(params=["torch for the CPU", "torch for CUDA without a GPU"])
+def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without accelerators, whatever torch was built for."""
+    built_for = torch.device("cuda") if "CUDA" in request.param else None
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else built_for
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Processes that run functions of a test: ``cluster.run(function, world_size, *args)``."""

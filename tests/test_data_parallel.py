@@ -131,10 +131,10 @@ def test_close_ends_the_threads_and_the_wrapper_still_works() -> None:
 # --- devices ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_accelerator")
 def test_without_an_accelerator_one_cpu_replica_and_a_hint(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     with caplog.at_level(logging.WARNING, "dataparallel"):
         model = DataParallel(nn.Linear(2, 2))
     assert model.device_ids == [torch.device("cpu")]

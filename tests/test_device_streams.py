@@ -19,11 +19,6 @@ VIRTUAL = [torch.device("virtual", i) for i in range(4)]
 THESE_EXIST = "the devices of this machine are: virtual:0, virtual:1, virtual:2, virtual:3, cpu"
 
 
-@pytest.fixture
-def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-
-
 @contextlib.contextmanager
 def queued(device: torch.device) -> Iterator[tuple[torch.Stream, torch.Tensor]]:
     """A stream with one operation on it that has not happened: a tensor of ones that becomes 3."""

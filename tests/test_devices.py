@@ -19,11 +19,6 @@ VIRTUAL = [torch.device("virtual", i) for i in range(4)]
 THESE_EXIST = "the devices of this machine are: virtual:0, virtual:1, virtual:2, virtual:3, cpu"
 
 
-@pytest.fixture
-def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-
-
 # --- which devices there are -----------------------------------------------------------------
 
 

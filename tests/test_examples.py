@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import pathlib
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,9 +24,13 @@ _EXAMPLES = _ROOT / "examples"
 _PNG = b"\x89PNG"
 
 
-def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a script, in several processes under torchrun, which have four virtual devices."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    devices = {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(_EXAMPLES / script), *options],
+        [sys.executable, *launcher[: 5 * (processes > 1)], str(_EXAMPLES / script), *options],
+        env=os.environ | (devices if processes > 1 else {}),
         capture_output=True,
         text=True,
         timeout=240,
@@ -63,6 +71,66 @@ def test_too_low_an_accuracy_is_a_failure(tmp_path: pathlib.Path) -> None:
     finished = run("train_digits.py", *options, "--output", str(tmp_path))
     assert finished.returncode == 1
     assert "the accuracy is below 100.00%" in finished.stdout
+
+
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What the examples share."""
+    monkeypatch.syspath_prepend(str(_EXAMPLES))
+    device = torch.accelerator.current_device_index()
+    yield importlib.import_module("common")
+    torch.accelerator.set_device_index(device)
+
+
+def test_without_torchrun_an_example_takes_all_accelerators(common: ModuleType) -> None:
+    assert common.choose_devices(None) == [f"virtual:{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_an_example_takes_the_cpu_twice(
+    processes: int, common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert common.choose_devices(None) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares"),
+    [
+        (1, [[0, 1, 2, 3]]),
+        (2, [[0, 1], [2, 3]]),
+        (3, [[0], [1], [2, 3]]),
+        (4, [[0], [1], [2], [3]]),
+        (6, [[0], [1], [2], [3], [0], [1]]),
+    ],
+)
+def test_under_torchrun_an_example_takes_its_share_of_the_accelerators(
+    processes: int,
+    shares: list[list[int]],
+    common: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for rank, share in enumerate(shares):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert common.choose_devices("cpu,virtual:3") == ["cpu", "virtual:3"]
+        assert common.choose_devices(None) == [f"virtual:{i}" for i in share]
+        assert torch.accelerator.current_device_index() == share[0]
+    shared = "6 processes take 4 accelerators in turn" in capsys.readouterr().out
+    assert shared == (processes > 4)
+
+
+def test_two_processes_of_torchrun_train_on_two_devices_each(tmp_path: pathlib.Path) -> None:
+    finished = run("train_digits.py", "--epochs", "1", "--output", str(tmp_path), processes=2)
+    assert finished.returncode == 0, finished.stderr
+    for rank, devices in enumerate(["virtual:0, virtual:1", "virtual:2, virtual:3"]):
+        said = rf"rank {rank} of 2: .* one replica on each of: {devices}$"
+        assert re.search(said, finished.stdout, re.MULTILINE), finished.stdout
+    assert finished.stdout.count("test accuracy") == 1
+    assert load_file(tmp_path / "digits.safetensors")
 
 
 def test_letters_are_learnt_and_written(tmp_path: pathlib.Path) -> None:

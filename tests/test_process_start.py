@@ -257,7 +257,16 @@ def test_the_store_has_the_whole_time_after_it_was_lost_once(
 def test_an_accelerator_gets_its_backend_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert start.default_backend() == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_there_is_gloo_and_no_device_to_have() -> None:
+    assert start.default_backend() == "gloo"
+    for device in (0, torch.device("cuda:0")):
+        with pytest.raises(ValueError, match="of accelerators there is none here"):
+            init_process_group(device_id=device, rank=0, world_size=1, store=HashStore())
 
 
 # --- several processes -----------------------------------------------------------------------

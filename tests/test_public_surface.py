@@ -29,6 +29,7 @@ EXPORTED = {
         "Replica",
         "Replicate",
         "ShardedOptimizer",
+        "accelerators",
         "balance",
         "checkpoint",
         "collectives",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import device as torch_device
 
 from dataparallel.tools import cli
 from dataparallel.tools.doctor import accelerators, basics, command, report
@@ -26,10 +27,6 @@ def fake_torch(
         __version__=version,
         version=SimpleNamespace(cuda=cuda, hip=None, xpu=None),
         get_num_threads=lambda: threads,
-        accelerator=SimpleNamespace(
-            current_accelerator=lambda: SimpleNamespace(type="cuda") if gpus else None,
-            device_count=lambda: gpus,
-        ),
         get_device_module=lambda device: SimpleNamespace(
             get_device_properties=lambda index: properties
         ),
@@ -50,10 +47,13 @@ def nothing_installed(name: str) -> Any:
 
 def fake_probe(torch: Any = None, **others: Any) -> Probe:
     """A machine with nothing on it but, where given, torch."""
+    gpus = 0 if torch is None else torch.cuda.device_count()
+    package = SimpleNamespace(accelerators=lambda: [torch_device("cuda", i) for i in range(gpus)])
+    modules = {"torch": torch, "dataparallel": package}
     nothing: dict[str, Any] = {
         "version": lambda distribution: None,
         "distribution": nothing_installed,
-        "module": lambda name: torch if name == "torch" else None,
+        "module": modules.get,
         "which": lambda name: None,
         "output": lambda *command: None,
         "environment": lambda name: None,

@@ -6,16 +6,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import constants
 
-from dataparallel.devices import is_accelerator
+from dataparallel.devices import accelerators, is_accelerator
 
 
 def default_backend() -> str:
     """Gloo, and the backend of the accelerators of this machine if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = accelerators()
     known: dict[str, str] = dist.Backend.default_device_backend_map
-    if accelerator is None or accelerator.type not in known:
+    if not there or there[0].type not in known:
         return "gloo"
-    return f"cpu:gloo,{accelerator.type}:{known[accelerator.type]}"
+    return f"cpu:gloo,{there[0].type}:{known[there[0].type]}"
 
 
 def check_backend(backend: str | None) -> str:
@@ -57,17 +57,15 @@ def check_device(device_id: torch.device | int | None) -> None:
     """
     if device_id is None:
         return
-    accelerator = torch.accelerator.current_accelerator()
-    number = torch.accelerator.device_count()
+    there = accelerators()
     if isinstance(device_id, torch.device):
         if not is_accelerator(device_id):
             return
-        index = device_id.index
-        is_there = accelerator is not None and device_id.type == accelerator.type
+        is_there = device_id in there
     else:
-        index, is_there = device_id, accelerator is not None
-    if not is_there or index is None or index not in range(number):
-        have = f"{number} of type {accelerator.type}" if accelerator is not None else "none"
+        is_there = device_id in range(len(there))
+    if not is_there:
+        have = f"{len(there)} of type {there[0].type}" if there else "none"
         raise ValueError(
             f"device_id is {device_id}, but of accelerators there is {have} here; pass one with "
             "its index, from 0 on, or leave device_id out"

@@ -15,12 +15,11 @@ from dataparallel.tools.monitor.sources.nvml_errors import (
 
 def devices(probe: Probe) -> Iterator[Check]:
     """One record per accelerator: name, memory, capability."""
-    torch = probe.module("torch")
-    if torch is None:
+    torch, package = probe.module("torch"), probe.module("dataparallel")
+    if torch is None or package is None:
         return
-    accelerator = torch.accelerator.current_accelerator()
-    count = int(torch.accelerator.device_count()) if accelerator is not None else 0
-    if not count:
+    found = package.accelerators()
+    if not found:
         yield Check(
             "Devices",
             "accelerators",
@@ -29,9 +28,9 @@ def devices(probe: Probe) -> Iterator[Check]:
             'DataParallel(net, device_ids=["cpu", "cpu"])',
         )
         return
-    module = torch.get_device_module(accelerator)
-    for index in range(count):
-        yield Check("Devices", f"{accelerator.type}:{index}", "ok", _describe(module, index))
+    for device in found:
+        described = _describe(torch.get_device_module(device), device.index)
+        yield Check("Devices", str(device), "ok", described)
 
 
 def _describe(module: Any, index: int) -> str:
