@@ -208,12 +208,16 @@ def test_a_failure_while_sampling_gives_the_terminal_back() -> None:
 def test_a_termination_gives_the_terminal_back(name: str) -> None:
     number = getattr(signal, name)
     fake = FakeSampler(then=lambda: os.kill(os.getpid(), number))
-    before = signal.getsignal(number)
-    console, file = terminal_console()
-    with pytest.raises(SystemExit, match=str(128 + number)):
-        live_view.run_live(fake, console)
-    assert "\x1b[?1049l" in file.getvalue() and fake.closed
-    assert signal.getsignal(number) is before
+    # Under nohup this process ignores SIGHUP, and what is ignored stays so.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        console, file = terminal_console()
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            live_view.run_live(fake, console)
+        assert "\x1b[?1049l" in file.getvalue() and fake.closed
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
