@@ -1,15 +1,18 @@
 # The commands of this project; `make help` lists them.
 #
 #   PYTHON       which Python makes the environment        make train PYTHON=python3.12
-#   TORCH        what to install as torch, beforehand      make train TORCH="torch==2.13.0"
+#   TORCH        what to install as torch, beforehand; nothing: what pip chooses
+#                                                          make train TORCH="torch==2.13.0"
 #   ARGS         passed on to the training script          make train ARGS="--epochs 3"
 #   PYTEST_ARGS  passed on to pytest                       make test PYTEST_ARGS="-k scatter"
+#   VERSIONS     passed on to tests/versions.py            make versions VERSIONS="--torch 2.13.0"
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
+VERSIONS ?=
 
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
 export OMP_WAIT_POLICY ?= passive
@@ -20,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-chars test soak check format build registers clean
+.PHONY: help train train-chars test versions soak check format build registers clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,7 +35,10 @@ train-chars: $(RUN_STAMP) ## train a character-level transformer on Python's own
 	@$(VENV)/bin/python examples/train_chars.py $(ARGS)
 
 test: $(DEV_STAMP) ## run the tests
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -q -n 2 $(PYTEST_ARGS)
+
+versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, on each Python there is
+	@$(VENV)/bin/python -m tests.versions $(VERSIONS)
 
 check: $(DEV_STAMP) ## check format, lint and types
 	$(VENV)/bin/ruff format --check $(SOURCES)
@@ -68,7 +74,7 @@ define install
 	  $(PYTHON) -m venv $(VENV); \
 	fi; \
 	if [ -n "$(TORCH)" ]; then echo "Installing $(TORCH)"; $(PIP) $(TORCH) || exit 1; fi; \
-	echo "Installing dataparallel[$(1)]; its torch is 0.2 GB, with CUDA 3 GB"; \
+	echo "Installing dataparallel[$(1)]; a torch with CUDA takes minutes: 3 GB, on disk 6 GB"; \
 	$(PIP) --editable ".[$(1)]" || exit 1; \
 	touch $(2); \
 	echo "The environment was ready after $$(($$(date +%s) - begin)) s"

@@ -82,10 +82,10 @@ def test_a_machine_with_torch_alone_works() -> None:
             "pip install --force-reinstall torch",
         ),
         (
-            fake_probe(fake_torch(version="2.8.1+cu128")),
+            fake_probe(fake_torch(version="2.10.1+cu128")),
             "torch",
-            "2.8.1+cu128, but at least 2.9 is needed",
-            'pip install --upgrade "torch>=2.9"',
+            "2.10.1+cu128, but at least 2.11 is needed",
+            'pip install --upgrade "torch>=2.11"',
         ),
         (
             fake_probe(fake_torch(), python="3.9.18"),
@@ -107,6 +107,9 @@ def test_what_the_package_cannot_do_without(
 def test_torch_tells_what_it_was_built_for() -> None:
     assert basics.torch(fake_probe(fake_torch())).detail == "2.13.0, built for the CPU"
     assert basics.torch(fake_probe(fake_torch(cuda="12.8"))).detail == "2.13.0, built for CUDA 12.8"
+    newer = basics.torch(fake_probe(fake_torch(version="2.16.0")))
+    assert newer.status == "ok"
+    assert newer.detail == "2.16.0, built for the CPU; the newest that was tested is 2.15"
 
 
 def test_more_threads_than_cores_is_a_problem_but_not_fatal() -> None:

@@ -37,7 +37,7 @@ class Browser:
     """
 
     def __init__(self) -> None:
-        assert CHROMIUM is not None
+        assert CHROMIUM is not None, "there is no Chromium: apt-get install chromium"
         self.errors: list[str] = []
         self._profile = tempfile.mkdtemp(prefix="dp-browser")
         ours_in, theirs_out = os.pipe()

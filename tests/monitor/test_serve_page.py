@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,10 @@ from dataparallel.tools.monitor.site import routes
 from tests.monitor.browser import CHROMIUM, Browser
 from tests.monitor.made_up_machine import PID, make_run, make_sample, samples
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium to look at the page")
+# In CI it is never skipped: there the browser is installed beforehand.
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and not os.environ.get("CI"), reason="needs chromium to look at the page"
+)
 
 #: So often the page asks in the tests, in seconds.
 INTERVAL = 0.25

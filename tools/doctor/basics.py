@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataparallel.tools.doctor.check import Check, Probe
 
 _MINIMUM_PYTHON = (3, 10)
-_MINIMUM_TORCH = (2, 9)
+MINIMUM_TORCH = (2, 11)
+NEWEST_TESTED_TORCH = (2, 15)
 
 #: Distribution, what it is needed for, the command that installs it.
 _EXTRAS = (
@@ -65,12 +66,15 @@ def torch(probe: Probe) -> Check:
         remedy = "pip install --force-reinstall torch" if version else "pip install torch"
         return Check("Basics", "torch", "problem", detail, remedy, essential=True)
     version = str(found.__version__)
-    if _numbers(version) < _MINIMUM_TORCH:
-        needed = _dotted(_MINIMUM_TORCH)
+    if _numbers(version) < MINIMUM_TORCH:
+        needed = _dotted(MINIMUM_TORCH)
         detail = f"{version}, but at least {needed} is needed"
         remedy = f'pip install --upgrade "torch>={needed}"'
         return Check("Basics", "torch", "problem", detail, remedy, essential=True)
-    return Check("Basics", "torch", "ok", f"{version}, {_build(found)}", essential=True)
+    detail = f"{version}, {_build(found)}"
+    if _numbers(version) > NEWEST_TESTED_TORCH:
+        detail = f"{detail}; the newest that was tested is {_dotted(NEWEST_TESTED_TORCH)}"
+    return Check("Basics", "torch", "ok", detail, essential=True)
 
 
 def _build(torch_module: object) -> str:
