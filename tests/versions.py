@@ -26,6 +26,28 @@ TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 QUICK = (
     # Wrappers.
     "tests/test_data_parallel.py",
+    "tests/test_ddp_local.py",
+    "tests/test_ddp_oracle.py",
+    "tests/test_ddp_processes.py",
+    # Reducer.
+    "tests/test_bucket_plan.py",
+    "tests/test_comm_hooks.py",
+    "tests/test_ddp_buffers.py",
+    "tests/test_ddp_graphs.py",
+    "tests/test_optimizers_with_reducer.py",
+    # Collectives.
+    "tests/test_collectives_async_tensor.py",
+    "tests/test_collectives_gradients.py",
+    "tests/test_collectives_hybrid.py",
+    "tests/test_collectives_process.py",
+    "tests/test_collectives_tracing.py",
+    # Compiled code, which has its own tests beside these of collectives.
+    "tests/compiled",
+    # Checkpoints.
+    "tests/checkpoint/test_load.py",
+    "tests/checkpoint/test_loading_processes.py",
+    "tests/checkpoint/test_save.py",
+    "tests/checkpoint/test_save_processes.py",
 )
 
 _ROOT = pathlib.Path(__file__).parents[1]
