@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from dataparallel.compiled import untraced
-from dataparallel.functions import ReduceAddCoalesced, apply_function
+from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
 from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
 from dataparallel.timeline import Timeline
@@ -120,8 +120,13 @@ class CutGraphs:
         Returns:
             Per replica, what stands for its outputs in the caller's graph: the same memory.
         """
+        first = next(output.device for replica in self.outputs for output in replica)
+        # One backward may begin at the outputs of all replicas, with the stream of the first.
+        self.outputs = [behind_own_nodes(replica, first) for replica in self.outputs]
         flat = [tensor for replica in self.outer_inputs for tensor in replica]
-        results: Any = _apply(self, self.terms.anchor, *flat, *self.originals)
+        results: Any = _apply(
+            self, self.terms.anchor, *behind_own_nodes([*flat, *self.originals], first)
+        )
         self.terms.outstanding.add(self)
         left = iter(results if isinstance(results, tuple) else (results,))
         return [[next(left) for _ in replica] for replica in self.outputs]

@@ -26,6 +26,45 @@ def apply_function(function: type[Function], *args: Any) -> Any:
     return apply(*args)
 
 
+def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors for a node whose first output is on ``device``: leaves elsewhere behind one more node.
+
+    The engine would else hand a leaf's gradient from the stream of one device to that of another,
+    of which torch 2.11 warns. The node between has the leaf's own stream.
+
+    Args:
+        tensors: Arguments of the node.
+        device: Where its first output is.
+    """
+    result = list(tensors)
+    if not torch.is_grad_enabled():
+        return result
+    leaves: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        place = tensor.device
+        if place != device and _devices.has_backward_thread(place):
+            if tensor.is_leaf and tensor.requires_grad:
+                leaves.setdefault(place, []).append(position)
+    for positions in leaves.values():
+        same = apply_function(Identity, *[tensors[position] for position in positions])
+        for position, tensor in zip(positions, same, strict=True):
+            result[position] = tensor
+    return result
+
+
+class Identity(Function):
+    """Tensors of one device as they are; see :func:`behind_own_nodes`."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        return grads
+
+
 class Broadcast(Function):
     """Copies of several tensors on several devices; their gradients are summed over the devices.
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.functions import ReduceAddCoalesced, apply_function
+from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
 
 #: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
 #: copies are alive together: what one bucket frees, the next one uses. A large bucket would save
@@ -93,7 +93,8 @@ def connect(
         first = number % num_replicas
         order = [*range(first, num_replicas), *range(first)]
         flat = [copies[i][index] for i in order for index in bucket]
-        outputs = apply_function(ReplicaEdges, first, flat, *[originals[index] for index in bucket])
+        members = behind_own_nodes([originals[index] for index in bucket], flat[0].device)
+        outputs = apply_function(ReplicaEdges, first, flat, *members)
         for place, i in enumerate(order):
             for position, index in enumerate(bucket):
                 aliases[i][index] = outputs[place * len(bucket) + position]

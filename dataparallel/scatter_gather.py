@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import devices as _devices
-from dataparallel.functions import Gather, ReduceAddCoalesced, apply_function
+from dataparallel.functions import Gather, ReduceAddCoalesced, apply_function, behind_own_nodes
 from dataparallel.scatter_plan import (
     Replicate,
     ScatterPlan,
@@ -299,10 +299,12 @@ def _gather_tensors(column: Sequence[torch.Tensor], how: _How) -> torch.Tensor:
             if fraction > 0
         ]
         return _sum(shares, how.device).to(dtype)
+    column = behind_own_nodes(column, how.device)
     gathered: torch.Tensor = apply_function(Gather, how.device, how.dim, *column)
     return gathered
 
 
 def _sum(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    column = behind_own_nodes(column, device)
     total: torch.Tensor = apply_function(ReduceAddCoalesced, device, 1, *column)[0]
     return total

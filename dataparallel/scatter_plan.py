@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import devices as _devices
 from dataparallel.chunk_sizes import ChunkSizesOf, settle
-from dataparallel.functions import Broadcast, Scatter, apply_function
+from dataparallel.functions import Broadcast, Scatter, apply_function, behind_own_nodes
 from dataparallel.tree import Structure, flatten
 
 
@@ -132,7 +132,7 @@ class ScatterPlan:
         if len(slots) == 1:
             return [move_tensor(leaf.value, slots[0])]
         chunks: tuple[torch.Tensor, ...] = apply_function(
-            Scatter, slots, self.sizes, leaf.dim, leaf.value
+            Scatter, slots, self.sizes, leaf.dim, *behind_own_nodes([leaf.value], slots[0])
         )
         return chunks
 
@@ -145,7 +145,9 @@ def _whole(leaves: list[_Leaf], slots: Sequence[torch.device]) -> dict[int, list
         tensors = [leaf.value for leaf in leaves if leaf.value.device == origin]
         own = slots.index(origin) if origin in slots else len(slots)
         others = [*slots[:own], *slots[own + 1 :]]
-        flat = apply_function(Broadcast, others, *tensors) if others else ()
+        flat: tuple[torch.Tensor, ...] = ()
+        if others:
+            flat = apply_function(Broadcast, others, *behind_own_nodes(tensors, others[0]))
         for i, tensor in enumerate(tensors):
             whole = list(flat[i :: len(tensors)])
             for place, device in enumerate(others):
@@ -164,7 +166,9 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
     if tensor.device == device:
         return tensor
-    moved: torch.Tensor = apply_function(Broadcast, [device], tensor)[0]
+    moved: torch.Tensor = apply_function(Broadcast, [device], *behind_own_nodes([tensor], device))[
+        0
+    ]
     return moved
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dataparallel.functions import Identity
+
 #: Whether a node takes part in the backward that runs now.
 will_execute: Any = torch._C._will_engine_execute_node
 
@@ -42,7 +44,7 @@ class WantedGradients:
             return WantedGradients(list(needed[:num_inputs]), list(needed[num_inputs:]), True)
         wanted = WantedGradients([], [], False)
         # One entry for each argument of forward that is a tensor: the anchor comes first.
-        nodes = [node for node, _ in ctx.next_functions[1:]]
+        nodes = [_of_leaf(node, number) for node, number in ctx.next_functions[1:]]
         for position, (node, need) in enumerate(zip(nodes, needed, strict=True)):
             is_input = position < num_inputs
             try:
@@ -53,3 +55,10 @@ class WantedGradients:
                 wanted.captured |= not is_input
             (wanted.inputs if is_input else wanted.parameters).append(answer)
         return wanted
+
+
+def _of_leaf(node: Any, number: int) -> Any:
+    """The node of a leaf, of which alone torch tells whether its gradient is captured."""
+    if node is not None and node.name() == f"{Identity.__name__}Backward":
+        return node.next_functions[number][0]
+    return node

@@ -1,0 +1,131 @@
+"""The gradient of a leaf comes from the stream of the leaf's own device: torch warns otherwise.
+
+Up to torch 2.11 it does so for streams of two devices, too, once in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel import Replicate, collectives, gather, scatter
+from tests.cluster import Cluster
+
+SLOTS = ["virtual:0", "virtual:1"]
+
+
+@pytest.fixture(autouse=True)
+def _every_time() -> Iterator[None]:
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, which are two buckets; an input and a parameter come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.second(self.first(x).double())
+        return {"y": y, "x": x, "rows": self.first.weight[: len(x)], "bias": self.first.bias}
+
+
+class Sums(nn.Linear):
+    """A collective of a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = collectives.all_reduce(self.weight, "sum", "local")
+        return torch.relu(super().forward(x) @ total)
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+def _total(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.sum()
+    return torch.stack([part.double().sum() for part in output.values()]).sum()
+
+
+@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+@pytest.mark.parametrize("make", [Mixed, lambda: Sums(3, 3)], ids=["mixed", "collective"])
+@pytest.mark.parametrize("home", SLOTS)
+def test_in_training(wrapper: Callable[..., Any], make: Callable[[], nn.Module], home: str) -> None:
+    slots = [home, *(slot for slot in SLOTS if slot != home)]
+    net = make().to(home)
+    model = wrapper(net, slots)
+    x = torch.randn(4, 3, device=SLOTS[0], requires_grad=True)
+    for _ in range(2):
+        _total(model(x)).backward()
+    assert x.grad is not None
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: gather(scatter(x, SLOTS), SLOTS[0]),
+        lambda x: gather(scatter(x, SLOTS[::-1]), SLOTS[0]),
+        lambda x: gather([x, x.detach().clone().requires_grad_()], SLOTS[0]),
+        lambda x: gather([x.sum(), x.detach()[0, 0].requires_grad_()], SLOTS[1], scalars="mean"),
+        lambda x: dp.DataParallel(Product(), SLOTS)(torch.ones(4, 1, 1), Replicate(x)),
+        lambda x: dp.DataParallel(Product(), SLOTS[::-1])(torch.ones(4, 1, 1), Replicate(x)),
+    ],
+)
+def test_of_what_is_moved(call: Callable[[Tensor], Tensor]) -> None:
+    for place in SLOTS:
+        x = torch.randn(4, 3, device=place, requires_grad=True)
+        call(x).sum().backward()
+        assert x.grad is not None
+
+
+class Spread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3).to(place) for place in SLOTS])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, place in zip(self.layers, SLOTS, strict=True):
+            x = layer(x.to(place))
+        return x
+
+
+def _spread(rank: int, world_size: int) -> list[bool]:
+    torch.set_warn_always(True)
+    try:
+        model = dp.DistributedDataParallel(Spread())
+        model(torch.ones(2, 3)).sum().backward()
+        weight = model.module.layers[0].weight
+        output = model(torch.ones(2, 3)).sum()
+        with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
+            torch.autograd.grad(output, weight)
+    finally:
+        torch.set_warn_always(False)
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+def test_of_a_module_on_two_devices(cluster: Cluster) -> None:
+    assert cluster.run(_spread, 2, virtual=True) == [[True] * 4] * 2
+
+
+def test_the_caller_s_stream() -> None:
+    net = nn.Linear(3, 3).to(SLOTS[0])
+    for wrapper in (dp.DataParallel, dp.DistributedDataParallel):
+        model = wrapper(net, SLOTS)
+        stream = torch.Stream(SLOTS[0])
+        stream.wait_stream(torch.accelerator.current_stream(SLOTS[0]))
+        with stream:
+            for _ in range(2):
+                model(torch.ones(4, 3, device=SLOTS[0])).sum().backward()
+        torch.accelerator.current_stream(SLOTS[0]).wait_stream(stream)
