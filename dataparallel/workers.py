@@ -15,11 +15,14 @@ import os
 import queue
 import threading
 import time
+import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 from dataparallel import interpreter_end, intra_op
 from dataparallel.error_location import add_note, locate
@@ -102,11 +105,28 @@ class _Job(Generic[T]):
         except BaseException as error:
             # Without this frame, which holds the job, which holds the error.
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            _leave_checkpoints(error)
             self.error = error
         finally:
             self._task = None
             self.finished = True
             self._latch.count_down()
+
+
+def _leave_checkpoints(error: BaseException) -> None:
+    """Leave the activation checkpoints through which an error came, in this thread.
+
+    Up to torch 2.11 they are left when the last reference to the error goes, and by then their
+    saved-tensor hooks would have acted on whatever this thread ran next.
+    """
+    if error.__context__ is not None:
+        _leave_checkpoints(error.__context__)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, types.GeneratorType):
+                    value.close()
 
 
 def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:

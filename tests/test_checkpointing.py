@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.parallel_apply import apply_replicas, current_replica
 from tests.models import assert_all_close, grads_of, twins
 
@@ -165,3 +166,39 @@ def test_selective_checkpoint_around_the_wrapper() -> None:
         output = checkpoint(part, x, use_reentrant=False, context_fn=context_fn)
         (found,) = torch.autograd.grad(output.square().sum(), x)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]], ids=str)
+def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: list[str]) -> None:
+    """torch's hooks stay in the thread that met the error until somebody leaves the checkpoint."""
+
+    class Failing(nn.Linear):
+        fails = True
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x)
+            if self.fails:
+                raise ValueError("of the body")
+            return torch.relu(y) * y
+
+        def outer(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return x + checkpoint(self.body, x, use_reentrant=False)
+            except ValueError as error:
+                raise KeyError("of the outer body") from error
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self.outer, x, use_reentrant=False)
+            return y
+
+    net = Failing(3, 3).to(slots[0])
+    bare = copy.deepcopy(net)
+    model = wrapper(net, slots)
+    x = torch.randn(4, 3, device=slots[0])
+    with pytest.raises(KeyError, match="of the outer body"):
+        model(x)
+    net.fails = bare.fails = False
+    model(x).pow(2).sum().backward()
+    bare(x).pow(2).sum().backward()
+    assert_all_close(grads_of(net), grads_of(bare))
