@@ -66,7 +66,9 @@ def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
         A dict with the keys ``kernels``, ``copies_host_to_device``, ``bytes_host_to_device``,
         ``copies_device_to_host``, ``bytes_device_to_host``, ``copies_device_to_device``,
         ``bytes_device_to_device`` (between two different devices; a copy within one is a kernel),
-        ``allocations`` and ``allocated_bytes``.
+        ``allocations``, ``allocated_bytes`` and ``host_waits``: for how many calls the host does
+        not go on before the device has worked, as it is with ``item()``, blocking copies from and
+        to the host, and ``synchronize()``.
 
     Raises:
         RuntimeError: Virtual devices are not enabled.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -20,11 +22,39 @@ def test_counters() -> None:
     assert (seen["copies_device_to_device"], seen["bytes_device_to_device"]) == (1, 32)
     assert (seen["copies_device_to_host"], seen["bytes_device_to_host"]) == (1, 32)
     assert (seen["kernels"], seen["allocations"], seen["allocated_bytes"]) == (1, 3, 96)
+    assert seen["host_waits"] == 2
     assert counters("virtual:0")["copies_device_to_device"] == 1
     assert counters(1)["kernels"] == 1
     reset_counters(0)
     assert counters(0)["allocations"] == 0
     assert counters(1)["allocations"] == 2
+
+
+def test_waits_of_the_host_are_counted() -> None:
+    device = torch.device("virtual:0")
+    x = torch.ones(8, device=device)
+    pinned = torch.zeros(8).pin_memory()
+    event = torch.Event(device)
+    waits: dict[str, Callable[[], object]] = {
+        "item": lambda: x.sum().item(),
+        "to the host": lambda: x.cpu(),
+        "from the host": lambda: x.copy_(pinned),
+        "device": lambda: torch.accelerator.synchronize(device),
+        "stream": lambda: torch.accelerator.current_stream(device).synchronize(),
+        "event": event.synchronize,
+    }
+    event.record()
+    for name, wait in waits.items():
+        reset_counters()
+        wait()
+        assert (counters(0)["host_waits"], counters(1)["host_waits"]) == (1, 0), name
+    reset_counters()
+    x.mul_(2).sum()
+    pinned.copy_(x, non_blocking=True)
+    x.copy_(pinned, non_blocking=True)
+    x.to("virtual:1")
+    torch.Stream(device).wait_event(event)
+    assert counters()["host_waits"] == 0
 
 
 def test_conversion_broadcast_and_strides() -> None:

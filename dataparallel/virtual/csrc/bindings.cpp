@@ -25,6 +25,7 @@ const std::array<const char*, kNumCounters> kCounterNames{
     "bytes_device_to_device",
     "allocations",
     "allocated_bytes",
+    "host_waits",
 };
 
 std::map<std::string, int64_t> read_counters(int device) {

@@ -45,6 +45,8 @@ enum Counter : int {
   kBytesDeviceToDevice,
   kAllocations,
   kAllocatedBytes,
+  // The host does not go on before a stream, event or device has done its work.
+  kHostWaits,
   kNumCounters,
 };
 

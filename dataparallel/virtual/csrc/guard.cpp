@@ -69,10 +69,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     check_alive(stream.device_index());
+    count(stream.device_index(), kHostWaits);
     stream_of(stream).synchronize();
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     check_alive(checked_index(index));
+    count(checked_index(index), kHostWaits);
     synchronize_device(checked_index(index));
   }
 
@@ -108,6 +110,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       auto record = alive(static_cast<Event*>(event)->latest());
+      count(record->stream.device, kHostWaits);
       record->stream.run_until(record->position);
     }
   }

@@ -32,6 +32,7 @@ void copy_host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_
   const bool read_late = !stream.defers() || is_pinned(from.storage().data());
   submit_copy(stream, read_late ? from : from.clone(), to);
   if (!non_blocking) {
+    count(device, kHostWaits);
     stream.synchronize();
   }
 }
@@ -43,6 +44,7 @@ void copy_device_to_host(const at::Tensor& from, const at::Tensor& to, bool non_
   Stream& stream = current_stream(device);
   submit_copy(stream, from, to);
   if (!non_blocking) {
+    count(device, kHostWaits);
     stream.synchronize();
   }
 }
@@ -107,6 +109,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   begin_at(self);
+  count(self.device().index(), kHostWaits);
   current_stream(self.device().index()).synchronize();
   KernelScope scope;
   return cpu_alias(self).item();
