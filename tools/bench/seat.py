@@ -136,5 +136,7 @@ def _enable_virtual_devices(task: Task) -> None:
     if wanted:
         import dataparallel.virtual
 
-        indices = [int(name.split(":")[1]) if ":" in name else 0 for name in wanted]
-        dataparallel.virtual.enable(max(indices) + 1)
+        count = 1 + max(int(name.split(":")[1]) if ":" in name else 0 for name in wanted)
+        # DATAPARALLEL_VIRTUAL_DEVICES may have enabled more.
+        if dataparallel.virtual.device_count() < count:
+            dataparallel.virtual.enable(count)

@@ -1,0 +1,37 @@
+"""Compiles what else would be compiled on first use, so that it counts to no other part."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+import dataparallel
+from dataparallel.kernels import sources
+from dataparallel.kernels.backend import backend_of
+from dataparallel.kernels.warm_up import warm_up
+
+
+def main() -> None:
+    """Say for each thing how long it took."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", required=True)
+    names = parser.parse_args().devices.split(",")
+    begin = time.monotonic()
+    # The tests have virtual devices on every machine.
+    dataparallel.virtual.enable(max(1, dataparallel.virtual.device_count()))
+    print(f"virtual devices: {time.monotonic() - begin:.1f} s")
+    for name in names:
+        device = torch.device(name)
+        begin = time.monotonic()
+        backend = backend_of(device)
+        if backend is None:
+            print(f"{name}: no kernels, torch's operations take their place")
+            continue
+        warm_up(device, sources.names())
+        print(f"{name}: kernels in {time.monotonic() - begin:.1f} s ({type(backend).__name__})")
+
+
+if __name__ == "__main__":
+    main()
