@@ -6,6 +6,7 @@
 #   ARGS         passed on to the training script          make train ARGS="--epochs 3"
 #   PYTEST_ARGS  passed on to pytest                       make test PYTEST_ARGS="-k scatter"
 #   VERSIONS     passed on to tests/versions.py            make versions VERSIONS="--torch 2.13.0"
+#   DEVICES      where `make gpu` runs                     make gpu DEVICES=virtual:0,virtual:1
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +14,7 @@ TORCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
 VERSIONS ?=
+DEVICES ?=
 
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
 export OMP_WAIT_POLICY ?= passive
@@ -23,7 +25,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-chars test versions soak check format build registers clean
+.PHONY: help train train-chars test versions gpu soak check format build registers clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +41,10 @@ test: $(DEV_STAMP) ## run the tests
 
 versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, on each Python there is
 	@$(VENV)/bin/python -m tests.versions $(VERSIONS)
+
+gpu: ## run what only an NVIDIA GPU can show; installs nothing, and needs no network
+	@$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu.report \
+	  $(if $(DEVICES),--devices $(DEVICES)) $(ARGS)
 
 check: $(DEV_STAMP) ## check format, lint and types
 	$(VENV)/bin/ruff format --check $(SOURCES)
