@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import FileStore
 
 import dataparallel.virtual
 from tests import forkserver
+from tests.device_only.backend import register
 
 Result = TypeVar("Result")
 
@@ -66,6 +67,7 @@ class _Job:
     store: str
     timeout: float
     init_group: bool
+    backend: str
 
 
 @dataclass
@@ -135,6 +137,7 @@ class Cluster:
         expect_errors: Literal[False] = ...,
         init_group: bool = ...,
         virtual: bool = ...,
+        backend: str = ...,
     ) -> list[Result]: ...
 
     @overload
@@ -147,6 +150,7 @@ class Cluster:
         expect_errors: Literal[True],
         init_group: bool = ...,
         virtual: bool = ...,
+        backend: str = ...,
     ) -> list[Result | BaseException]: ...
 
     def run(
@@ -158,11 +162,12 @@ class Cluster:
         expect_errors: bool = False,
         init_group: bool = True,
         virtual: bool = False,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Call ``function(rank, world_size, *args)`` in one process per rank.
 
         Each finds the seed 0, one intra-op thread, warnings that are errors, and a fresh default
-        process group (gloo), which is destroyed afterwards.
+        process group, which is destroyed afterwards.
 
         Example::
 
@@ -183,6 +188,9 @@ class Cluster:
             expect_errors: Return exceptions in place of results. Default: raise the first one.
             init_group: Whether there is a default process group. Default: True.
             virtual: Whether the processes have four virtual devices. Default: they have none.
+            backend: Of the default group: ``"gloo"`` (default), or where there are virtual devices
+                also ``"vccl"``, which takes tensors on these only (see ``device_only/backend.py``),
+                and ``"cpu:gloo,virtual:vccl"``.
 
         Returns:
             The result of every rank.
@@ -196,7 +204,7 @@ class Cluster:
         # is lost takes five seconds.
         store = f"{self._folder.name}/{next(self._calls)}"
         for rank, worker in enumerate(workers):
-            job = _Job(function, rank, world_size, args, store, timeout, init_group)
+            job = _Job(function, rank, world_size, args, store, timeout, init_group, backend)
             worker.connection.send_bytes(pickle.dumps(job))
         replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
         if expect_errors:
@@ -296,6 +304,7 @@ def _work(connection: multiprocessing.connection.Connection, stacks: str, virtua
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if virtual:
         dataparallel.virtual.enable(4)
+        register()
     stray: list[str] = []
     _catch_strays(stray)
     # What is imported is never garbage; without it, a collection after every job is cheap.
@@ -363,7 +372,7 @@ def _call(received: bytes) -> _Reply:
 @contextlib.contextmanager
 def _group(job: _Job) -> Iterator[None]:
     dist.init_process_group(
-        "gloo",
+        job.backend,
         store=FileStore(job.store, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
@@ -371,7 +380,7 @@ def _group(job: _Job) -> Iterator[None]:
     )
     try:
         # A rank that ends at once would else leave others that are still about to connect to it.
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1, device="cpu" if "gloo" in job.backend else "virtual:0"))
         yield
     finally:
         if dist.is_initialized():

@@ -67,7 +67,11 @@ def shared_store(parent: dist.ProcessGroup) -> Store:
 def make_group(
     parent: dist.ProcessGroup, store: Store, name: str, timeout: float
 ) -> dist.ProcessGroup:
-    """A new group over the processes of ``parent``, with the same backends.
+    """A new group over the processes of ``parent``, with the same backends, and one for the CPU.
+
+    Note [Accelerator-only groups]: what the package itself has to say is in CPU tensors, which a
+    group made by ``init_process_group("nccl")`` refuses. Where the parent has no backend for them,
+    the new group gets gloo beside the parent's own.
 
     Args:
         parent: Who takes part.
@@ -91,7 +95,7 @@ def make_group(
             parent.size(),
             parent.rank(),
             ranks,
-            dist.Backend(dist.get_backend(parent)),
+            dist.Backend(_backends(parent)),
             store,
             # Torch knows all groups of a process by name, and the numbers of two parents are alike.
             f"{parent.group_name}/{name}",
@@ -106,6 +110,13 @@ def make_group(
     c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _backends(parent: dist.ProcessGroup) -> str:
+    """The backends of a group made over the processes of ``parent``, as torch writes them."""
+    if any(device.type == "cpu" for device in parent._device_types):
+        return str(dist.get_backend(parent))
+    return f"cpu:gloo,{dist.get_backend_config(parent)}"
 
 
 def release_group(holder: list[dist.ProcessGroup]) -> None:

@@ -1,0 +1,1 @@
+"""Tests over a process group that takes tensors on accelerators only, as NCCL's does."""

@@ -1,0 +1,42 @@
+"""A c10d backend for tensors on virtual devices only, as NCCL is one for those on CUDA devices.
+
+Its habits are NCCL's: CPU tensors are refused, one device per collective, dense tensors; the wait
+for a collective orders streams and does not block the host; and an error comes later, in
+``work.exception()`` and in the next collective. Other than with NCCL, several ranks may use devices
+of one number, since they are not the same memory, and nothing ends the process.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dataparallel.native import NativeExtension
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+#: Its name, as in ``dist.init_process_group("vccl")``.
+NAME = "vccl"
+
+_EXTENSION = NativeExtension(
+    name="dataparallel_tests_device_only",
+    label="the process group of virtual devices",
+    prefix="device-only",
+    sources=Path(__file__).parent / "csrc",
+)
+
+
+def register() -> None:
+    """Let torch know the backend; compile it where that has not been done. May be called again."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
+    extension = _EXTENSION.load()
+
+    def create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        return extension.make(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+    dist.Backend.register_backend(NAME, create, devices=["virtual"])
