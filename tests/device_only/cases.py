@@ -1,0 +1,128 @@
+"""A module, its batches, and its training in every process and on one device, to be compared."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel.virtual import strict_mode
+
+State: TypeAlias = dict[str, Tensor]
+
+#: The groups over which the tests run: a backend for accelerators alone, and beside gloo.
+BACKENDS = ("vccl", "cpu:gloo,virtual:vccl")
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Has a branch that only some forwards use."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.branch = nn.Linear(width, width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, use_branch: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if use_branch:
+            x = x + self.branch(x)
+        output: Tensor = self.last(x)
+        return output
+
+
+def make_net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def slots(rank: int, replicas: int) -> list[str]:
+    """The devices of a process: its own."""
+    return [f"virtual:{rank * replicas + i}" for i in range(replicas)]
+
+
+def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
+    """The whole batch of a step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
+
+
+def share(step: int, rank: int, sizes: tuple[int, ...] = (6, 6)) -> tuple[Tensor, Tensor]:
+    """The part of the batch that a process has."""
+    x, y = batch(step, sum(sizes))
+    return x.split(sizes)[rank], y.split(sizes)[rank]
+
+
+def wrap(module: nn.Module, rank: int, replicas: int, **options: Any) -> Any:
+    """The wrapper over the devices of a process."""
+    devices = slots(rank, replicas)
+    return dp.DistributedDataParallel(module.to(devices[0]), devices, timeout=30, **options)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def state_of(module: nn.Module) -> State:
+    """Copies on the CPU of what a wrapper or a bare module has learned."""
+    module = getattr(module, "module", module)
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target.to(output.device))
+
+
+def train(
+    rank: int,
+    size: int,
+    replicas: int,
+    options: dict[str, Any] | None = None,
+    sizes: tuple[int, ...] = (6, 6),
+    strict: bool = False,
+    hook: str | None = None,
+) -> State:
+    """Some steps in one process of several; what was learned."""
+    with strict_mode() if strict else contextlib.nullcontext():
+        model = wrap(make_net(), rank, replicas, **(options or {}))
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            x, y = share(step, rank, sizes)
+            mean_loss(model(x.to(model.device_ids[0])), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.check_replicas()
+        result = state_of(model)
+        model.close()
+    return result
+
+
+def train_bare(sizes: tuple[int, ...] = (6, 6), factor: float = 1.0) -> State:
+    """The same steps of the bare module on the whole batch."""
+    module = make_net()
+    optimizer = optimizer_of(module)
+    for step in range(STEPS):
+        x, y = batch(step, sum(sizes))
+        (mean_loss(module(x), y) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(module)
+
+
+def check(results: list[State], expected: State, **tolerances: float) -> None:
+    """Every process has learned what the bare module has."""
+    for rank, result in enumerate(results):
+        assert result.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                result[name],
+                value,
+                msg=lambda text, where=f"rank {rank}, {name}": f"{where}: {text}",
+                **tolerances,
+            )

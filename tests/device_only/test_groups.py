@@ -1,0 +1,125 @@
+"""Any process group: with and without a backend for the CPU, of all processes or of some."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+
+import dataparallel as dp
+from dataparallel import checkpoint
+from tests.cluster import Cluster
+from tests.device_only.cases import (
+    STEPS,
+    State,
+    check,
+    make_net,
+    mean_loss,
+    optimizer_of,
+    share,
+    state_of,
+    train,
+    train_bare,
+    wrap,
+)
+
+# --- who makes the group --------------------------------------------------------------------------
+
+
+def start(rank: int, size: int, path: str, backend: str | None, how: str) -> tuple[str, State]:
+    """Make the default group in one of several ways, and train."""
+    store = FileStore(path, size)
+    options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+    if how == "bound":
+        options["device_id"] = torch.device("virtual", rank)
+    make = dp.init_process_group if how == "ours" else dist.init_process_group
+    make(backend, **options)
+    try:
+        result = dist.get_backend_config(), train(rank, size, 1)
+        # Nobody takes the store away from those that still use it.
+        dist.all_reduce(torch.zeros(1, device=f"virtual:{rank}"))
+    finally:
+        dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("backend", ["vccl", "virtual:vccl", "cpu:gloo,virtual:vccl"])
+@pytest.mark.parametrize("how", ["torch's", "bound", "ours"])
+def test_default_groups(cluster: Cluster, tmp_path: pathlib.Path, how: str, backend: str) -> None:
+    args = (str(tmp_path / "store"), backend, how)
+    got = cluster.run(start, 2, *args, virtual=True, init_group=False)
+    check([state for _, state in got], train_bare())
+    # The user's own group stays as it is.
+    assert {config for config, _ in got} == {
+        backend.replace("vccl", "virtual:vccl", backend == "vccl")
+    }
+
+
+def test_the_group_that_torch_chooses(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    args = (str(tmp_path / "store"), None, "torch's")
+    got = cluster.run(start, 2, *args, virtual=True, init_group=False)
+    check([state for _, state in got], train_bare())
+
+
+# --- subgroups ------------------------------------------------------------------------------------
+
+
+def train_subgroup(rank: int, size: int, folder: str, backend: str | None) -> State | str:
+    """Ranks 1 and 2 train together, with a wrapper, a collective and a checkpoint."""
+    group = dist.new_group([1, 2], backend=backend)
+    if rank == 0:
+        return "not a member"
+    model = wrap(make_net(), rank, 1, process_group=group)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        x, y = share(step, rank - 1)
+        mean_loss(model(x.to(f"virtual:{rank}")), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.check_replicas()
+    checkpoint.save(folder, model, optimizer, step=STEPS, timeout=30).wait(30)
+    loaded = wrap(make_net(), rank, 1, process_group=group)
+    checkpoint.load(folder, loaded, timeout=30)
+    checkpoint.close()
+    result = state_of(loaded)
+    loaded.close()
+    model.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "backend"),
+    [("vccl", None), ("cpu:gloo,virtual:vccl", None), ("gloo", "vccl"), ("vccl", "gloo")],
+)
+def test_subgroups(
+    cluster: Cluster, tmp_path: pathlib.Path, world: str, backend: str | None
+) -> None:
+    got = cluster.run(train_subgroup, 3, str(tmp_path), backend, virtual=True, backend=world)
+    states = [state for state in got if not isinstance(state, str)]
+    assert got[0] == "not a member" and len(states) == 2
+    check(states, train_bare())
+
+
+# --- devices that the group does not take ---------------------------------------------------------
+
+
+def train_on_the_cpu(rank: int, size: int, replicas: int) -> State:
+    """Replicas on the CPU, though the user's group takes tensors on accelerators only."""
+    model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, timeout=30)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        x, y = share(step, rank)
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_on_the_cpu(cluster: Cluster, replicas: int) -> None:
+    got = cluster.run(train_on_the_cpu, 2, replicas, virtual=True, backend="vccl")
+    check(got, train_bare())
