@@ -27,7 +27,7 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 
 def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors for a node whose first output is on ``device``: leaves elsewhere behind one more node.
+    """Arguments of a node whose first output is on ``device``: leaves elsewhere get one more node.
 
     The engine would else hand a leaf's gradient from the stream of one device to that of another,
     of which torch 2.11 warns. The node between has the leaf's own stream.
@@ -41,10 +41,11 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
         return result
     leaves: dict[torch.device, list[int]] = {}
     for position, tensor in enumerate(tensors):
+        if not (tensor.is_leaf and tensor.requires_grad):
+            continue
         place = tensor.device
         if place != device and _devices.has_backward_thread(place):
-            if tensor.is_leaf and tensor.requires_grad:
-                leaves.setdefault(place, []).append(position)
+            leaves.setdefault(place, []).append(position)
     for positions in leaves.values():
         same = apply_function(Identity, *[tensors[position] for position in positions])
         for position, tensor in zip(positions, same, strict=True):

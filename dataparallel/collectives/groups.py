@@ -65,7 +65,7 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
         return _name_in_mesh(*_mesh_and_dim(group))
     if isinstance(group, Sequence):
         return _name_of_ranks(group, tag)
-    if hasattr(group, "ndim") and hasattr(group, "get_group"):
+    if isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"a mesh as a group has one dimension, but this one has {group.ndim}; pass "
@@ -117,7 +117,7 @@ def _check_exists(group: Group) -> None:
 
 
 def _mesh_and_dim(group: tuple[Any, ...]) -> tuple[Any, Any]:
-    if len(group) == 2 and hasattr(group[0], "get_group"):
+    if len(group) == 2 and isinstance(group[0], dist.DeviceMesh):
         return group[0], group[1]
     kinds = ", ".join(type(entry).__name__ for entry in group)
     raise ValueError(
