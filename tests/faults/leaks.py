@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 #: Native threads of torch that start at their first use and stay: there is no way to end them.
 _STANDING = ("pt_autograd", "pt_main_thread")
 
@@ -39,6 +37,9 @@ class Holdings:
     @staticmethod
     def now() -> Holdings:
         """What this process holds."""
+        # Late: tests of other things import this file where psutil is not installed.
+        import psutil
+
         servers = {getattr(owner, name, None) for owner, name in _SERVERS}
         children = {child.pid for child in psutil.Process().children()} - servers
         threads = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
@@ -112,6 +113,8 @@ def _files() -> Counter[str]:
 
 
 def _command(pid: int) -> str:
+    import psutil
+
     try:
         return " ".join(psutil.Process(pid).cmdline())[:100]
     except psutil.Error:

@@ -124,9 +124,9 @@ def count(names: tuple[str, ...], mode: str) -> Row:
     net, bare = _net().to(slots[0]), _net().to(slots[0])
     model = dp.DistributedDataParallel(net, slots, **what.options)
     x = torch.randn(32, 64, device=slots[0])
-    ours, places = _counted(_repeated(model, what.call, x), slots[0])
+    ours, places = counted(_repeated(model, what.call, x), slots[0])
     model.close()
-    theirs, _ = _counted(_repeated(bare, what.peer or what.call, x), slots[0])
+    theirs, _ = counted(_repeated(bare, what.peer or what.call, x), slots[0])
     return Row(names, mode, ours, theirs, places)
 
 
@@ -145,9 +145,15 @@ def _repeated(model: nn.Module, call: Call, x: torch.Tensor) -> Callable[[int], 
     return repeat
 
 
-def _counted(
+def counted(
     repeat: Callable[[int], None], device: torch.device
 ) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Waits in a call, by who has counted them, and the lines that most of them are in.
+
+    Args:
+        repeat: Calls so many times.
+        device: An accelerator.
+    """
     repeat(WARM_UP)
     devices.synchronize(device)
     if device.type == "virtual":
