@@ -134,12 +134,11 @@ def test_signs_of_life(tmp_path: pathlib.Path) -> None:
     assert told[-1] == "two"
 
 
-@pytest.mark.parametrize("devices", ["cuda:99", "cuda:0,cuda:99"])
 def test_without_the_devices_no_page_is_written(
-    devices: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "page.md"
-    assert main(["--devices", devices, "--output", str(output)]) == 2
+    assert main(["--devices", "cuda:0,cuda:99", "--output", str(output)]) == 2
     assert not output.exists()
     assert "make gpu DEVICES=virtual:0,virtual:1" in capsys.readouterr().err
 
@@ -154,8 +153,6 @@ def test_a_run_on_virtual_devices_leaves_the_page_of_gpus_alone(
     text = page(tmp_path)
     assert "| nvidia-smi | A made-up GPU, 1.2.3 |" in text
     assert text.count("needs an NVIDIA GPU that torch can use") == 5
-    with pytest.raises(SystemExit):
-        main(["--help"])
 
 
 def test_help_names_where_pages_go(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dataparallel.kernels import backend
+from tests.gpu.backends import quiet_backend_of
 from tests.kernels.host_backend import HostBackend
 
 
@@ -19,7 +20,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         with backend.registered([HostBackend()]):
             yield device
         return
-    if backend.backend_of(device) is None:
+    if quiet_backend_of(device) is None:
         pytest.skip('needs CuPy: pip install "dataparallel[cuda13]"')
     yield device
     torch.cuda.synchronize(device)

@@ -16,6 +16,9 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EXACT = (torch.int32, torch.int64)
 FEW = (0, 1, 7, 33, 1000)
 MANY = (*FEW, 255, 256, 257, 4101, 100_003, 2**20 + 3)
+#: Where something else than sizes is tested: most of the time goes into what is expected of large
+#: ones, which the host computes.
+SOME = (33, 4101, 100_003)
 
 #: Called with a device, the number of elements, and how many of them lie before an aligned address.
 Case = Callable[[torch.device, int, int], list[Tensor]]
@@ -24,6 +27,11 @@ Case = Callable[[torch.device, int, int], list[Tensor]]
 def sizes(device: torch.device) -> Sequence[int]:
     """The host computes what a block does thread by thread."""
     return FEW if device.type == "cpu" else MANY
+
+
+def some_sizes(device: torch.device) -> Sequence[int]:
+    """A few of them."""
+    return FEW if device.type == "cpu" else SOME
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

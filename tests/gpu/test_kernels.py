@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from dataparallel import kernels
 from dataparallel.kernels.backend import registered
-from tests.gpu.kernel_cases import CASES, Case, keep_busy, side_stream, sizes
+from tests.gpu.kernel_cases import CASES, Case, keep_busy, side_stream, sizes, some_sizes
 
 NO_KERNELS = {"BucketLayout", "compressed_size", "warm_up"}
 OFFSETS = (0, 1, 3)
@@ -20,17 +21,15 @@ ROUNDING = {"fused_adamw": (1e-5, 1e-7)}
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 
 
-def results(case: Case, device: torch.device) -> list[torch.Tensor]:
-    found = [case(device, size, offset) for size in sizes(device) for offset in OFFSETS]
+def results(case: Case, device: torch.device, numels: Sequence[int]) -> list[torch.Tensor]:
+    found = [case(device, size, offset) for size in numels for offset in OFFSETS]
     return [tensor for tensors in found for tensor in tensors]
 
 
-def expected(case: Case, device: torch.device) -> list[torch.Tensor]:
-    """What the references compute on the host, with inputs as on ``device``."""
-    cpu = torch.device("cpu")
+def expected(case: Case, numels: Sequence[int]) -> list[torch.Tensor]:
+    """What the references compute on the host."""
     with registered([]):
-        found = [case(cpu, size, offset) for size in sizes(device) for offset in OFFSETS]
-    return [tensor for tensors in found for tensor in tensors]
+        return results(case, torch.device("cpu"), numels)
 
 
 def assert_same(case: Case, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -48,14 +47,15 @@ def test_every_kernel_has_a_case() -> None:
 
 @by_case
 def test_kernels_equal_their_references(case: Case, device: torch.device) -> None:
-    assert_same(case, results(case, device), expected(case, device))
+    for size in sizes(device):
+        assert_same(case, results(case, device, [size]), expected(case, [size]))
 
 
 @by_case
 def test_on_a_side_stream(case: Case, device: torch.device) -> None:
     with side_stream(device):
-        got = results(case, device)
-        assert_same(case, got, expected(case, device))
+        got = results(case, device, some_sizes(device))
+        assert_same(case, got, expected(case, some_sizes(device)))
 
 
 def test_kernels_wait_for_their_stream(device: torch.device) -> None:
@@ -72,11 +72,11 @@ def test_kernels_wait_for_their_stream(device: torch.device) -> None:
 
 @by_case
 def test_from_several_threads(case: Case, device: torch.device) -> None:
-    wanted = expected(case, device)
+    wanted = expected(case, some_sizes(device))
 
     def run(_: int) -> list[torch.Tensor]:
         with side_stream(device):
-            return [tensor.cpu() for tensor in results(case, device)]
+            return [tensor.cpu() for tensor in results(case, device, some_sizes(device))]
 
     with ThreadPoolExecutor(4) as threads:
         for got in threads.map(run, range(4)):

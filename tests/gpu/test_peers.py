@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from dataparallel.comm import copies, kernel_sums
-from dataparallel.kernels.backend import Backend, backend_of, registered
+from dataparallel.kernels.backend import Backend, registered
 from dataparallel.kernels.dtypes import SUFFIXES
 from tests.cluster import Cluster
+from tests.gpu.backends import quiet_backend_of
 from tests.kernels.virtual_backend import VirtualBackend
 
 DTYPES = tuple(SUFFIXES)
@@ -44,7 +45,7 @@ def _add(kind: str) -> None:
 
 def _on_gpus(rank: int, world_size: int) -> str:
     device = torch.device("cuda", 0)
-    backend = backend_of(device)
+    backend = quiet_backend_of(device)
     if backend is None:
         return 'needs CuPy: pip install "dataparallel[cuda13]"'
     if not backend.can_read(device, torch.device("cuda", 1)):

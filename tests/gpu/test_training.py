@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import dataparallel as dp
 from dataparallel.kernels.backend import registered
 from tests.cluster import Cluster
+from tests.gpu.backends import quiet_backend_of
 from tests.kernels.host_backend import HostBackend
 
 WRAPPERS: dict[str, Any] = {
@@ -24,6 +25,9 @@ WRAPPERS: dict[str, Any] = {
     "DistributedDataParallel": dp.DistributedDataParallel,
     "views": partial(dp.DistributedDataParallel, gradient_as_bucket_view=True),
 }
+# What NVIDIA calls kernels that multiply matrices.
+_PRODUCTS = ("gemm", "cutlass", "nvjet")
+
 by_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 by_places = pytest.mark.parametrize(
     "places",
@@ -67,6 +71,7 @@ def train(net: nn.Module, called: Any, device: torch.device) -> list[torch.Tenso
 
 def _train(rank: int, world_size: int, wrapper: str, places: list[Any]) -> None:
     device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
     bare, net = make_net().to(device), make_net().to(device)
     with registered([HostBackend()]) if device.type == "cpu" else contextlib.nullcontext():
         model = WRAPPERS[wrapper](net, places)
@@ -88,6 +93,7 @@ def test_training_is_that_of_the_bare_module(
 def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[float, float]]:
     """When the first bucket was reduced, and when the last product of backward was computed."""
     device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
     net = make_net(1000).to(device)
     model = dp.DistributedDataParallel(
         net, places, bucket_cap_mb=0.01, gradient_as_bucket_view=True
@@ -118,7 +124,7 @@ def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[
         elif "reduce_add" in event.name:
             first = spans.get("reduced on device", (span.start, span.end))
             spans["reduced on device"] = min(first, (span.start, span.end))
-        elif "gemm" in event.name or "cutlass" in event.name:
+        elif any(word in event.name for word in _PRODUCTS):
             last = spans.get("computed on device", (0.0, 0.0))
             spans["computed on device"] = max(last, (span.start, span.end), key=lambda s: s[1])
     return spans

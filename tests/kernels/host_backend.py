@@ -122,7 +122,7 @@ def _header() -> Path:
 
     To compile it takes half of the time of a small kernel.
     """
-    text = f'#include "{_HEADERS / "host.h"}"\n'
+    text = '#include "host.h"\n'
     path = _cached(text) / "all.h"
     made = path.with_suffix(".h.gch")
     with _locked(path.parent):
@@ -152,5 +152,7 @@ def _compile(text: str, name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / name, Path(folder) / path.name
         source.write_text(text, encoding="utf-8")
-        subprocess.run(["g++", *_FLAGS, str(source), "-o", str(made)], check=True)
+        # Where the headers lie changes nothing: what another checkout has compiled is as good.
+        command = ["g++", *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(made)]
+        subprocess.run(command, check=True)
         os.replace(made, path)
