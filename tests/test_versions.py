@@ -21,7 +21,7 @@ def test_the_same_versions_are_named_everywhere() -> None:
     pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert tuple(pythons) == versions.PYTHONS
     assert f'requires-python = ">={pythons[0]}"' in project
-    numbers = [torch.removesuffix(".0") for torch in versions.TORCHES]
+    numbers = versions.TORCHES
     assert f'dependencies = ["torch>={numbers[0]}"]' in project
     assert tuple(map(int, numbers[0].split("."))) == basics.MINIMUM_TORCH
     assert tuple(map(int, numbers[-1].split("."))) == basics.NEWEST_TESTED_TORCH
@@ -86,11 +86,9 @@ def test_names_for_several_versions(
     assert capsys.readouterr().out == ""
     assert versions.choose_pythons("other", {"3.12": "/python"}) == ["3.12"]
     assert "no other Python than 3.12" in capsys.readouterr().out
-    assert versions.choose_torches("oldest,2.13.0,newest") == [
-        "torch==2.11.0",
-        "torch==2.13.0",
-        "torch",
-    ]
+    oldest, *others = versions.choose_torches("oldest,2.13.0,newest")
+    assert (oldest, others) == ("torch==2.11.*", ["torch==2.13.0", "torch"])
+    assert versions.choose_torches("all")[-1] == "torch==2.15.*"
 
 
 def test_all_combinations_are_run_and_shown_and_then_removed(
@@ -113,5 +111,8 @@ def test_all_combinations_are_run_and_shown_and_then_removed(
     shown = capsys.readouterr().out.splitlines()
     assert shown[-6] == "| Python | torch         | passed | failed | skipped | seconds |  |"
     assert shown[-1] == "| /b     | torch         | 5      | 1      | 0       | 7       |  |"
+    assert versions.main(["--python", "3.10", "--torch", "2.14,2.15"]) == 0
+    assert len(folders) == 7
+    assert "there is no torch==2.15.* for Python 3.10" in capsys.readouterr().out
     assert versions.main(["--python", "3.11"]) == 2
     assert "no Python 3.11 here; there is: 3.10, 3.13" in capsys.readouterr().out
