@@ -279,7 +279,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     def _is_lost(self, reduces: bool) -> bool:
         """Whether a forward needs other processes, and the links to them are broken."""
         processes = self._reduction.processes
-        if processes is None or not processes.is_broken:
+        if processes is None:
+            return False
+        # New links would let it be forgotten that gradients of an earlier step are wrong.
+        processes.late.look()
+        if not processes.is_broken:
             return False
         sends = self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd()
         # The others may have ended, and what is left to do here is an evaluation.

@@ -29,6 +29,7 @@ from dataparallel import interpreter_end
 from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
 from dataparallel.comm.failure import Failure
+from dataparallel.comm.late_failures import late_failures
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -116,6 +117,7 @@ class Pending:
         if _devices.is_accelerator(self._carried.sent.device):
             # Orders the current stream, or blocks up to the time limit of the group.
             self._launcher.wait(self._place, self._started, lambda _: bool(self._work.wait()))
+            self._launcher.late.look()
         else:
             self._launcher.wait(self._place, self._started, self._wait_briefly)
 
@@ -171,6 +173,7 @@ class Launcher:
         known: See :class:`~dataparallel.comm.listener.Listener`.
         launched: How many collectives were launched so far, by operation.
         broken: Why nothing can be launched any more; ``None`` if it can.
+        late: Knows of collectives that have failed when nobody waited any more.
     """
 
     def __init__(
@@ -192,6 +195,7 @@ class Launcher:
         self._reports = reports
         self._checks = checks
         self.known = known
+        self.late = late_failures(reports.channel)
         self._cause: Failure | None = None
         self._launching = threading.Lock()
         self._failing = threading.Lock()
@@ -223,6 +227,7 @@ class Launcher:
             CollectiveError: The link is broken, or the backend refused.
         """
         with self._launching:
+            self.late.look()
             self.check()
             shape = carried.tensor.shape if parcels is None else ()
             dtype = carried.tensor.dtype
@@ -239,6 +244,8 @@ class Launcher:
             except RuntimeError as error:
                 raise self._failed(place, started, str(error)) from error
         assert work is not None, "only processes outside of the group get nothing"
+        if _devices.is_accelerator(carried.sent.device):
+            self.late.remember(self, place, started, work)
         return Pending(self, place, started, work, carried)
 
     def wait(self, place: Place, started: float, wait: Callable[[float], bool]) -> None:
@@ -331,6 +338,23 @@ class Launcher:
             raise self._given_up(place, seconds, cause)
         if self.broken:
             raise self._broken_error()
+
+    def is_given_up(self) -> bool:
+        """Whether a process of the link has failed, or a collective."""
+        return bool(self._cause or self.broken)
+
+    def late_failure(
+        self, place: Place, started: float, reason: str | None
+    ) -> CollectiveError | CollectiveTimeout | None:
+        """The error of a collective for which nobody waits; the other processes get to know."""
+        if self.broken:
+            return None
+        if reason is None and self._cause is not None:
+            return self._given_up(place, time.monotonic() - started, self._cause)
+        error = self._failed(place, started, reason)
+        if len(self._ranks) > 1:
+            self._reports.channel.tell(error, str(place))
+        return error
 
     def _given_up(self, place: Place, seconds: float, cause: Failure) -> CollectiveError:
         error = given_up(place, self._name, self._ranks, self._rank, cause, seconds)

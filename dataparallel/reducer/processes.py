@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.late_failures import late_failures
 from dataparallel.comm.process_group import parent_group, shared_store
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.agreement import digest
@@ -41,7 +43,10 @@ class ReducerProcesses:
         self.num_active: Callable[[], int] | None = None
         # A communication hook divides by the number of processes; so much more it gets.
         self._times = 1
-        store = shared_store(parent_group(group))
+        parent = parent_group(group)
+        store = shared_store(parent)
+        #: Collectives that have failed when nobody waited any more.
+        self.late = late_failures(channel_of(parent, store))
         self._failed = FailedRounds(store, self.control.name, self.rank)
         self._plan: tuple[Any, str] = ((), "")
         self._was_interrupted = False

@@ -38,7 +38,7 @@ def train(rank: int, size: int, replicas: int, sync: bool, options: dict[str, An
 
 
 def train_bare(chunks: int, merged: int = 1) -> State:
-    """The same on the CPU: with so many chunks, of which the first few have statistics that count."""
+    """The same on the CPU in so many chunks; the statistics of the first few count."""
     module = make_norm()
     optimizer = optimizer_of(module)
     norm = module[1]

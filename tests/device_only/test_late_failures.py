@@ -1,0 +1,133 @@
+"""Collectives that fail when nobody waits for them any more: an error, never a wrong number."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+
+import pytest
+import torch
+
+from dataparallel import checkpoint
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.processes import ProcessLink
+from dataparallel.virtual import strict_mode
+from tests.cluster import Cluster, RankDied
+from tests.device_only.cases import (
+    State,
+    batch,
+    check,
+    make_net,
+    mean_loss,
+    optimizer_of,
+    share,
+    state_of,
+    wrap,
+)
+
+LOST = (CollectiveError, CollectiveTimeout, checkpoint.CheckpointError)
+
+
+def late(link: ProcessLink, here: str) -> None:
+    """A collective to which the other process does not come: fails after the wait for it."""
+    with torch.Stream(here):
+        begin = time.monotonic()
+        link.all_reduce(torch.ones(3, device=here), what="a tensor").wait()
+        assert time.monotonic() - begin < 0.5, "the host does not wait"
+
+
+def fail_late(rank: int, size: int, then: str, folder: str) -> str:
+    """Rank 0 alone launches; then both go on with something else."""
+    here = f"virtual:{rank}"
+    model = wrap(make_net(), rank, 1)
+    link = ProcessLink(timeout=1, purpose="extra", checks="off")
+    if rank == 0:
+        late(link, here)
+    # Until the time of the backend is over.
+    time.sleep(1.5)
+    try:
+        if then == "the same link":
+            link.all_reduce(torch.ones(3, device=here), what="another one").wait()
+        elif then == "another link":
+            model.check_replicas()
+        elif then == "a checkpoint":
+            checkpoint.save(folder, model, step=1, timeout=20).wait(20)
+        else:
+            model(share(0, rank)[0].to(here))
+            mean_loss(model(share(0, rank)[0].to(here)), share(0, rank)[1]).backward()
+    except LOST as error:
+        return str(error)
+    finally:
+        checkpoint.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("then", ["the same link", "another link", "a checkpoint", "a forward"])
+def test_whoever_comes_next_is_told(cluster: Cluster, tmp_path: pathlib.Path, then: str) -> None:
+    begin = time.monotonic()
+    texts = cluster.run(fail_late, 2, then, str(tmp_path), virtual=True, backend="vccl")
+    assert time.monotonic() - begin < 20
+    for text in texts:
+        assert "all_reduce of a tensor (collective 1)" in text and "'extra'" in text, text
+
+
+def fail_both(rank: int, size: int) -> tuple[str, State]:
+    """Each rank launches where the other does not come; rank 1 hears of rank 0's failure first."""
+    here = f"virtual:{rank}"
+    model = wrap(make_net(), rank, 1)
+    optimizer = optimizer_of(model)
+    links = [ProcessLink(timeout=1, purpose=name, checks="off") for name in ("left", "right")]
+    late(links[rank], here)
+    time.sleep(1.5 + rank)
+    x, y = share(0, rank)
+    text = "no error"
+    try:
+        if rank == 0:
+            model.check_replicas()
+        else:
+            model(x.to(here))
+    except LOST as error:
+        text = str(error)
+    # All have been told, and make new links now.
+    mean_loss(model(x.to(here)), y).backward()
+    optimizer.step()
+    return text, state_of(model)
+
+
+def test_new_links_let_nothing_be_forgotten(cluster: Cluster) -> None:
+    first, second = cluster.run(fail_both, 2, virtual=True, backend="vccl")
+    assert "over 2 processes for 'left'" in first[0]
+    assert second[0].startswith("rank 1:") and "over 2 processes for 'right'" in second[0]
+    module = make_net()
+    optimizer = optimizer_of(module)
+    x, y = batch(0)
+    mean_loss(module(x), y).backward()
+    optimizer.step()
+    check([first[1], second[1]], state_of(module))
+
+
+def die_in_a_step(rank: int, size: int) -> str:
+    """Rank 1 ends before its second backward, while rank 0 defers all its work."""
+    with strict_mode():
+        here = f"virtual:{rank}"
+        model = wrap(make_net(), rank, 1)
+        optimizer = optimizer_of(model)
+        for step in range(3):
+            x, y = share(step, rank)
+            loss = mean_loss(model(x.to(here)), y)
+            if rank == 1 and step == 1:
+                os._exit(3)
+            try:
+                loss.backward()
+            except LOST as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+    return "no error"
+
+
+def test_a_rank_that_ends_in_a_step(cluster: Cluster) -> None:
+    first, second = cluster.run(die_in_a_step, 2, virtual=True, backend="vccl", expect_errors=True)
+    assert isinstance(second, RankDied)
+    assert isinstance(first, str) and "rank 1" in first and "ended" in first
