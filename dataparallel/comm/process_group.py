@@ -1,10 +1,26 @@
-"""Process groups of our own, made over the processes of another one."""
+"""Process groups of our own, made over the processes of another one.
+
+Note [Groups for accelerators only]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What this package itself has to say is in CPU tensors, which a group as
+``init_process_group("nccl")`` makes it refuses. Where the parent has no backend for them, the new
+group has gloo beside the parent's own, so that control and buckets go through the same link.
+
+Note [Groups that are bound]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where the default group is bound to a device (``init_process_group(device_id=...)``), torch splits
+new communicators from that of the default group. For a split all processes of the default group
+have to come, and only those of the parent make the new one: they would wait for ever. And a link
+needs a communicator only once a tensor on an accelerator goes through it. So torch is not to see,
+for this moment, that the default group is bound, and makes a communicator anew.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -67,11 +83,9 @@ def shared_store(parent: dist.ProcessGroup) -> Store:
 def make_group(
     parent: dist.ProcessGroup, store: Store, name: str, timeout: float
 ) -> dist.ProcessGroup:
-    """A new group over the processes of ``parent``, with the same backends, and one for the CPU.
+    """A new group over the processes of ``parent``, with its backends and one for the CPU.
 
-    Note [Accelerator-only groups]: what the package itself has to say is in CPU tensors, which a
-    group made by ``init_process_group("nccl")`` refuses. Where the parent has no backend for them,
-    the new group gets gloo beside the parent's own.
+    See Note [Groups for accelerators only] and Note [Groups that are bound].
 
     Args:
         parent: Who takes part.
@@ -91,18 +105,19 @@ def make_group(
     # The public function would give it a name; the rest is what it does.
     make: Any = c10d._new_process_group_helper
     try:
-        group, _ = make(
-            parent.size(),
-            parent.rank(),
-            ranks,
-            dist.Backend(_backends(parent)),
-            store,
-            # Torch knows all groups of a process by name, and the numbers of two parents are alike.
-            f"{parent.group_name}/{name}",
-            timeout=datetime.timedelta(seconds=timeout),
-            device_id=parent.bound_device_id,
-            group_desc=f"dataparallel/{name}",
-        )
+        with _unbound.default_group():
+            group, _ = make(
+                parent.size(),
+                parent.rank(),
+                ranks,
+                dist.Backend(_backends(parent)),
+                store,
+                # Torch knows all groups of a process by name, and the numbers of two parents are
+                # alike.
+                f"{parent.group_name}/{name}",
+                timeout=datetime.timedelta(seconds=timeout),
+                group_desc=f"dataparallel/{name}",
+            )
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {dist.get_rank()} could not connect to {name_ranks(ranks)} for {name!r}: {error}"
@@ -110,6 +125,34 @@ def make_group(
     c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+class _Unbound:
+    """Hides from torch that the default group is bound, as long as any thread wants that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._device: Any = None
+
+    @contextlib.contextmanager
+    def default_group(self) -> Iterator[None]:
+        """See Note [Groups that are bound]."""
+        world: Any = dist.group.WORLD
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._device, world.bound_device_id = world.bound_device_id, None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if self._count == 0:
+                    world.bound_device_id = self._device
+
+
+_unbound = _Unbound()
 
 
 def _backends(parent: dist.ProcessGroup) -> str:

@@ -2,7 +2,8 @@
 
 Its habits are NCCL's: CPU tensors are refused, one device per collective, dense tensors; the wait
 for a collective orders streams and does not block the host; and an error comes later, in
-``work.exception()`` and in the next collective. Other than with NCCL, several ranks may use devices
+``work.exception()`` and in the next collective. Where the default group is bound to a device, other
+groups are split from it, for which all its processes have to come. Other than with NCCL, several ranks may use devices
 of one number, since they are not the same memory, and nothing ends the process.
 """
 
@@ -30,6 +31,14 @@ _EXTENSION = NativeExtension(
 )
 
 
+def _split_source() -> Any:
+    """What a new communicator is split from, as torch decides it for NCCL; None for nothing."""
+    world: Any = dist.group.WORLD
+    if world is None or world.bound_device_id is None:
+        return None
+    return world._get_backend(world.bound_device_id)
+
+
 def register() -> None:
     """Let torch know the backend; compile it where that has not been done. May be called again."""
     if NAME.upper() in dist.Backend._plugins:
@@ -37,6 +46,7 @@ def register() -> None:
     extension = _EXTENSION.load()
 
     def create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        return extension.make(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return extension.DeviceOnly(gloo, rank, size, _split_source())
 
     dist.Backend.register_backend(NAME, create, devices=["virtual"])

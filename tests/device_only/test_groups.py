@@ -104,6 +104,25 @@ def test_subgroups(
     check(states, train_bare())
 
 
+def train_in_a_bound_group(rank: int, size: int, folder: str) -> State | str:
+    """Torch makes groups by splitting then, and who is not a member has gone on."""
+    store = FileStore(f"{folder}/store", size)
+    here = torch.device("virtual", rank)
+    dist.init_process_group("vccl", store=store, rank=rank, world_size=size, device_id=here)
+    try:
+        result = train_subgroup(rank, size, folder, None)
+        assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == here
+        dist.all_reduce(torch.zeros(1, device=here))
+    finally:
+        dist.destroy_process_group()
+    return result
+
+
+def test_subgroups_of_a_group_that_is_bound(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    got = cluster.run(train_in_a_bound_group, 3, str(tmp_path), virtual=True, init_group=False)
+    check([state for state in got if not isinstance(state, str)], train_bare())
+
+
 # --- devices that the group does not take ---------------------------------------------------------
 
 

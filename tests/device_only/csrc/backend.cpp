@@ -11,6 +11,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <atomic>
 #include <deque>
 #include <thread>
 
@@ -80,8 +81,15 @@ c10::Device checked_device(const Tensors& tensors) {
 
 class DeviceOnly final : public Backend {
  public:
-  DeviceOnly(c10::intrusive_ptr<Backend> gloo, int rank, int size)
-      : Backend(rank, size), comm_(std::make_shared<Communicator>()) {
+  // `parent`: what the communicator is split from, or nothing.
+  DeviceOnly(
+      c10::intrusive_ptr<Backend> gloo,
+      int rank,
+      int size,
+      c10::intrusive_ptr<DeviceOnly> parent)
+      : Backend(rank, size),
+        comm_(std::make_shared<Communicator>()),
+        parent_(std::move(parent)) {
     comm_->gloo = std::move(gloo);
     comm_->rank = rank;
     driver_ = std::thread([this] { drive(); });
@@ -115,6 +123,22 @@ class DeviceOnly final : public Backend {
     } catch (const std::exception&) {
       // Gloo may have none.
     }
+  }
+
+  // --- splitting -------------------------------------------------------------------------------
+
+  bool supportsSplitting() const override {
+    return true;
+  }
+  void eagerConnectSingleDevice(at::Device) override {
+    split();
+  }
+  // Every process of the parent takes part when a communicator is split from it, also those that
+  // are not in the new one.
+  void take_part_in_split() {
+    BarrierOptions options;
+    options.device = at::Device(at::kCPU);
+    gloo().barrier(options)->wait();
   }
 
   // --- reductions ------------------------------------------------------------------------------
@@ -319,6 +343,12 @@ class DeviceOnly final : public Backend {
     return *comm_->gloo;
   }
 
+  void split() {
+    if (parent_ && !is_split_.exchange(true)) {
+      parent_->take_part_in_split();
+    }
+  }
+
   void reduce_in_place(
       const at::Tensor& tensor,
       const ReduceOp& op,
@@ -365,7 +395,10 @@ class DeviceOnly final : public Backend {
     const c10::impl::VirtualGuardImpl impl(kVirtual);
     auto collective = std::make_shared<Collective>();
     collective->comm = comm_;
-    collective->body = std::move(body);
+    collective->body = [this, body](const Tensors& to, const Tensors& from) {
+      split();
+      body(to, from);
+    };
     auto work =
         c10::make_intrusive<StreamWork>(getRank(), kind, results, device, collective, host_waits);
     std::lock_guard<std::mutex> order(launching_);
@@ -472,6 +505,8 @@ class DeviceOnly final : public Backend {
   }
 
   std::shared_ptr<Communicator> comm_;
+  c10::intrusive_ptr<DeviceOnly> parent_;
+  std::atomic<bool> is_split_{false};
   std::mutex launching_;
   std::unordered_map<c10::DeviceIndex, c10::Stream> streams_;
   // These two under comm_->mutex.
@@ -493,10 +528,14 @@ TORCH_LIBRARY_IMPL(device_only, Meta, library) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("make", [](c10::intrusive_ptr<Backend> gloo, int rank, int size) {
-    return c10::intrusive_ptr<Backend>(
-        c10::make_intrusive<DeviceOnly>(std::move(gloo), rank, size));
-  });
+  namespace py = pybind11;
+  py::class_<DeviceOnly, c10::intrusive_ptr<DeviceOnly>, Backend>(module, "DeviceOnly")
+      .def(
+          py::init<c10::intrusive_ptr<Backend>, int, int, c10::intrusive_ptr<DeviceOnly>>())
+      .def(
+          "perform_nocolor_split",
+          [](DeviceOnly& self, const at::Device&) { self.take_part_in_split(); },
+          py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace device_only
