@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel as dp
@@ -54,10 +56,20 @@ def wrap(module: nn.Module, replicas: int, **options: Any) -> Any:
     """Our wrapper; torch's for 0 replicas."""
     if replicas:
         return dp.DistributedDataParallel(module, ["cpu"] * replicas, **options)
+    torchs: Any = nn.parallel.DistributedDataParallel
+    if "forward_sync_buffers" in options and "forward_sync_buffers" not in _options_of(torchs):
+        # Newer than the oldest torch, which has one option for the start and for forwards.
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+        options = {"broadcast_buffers": options["forward_sync_buffers"]}
     with warnings.catch_warnings():
         # An option is about to go there.
         warnings.simplefilter("ignore", FutureWarning)
-        return nn.parallel.DistributedDataParallel(module, **options)
+        return torchs(module, **options)
+
+
+def _options_of(wrapper: Any) -> Sequence[str]:
+    return list(inspect.signature(wrapper).parameters)
 
 
 def state_of(module: nn.Module) -> State:

@@ -91,9 +91,8 @@ def test_a_hook_may_resize_the_buffer() -> None:
 
 
 def test_a_sparse_bucket() -> None:
-    gradient = torch.sparse_coo_tensor(
-        torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=True
-    )
+    with torch.sparse.check_sparse_tensor_invariants():
+        gradient = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2))
     bucket = GradBucket(0, gradient, [gradient], [torch.zeros(5, 2)], ["table"], is_last=True)
     assert bucket.buffer() is gradient
     bucket.set_buffer(gradient * 2)

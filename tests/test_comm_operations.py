@@ -205,7 +205,8 @@ SPARSE = [*FLOATS[:4], *INTEGERS[:5], torch.bool]
 def sparse_part(rank: int, dtype: torch.dtype) -> torch.Tensor:
     indices = torch.tensor([[rank, 3, 3, 4]])
     values = torch.tensor([[1, 2], [100, 3], [100, 0], [0, 0]]).to(dtype)
-    return torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(indices, values, (5, 2))
 
 
 def reduce_sparse(rank: int, world_size: int) -> Results:

@@ -126,7 +126,8 @@ def test_memory_formats_may_differ_between_processes(cluster: Cluster) -> None:
 def sparse_part(rank: int) -> torch.Tensor:
     indices = torch.tensor([[rank, 3, 3], [0, 1, 1]])
     values = torch.tensor([1.0, 2.0, 3.0])
-    return torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(indices, values, (5, 2))
 
 
 def reduce_sparse(rank: int, world_size: int) -> Numbers:

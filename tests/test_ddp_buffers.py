@@ -76,8 +76,10 @@ def test_all_replicas_get_the_buffers_that_arrived(cluster: Cluster, devices: li
         assert outputs == [[10.0 * step] * 4 for step in range(3)]
 
 
-def _two_forwards(rank: int, world_size: int, replicas: int) -> Any:
-    model = wrap(make_net(0).eval(), replicas)
+def _two_forwards(
+    rank: int, world_size: int, replicas: int, options: dict[str, Any] | None = None
+) -> Any:
+    model = wrap(make_net(0).eval(), replicas, **(options or {}))
     # Batch norm saves its buffers for backward.
     first, second = model(batch(0, rank)), model(batch(1, rank))
     (first.sum() + second.sum()).backward()
@@ -89,7 +91,9 @@ def test_arriving_buffers_are_no_change_for_an_earlier_forward(
     cluster: Cluster, replicas: int
 ) -> None:
     ours = cluster.run(_two_forwards, 2, replicas)
-    theirs = cluster.run(_two_forwards, 2, 0)
+    # The processes have the same buffers already. Where torch's wrapper sends them, up to torch 2.11
+    # its backward finds them changed.
+    theirs = cluster.run(_two_forwards, 2, 0, {"broadcast_buffers": False})
     torch.testing.assert_close(ours, theirs)
 
 

@@ -37,7 +37,12 @@ def _mean_later(state: Any, buffers: dict[str, Tensor]) -> list[torch.futures.Fu
 
 
 def _hooked(
-    rank: int, world_size: int, replicas: int, hook: Callable[..., Any], location: Location
+    rank: int,
+    world_size: int,
+    replicas: int,
+    hook: Callable[..., Any],
+    location: Location,
+    backward: bool = True,
 ) -> list[State]:
     net = make_net(0)
     # Other values in each process, after what is sent at first.
@@ -46,10 +51,12 @@ def _hooked(
     model._register_buffer_comm_hook("state", hook, location)
     states = []
     for step in range(4):
-        output = model(batch(step, rank))
+        with torch.set_grad_enabled(backward):
+            output = model(batch(step, rank))
         if hook is _mean:
             states.append({name: b.clone() for name, b in model.module.named_buffers()})
-        output.sum().backward()
+        if backward:
+            output.sum().backward()
         states.append({name: b.clone() for name, b in model.module.named_buffers()})
     return states
 
@@ -67,7 +74,9 @@ def test_hooks_do_what_they_do_in_torch(
     cluster: Cluster, hook: Callable[..., Any], location: Location
 ) -> None:
     ours = cluster.run(_hooked, 2, 1, hook, location)
-    theirs = cluster.run(_hooked, 2, 0, hook, location)
+    # Up to torch 2.11 a backward after its wrapper finds that such a hook has changed the buffers.
+    changes = hook is _mean and location == Location.POST_FORWARD
+    theirs = cluster.run(_hooked, 2, 0, hook, location, not changes)
     for mine, other in zip(ours, theirs, strict=True):
         assert_equal(mine, other, exactly=False)
 

@@ -360,6 +360,8 @@ def test_compiled_autograd() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+# Of torch 2.11 itself, whenever a profile begins.
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_profilers_show_each_reduction() -> None:
     model = dp.DistributedDataParallel(Net("cpu", two_layers), ["cpu", "cpu"])
     # The first backward tells the order in which the buckets are made anew.

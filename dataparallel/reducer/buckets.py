@@ -296,12 +296,9 @@ def make_plan(
 
 def empty_sparse(like: torch.Tensor) -> torch.Tensor:
     """A sparse gradient without entries, as of an embedding that was not used."""
-    return torch.sparse_coo_tensor(
-        torch.empty((1, 0), dtype=torch.int64, device=like.device),
-        torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
-        like.shape,
-        is_coalesced=True,
-    )
+    # Whoever makes one of indices and values is warned by torch 2.11.
+    row = torch.zeros((1, *like.shape[1:]), dtype=like.dtype, device=like.device).to_sparse(1)
+    return row.sparse_resize_(like.shape, 1, like.dim() - 1)
 
 
 def _describe(number: int, bucket: Sequence[int], names: Sequence[str]) -> str:

@@ -259,7 +259,8 @@ def multiplied(matrix: Tensor, x: Tensor) -> Tensor:
 def sparse_argument(call: Call) -> list[Tensor]:
     values = leaf("values")
     indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
-    matrix = torch.sparse_coo_tensor(indices, values, (3, 3), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        matrix = torch.sparse_coo_tensor(indices, values, (3, 3))
     return [call("worker1", multiplied, matrix.coalesce(), torch.eye(3).double()).pow(2).sum()]
 
 

@@ -1,6 +1,6 @@
-"""The gradient of a leaf comes from the stream of the leaf's own device: torch warns otherwise.
+"""A run shows no warning of torch's that the package causes.
 
-Up to torch 2.11 it does so for streams of two devices, too, once in a process.
+torch gives some once in a process only, whoever causes them first; here, each time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ def _every_time() -> Iterator[None]:
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
+
+
+# --- torch 2.11, where a leaf's gradient comes from the stream of another device -------------
 
 
 class Mixed(nn.Module):
@@ -129,3 +132,36 @@ def test_the_caller_s_stream() -> None:
             for _ in range(2):
                 model(torch.ones(4, 3, device=SLOTS[0])).sum().backward()
         torch.accelerator.current_stream(SLOTS[0]).wait_stream(stream)
+
+
+# --- torch 2.11, where a sparse tensor is made of indices and values ------------------------
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2, sparse=True)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(len(x), 2) if x.min() < 0 else self.table(x)
+        return self.layer(hidden)
+
+
+def _unused_in_one_process(rank: int, world_size: int) -> Tensor | None:
+    torch.set_warn_always(True)
+    try:
+        model = dp.DistributedDataParallel(Table(), ["cpu", "cpu"])
+        model(torch.tensor([1, 2, 2, 4])).sum().backward()
+        model(torch.tensor([1, 2, 2, 4]) if rank == 0 else -torch.ones(4)).sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    assert model.module.table.weight.grad.is_sparse
+    return model.module.table.weight.grad.to_dense()
+
+
+def test_of_a_sparse_gradient_that_one_process_lacks(cluster: Cluster) -> None:
+    first, second = cluster.run(_unused_in_one_process, 2)
+    assert first is not None and second is not None
+    torch.testing.assert_close(first, second)
+    assert first[2].ne(0).all()
