@@ -106,7 +106,10 @@ def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[
     if device.type != "cpu":
         activities.append(ProfilerActivity.CUDA)
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=activities, experimental_config=all_threads) as profiled:
+    # Of one cycle it makes no difference whether events are kept; torch 2.11 warns where not.
+    with profile(
+        activities=activities, experimental_config=all_threads, acc_events=True
+    ) as profiled:
         model(batch).pow(2).mean().backward()
         if device.type != "cpu":
             torch.cuda.synchronize(device)
