@@ -43,6 +43,14 @@ def spoil(module: nn.Module, scale: float) -> None:
     )
 
 
+def test_virtual_devices_that_the_environment_has_enabled_are_enough(
+    trainer: Callable[[TrainTask], Trainer],
+) -> None:
+    """Here four are enabled; a process cannot change how many."""
+    made = trainer(TrainTask("ours", ("virtual:0", "virtual:1"), case="deep", batch=4))
+    assert made.inputs.device == torch.device("virtual:0")
+
+
 BOTH = ("cpu", "cpu")
 
 

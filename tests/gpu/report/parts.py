@@ -20,7 +20,13 @@ NAMES = ("build", "tests", "waits", "readings", "train", "kernels", "sanitizer")
 #: Of `bench train` on a GPU; and where the host's cores compute, no more than shows that it works.
 _MEASURED = ("--cases", "mlp,deep,transformer", "--rounds", "3")
 _TRIED = ("--cases", "deep", "--rounds", "2", "--steps", "3")
-_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Tools of compute-sanitizer. What libraries ask of the driver in vain is no error of a kernel.
+_TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": (),
+    "synccheck": (),
+    "initcheck": (),
+}
 _NO_GPU = "needs an NVIDIA GPU that torch can use"
 
 
@@ -200,11 +206,11 @@ def _sanitizer(device: str, machine: Machine) -> Iterator[Part]:
     if not missing and program is None:
         missing = "compute-sanitizer is neither on the PATH nor under /usr/local/cuda"
     launches = _python("tests.gpu.report.every_kernel", "--device", device)
-    for tool in _TOOLS:
+    for tool, options in _TOOLS.items():
         yield Part(
             "sanitizer",
             f"compute-sanitizer, {tool}",
-            (str(program), "--tool", tool, "--error-exitcode", "86", *launches),
+            (str(program), "--tool", tool, *options, "--error-exitcode", "86", *launches),
             60,
             findings.sanitizer,
             # Each tensor has memory of its own, behind whose end nothing else lies.
