@@ -157,9 +157,10 @@ _unbound = _Unbound()
 
 def _backends(parent: dist.ProcessGroup) -> str:
     """The backends of a group made over the processes of ``parent``, as torch writes them."""
-    if any(device.type == "cpu" for device in parent._device_types):
+    pairs = dist.get_backend_config(parent)
+    if any(pair.startswith("cpu:") for pair in pairs.split(",")):
         return str(dist.get_backend(parent))
-    return f"cpu:gloo,{dist.get_backend_config(parent)}"
+    return f"cpu:gloo,{pairs}"
 
 
 def release_group(holder: list[dist.ProcessGroup]) -> None:

@@ -3,8 +3,9 @@
 Its habits are NCCL's: CPU tensors are refused, one device per collective, dense tensors; the wait
 for a collective orders streams and does not block the host; and an error comes later, in
 ``work.exception()`` and in the next collective. Where the default group is bound to a device, other
-groups are split from it, for which all its processes have to come. Other than with NCCL, several ranks may use devices
-of one number, since they are not the same memory, and nothing ends the process.
+groups are split from it, for which all its processes have to come. Other than with NCCL, several
+ranks may use devices of one number, since they are not the same memory, and nothing ends the
+process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _split_source() -> Any:
 
 def register() -> None:
     """Let torch know the backend; compile it where that has not been done. May be called again."""
-    if NAME.upper() in dist.Backend._plugins:
+    if NAME in dist.Backend.backend_list:
         return
     extension = _EXTENSION.load()
 
