@@ -77,16 +77,34 @@ class LateFailures:
                 if not ended and not owner.is_given_up():
                     return
                 self._launched.popleft()
-            reason = work.exception() if ended else None
+            reason = _failure_of(work) if ended else None
             if ended and reason is None:
                 continue
-            error = owner.late_failure(place, started, None if reason is None else str(reason))
+            error = owner.late_failure(place, started, reason)
             if error is not None:
                 with self._lock:
                     # Whatever else it has launched has no result, either.
                     rest = [each for each in self._launched if each.owner is not owner]
                     self._launched = deque(rest)
                 raise error
+
+
+def _failure_of(work: dist.Work) -> str | None:
+    """Why a collective that has ended has failed; None if it has not."""
+    try:
+        error = work.exception()
+    except TypeError:
+        # torch 2.11 hands no exception of C++ to Python.
+        return None if _is_success(work) else "it failed, and torch 2.11 cannot tell why"
+    return None if error is None else str(error)
+
+
+def _is_success(work: dist.Work) -> bool:
+    try:
+        return bool(work.is_success())
+    except RuntimeError:
+        # NCCL's does not answer; its watchdog ends the process.
+        return True
 
 
 _all: weakref.WeakKeyDictionary[FailureChannel, LateFailures] = weakref.WeakKeyDictionary()

@@ -115,14 +115,10 @@ def train_bare(sizes: tuple[int, ...] = (6, 6), factor: float = 1.0) -> State:
     return state_of(module)
 
 
-def check(results: list[State], expected: State, **tolerances: float) -> None:
+def check(results: list[State], expected: State, **tolerances: Any) -> None:
     """Every process has learned what the bare module has."""
     for rank, result in enumerate(results):
         assert result.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(
-                result[name],
-                value,
-                msg=lambda text, where=f"rank {rank}, {name}": f"{where}: {text}",
-                **tolerances,
-            )
+            place = f"rank {rank}, {name}: "
+            torch.testing.assert_close(result[name], value, msg=place.__add__, **tolerances)

@@ -41,8 +41,7 @@ def train_bare(chunks: int, merged: int = 1) -> State:
     """The same on the CPU in so many chunks; the statistics of the first few count."""
     module = make_norm()
     optimizer = optimizer_of(module)
-    norm = module[1]
-    assert isinstance(module, nn.Sequential) and isinstance(norm, nn.BatchNorm1d)
+    norm = next(layer for layer in module.modules() if isinstance(layer, nn.BatchNorm1d))
 
     def forward(x: Tensor, y: Tensor | None) -> None:
         before = {name: value.clone() for name, value in norm.named_buffers()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 import dataparallel as dp
 from dataparallel import checkpoint
