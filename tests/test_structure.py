@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels",
             "native",
             "remap",
+            "torch_internals",
             "tree",
             "virtual",
         }
@@ -118,15 +119,17 @@ LAYERS: tuple[frozenset[str], ...] = (
 #: Modules of the lowest layer that must not even import their neighbours, except for those named.
 TORCH_ONLY = {
     "cache_folder": (),
-    "native": ("cache_folder",),
-    "devices": (),
-    "kernels": ("cache_folder", "native"),
-    "virtual": ("native",),
+    "torch_internals": (),
+    "native": ("cache_folder", "torch_internals"),
+    "devices": ("torch_internals",),
+    "kernels": ("cache_folder", "native", "torch_internals"),
+    "virtual": ("native", "torch_internals"),
 }
 
 #: The places above devices.py that may name a device type, and why.
 MAY_NAME_CUDA = {
     "dataparallel/comm/nccl.py": "NCCL is CUDA's own transport",
+    "dataparallel/torch_internals.py": "torch's compiler has a substitute for CUDA's guard alone",
     "kernels/cupy_backend.py": "CuPy launches kernels on CUDA devices only",
     "kernels/tables.py": "captured graphs are CUDA's",
     "tools/doctor/accelerators.py": "tells which of NVIDIA's drivers and libraries are missing",

@@ -18,7 +18,7 @@ from dataparallel.comm.store_requests import ask
 from dataparallel.comm.watch import Watch
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 # Seconds that the store gets for an answer.
 _STORE_TIMEOUT = 2.0

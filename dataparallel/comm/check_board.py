@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dataparallel.comm.group_threads import GroupThreads, get_all, own_connection
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 # Seconds between two looks at the store: at first, and at most.
 _SHORTEST_PAUSE = 0.0001

@@ -52,7 +52,7 @@ _KEPT = 4096
 _LONGER = 1.5
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 _logger = logging.getLogger(__name__)
 _default: CheckMode = "sampled"

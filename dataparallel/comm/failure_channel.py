@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dataparallel import torch_internals
 from dataparallel.comm.awake_clock import AwakeClock
 from dataparallel.comm.failure import Failure, cut_off, describe_error
 from dataparallel.comm.group_threads import GroupThreads
@@ -41,7 +42,7 @@ from dataparallel.comm.process_identity import ProcessIdentity
 from dataparallel.comm.signs import Signs
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 #: Seconds between two looks at the others.
 PERIOD = 0.25
@@ -376,10 +377,8 @@ def channel_of(group: dist.ProcessGroup, store: Store, *, fresh: bool = False) -
 
 
 def _exists(held: weakref.ref[dist.ProcessGroup]) -> bool:
-    import torch.distributed.distributed_c10d as c10d
-
     group = held()
-    return group is not None and group in c10d._world.pg_map
+    return group is not None and torch_internals.is_registered(group)
 
 
 def all_channels() -> list[FailureChannel]:

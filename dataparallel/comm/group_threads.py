@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 
 class Stoppable(Protocol):

@@ -32,7 +32,7 @@ from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout,
 from dataparallel.comm.store_requests import ask
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 T = TypeVar("T")
 

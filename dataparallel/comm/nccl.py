@@ -9,6 +9,7 @@ from torch.cuda import nccl
 
 from dataparallel.comm.packing import memory_order, packed_strides
 from dataparallel.comm.transport import Transport
+from dataparallel.torch_internals import has_nccl
 
 
 class Nccl(Transport):
@@ -24,7 +25,7 @@ class Nccl(Transport):
         distinct = len({tensor.device for tensor in tensors}) == len(tensors)
         return (
             # A torch without NCCL warns when asked whether it is available.
-            hasattr(torch._C, "_nccl_all_reduce")
+            has_nccl
             and len(taking_part) > 1
             and distinct
             and all(device.type == "cuda" for device in taking_part)

@@ -15,7 +15,7 @@ from dataparallel.comm.failure import Failure
 from dataparallel.comm.failure_channel import UNREACHABLE, FailureChannel
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 
 class CollectiveError(RuntimeError):

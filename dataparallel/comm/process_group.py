@@ -24,14 +24,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import constants
 
+from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError, name_ranks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
-# What torch gives a group for which nobody says anything else.
-_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 # Seconds that releasing a group may take before it goes on in the background.
 _RELEASE_TIMEOUT = 2.0
 
@@ -65,17 +65,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
         assert timeout_of(dist.group.WORLD) == 300.0
     """
-    limits = []
-    for device_type in group._device_types:
-        # A backend of somebody else's need not have options.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            limits.append(group._get_backend(device_type).options._timeout)
-    return min(limits, default=_DEFAULT_TIMEOUT).total_seconds()
+    limits = torch_internals.time_limits(group)
+    return min(limits, default=constants.default_pg_timeout).total_seconds()
 
 
 def shared_store(parent: dist.ProcessGroup) -> Store:
     """The part of the group's store in which everything of this package is."""
-    from torch._C._distributed_c10d import PrefixStore
+    from dataparallel.torch_internals import PrefixStore
 
     return PrefixStore("dataparallel", parent.get_group_store())
 
@@ -99,16 +95,11 @@ def make_group(
     Raises:
         CollectiveError: The processes met, but could not connect.
     """
-    import torch.distributed.distributed_c10d as c10d
-
     ranks = dist.get_process_group_ranks(parent)
-    # The public function would give it a name; the rest is what it does.
-    make: Any = c10d._new_process_group_helper
     try:
         with _unbound.default_group():
-            group, _ = make(
-                parent.size(),
-                parent.rank(),
+            group = torch_internals.new_process_group(
+                parent,
                 ranks,
                 dist.Backend(_backends(parent)),
                 store,
@@ -122,7 +113,6 @@ def make_group(
         raise CollectiveError(
             f"rank {dist.get_rank()} could not connect to {name_ranks(ranks)} for {name!r}: {error}"
         ) from error
-    c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -174,11 +164,9 @@ def release_group(holder: list[dist.ProcessGroup]) -> None:
     """
 
     def release() -> None:
-        import torch.distributed.distributed_c10d as c10d
-
         group = holder.pop()
         # Otherwise the user has destroyed all groups already.
-        if group in c10d._world.pg_map:
+        if torch_internals.is_registered(group):
             dist.destroy_process_group(group)
 
     thread = threading.Thread(target=release, name="dataparallel-release", daemon=True)

@@ -45,6 +45,7 @@ from dataparallel.comm.routing import (
 )
 from dataparallel.comm.staging import Carried, Gathered, HostBuffers
 from dataparallel.comm.store_requests import ask
+from dataparallel.torch_internals import group_backend, group_devices
 
 __all__ = ["CollectiveError", "CollectiveTimeout", "Pending", "ProcessLink"]
 
@@ -124,8 +125,8 @@ class ProcessLink:
             self._listen(self._launcher)
         finally:
             self._channel.discard(meeting)
-        types = [device.type for device in self.group._device_types]
-        self._backends = {t: str(self.group._get_backend(torch.device(t)).name()) for t in types}
+        types = [device.type for device in group_devices(self.group)]
+        self._backends = {t: str(group_backend(self.group, torch.device(t)).name()) for t in types}
         self._devices = frozenset(types)
         self._buffers = HostBuffers()
 

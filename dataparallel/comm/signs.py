@@ -16,7 +16,7 @@ from dataparallel.comm.peer import Peer, Sign, Told
 from dataparallel.comm.process_identity import ProcessIdentity, ticks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 # Seconds between two signs of life of a process whose place does not change. A store that is a file
 # keeps all of them.

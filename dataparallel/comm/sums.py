@@ -18,6 +18,7 @@ from dataparallel import kernels
 from dataparallel.comm.packing import LARGE_BYTES
 from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.dtypes import SUFFIXES, wide
+from dataparallel.torch_internals import foreach_add, foreach_add_
 
 
 def can_add(terms: Sequence[torch.Tensor], device: torch.device) -> bool:
@@ -104,9 +105,9 @@ def add_columns(columns: Sequence[Sequence[torch.Tensor]], *, in_place: bool) ->
         sums = [totals[i] for i in longer]
         terms = [together[i][row] for i in longer]
         if in_place or row > 1:
-            torch._foreach_add_(sums, terms)
+            foreach_add_(sums, terms)
         else:
-            for i, total in zip(longer, torch._foreach_add(sums, terms), strict=True):
+            for i, total in zip(longer, foreach_add(sums, terms), strict=True):
                 totals[i] = total
     others = iter(totals)
     return [alone[i] if i in alone else next(others) for i in range(len(columns))]

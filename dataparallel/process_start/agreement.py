@@ -31,7 +31,7 @@ from dataparallel.comm.process_errors import CollectiveTimeout, name_ranks
 from dataparallel.process_start.membership import Membership
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 _LONGEST_PAUSE = 0.02
 # Seconds that process 0 stays after it has given up, so that the others get to know why.
@@ -72,7 +72,7 @@ class _Attendee:
     """One process on its way to an agreement."""
 
     def __init__(self, store: Store, member: Membership, timeout: float) -> None:
-        from torch._C._distributed_c10d import PrefixStore
+        from dataparallel.torch_internals import PrefixStore
 
         self._store = PrefixStore(f"dataparallel/start/{member.run}", store)
         self._member = member

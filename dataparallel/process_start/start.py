@@ -31,7 +31,7 @@ from dataparallel.process_start.membership import Membership, find_membership
 from dataparallel.process_start.stores import open_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 # Backends of torch that meet in ways of their own, or not at all.
 _NOT_IN_A_STORE = ("mpi", "fake")
@@ -177,7 +177,7 @@ def _start(
     backend: str, member: Membership, given: Store | None, seconds: float, options: dict[str, Any]
 ) -> None:
     """Meet the other processes, and connect to them."""
-    from torch._C._distributed_c10d import PrefixStore
+    from dataparallel.torch_internals import PrefixStore
 
     store, agreement = _gather(member, given, seconds)
     _choose_interface(agreement.one_machine)

@@ -16,7 +16,7 @@ from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.process_start.membership import Membership
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 _LONGEST_PAUSE = 0.05
 # Seconds for one attempt to connect; there are many until the time is over.
@@ -35,7 +35,7 @@ def open_store(member: Membership, timeout: float) -> Store:
         CollectiveTimeout: There is no store at the address.
         CollectiveError: There can't be one: the port is taken, say.
     """
-    from torch._C._distributed_c10d import FileStore, HashStore
+    from dataparallel.torch_internals import FileStore, HashStore
 
     limit = datetime.timedelta(seconds=timeout)
     if member.address is not None:
@@ -64,7 +64,7 @@ def loopback(host: str) -> str | None:
 
 
 def _tcp_store(member: Membership, timeout: float) -> Store:
-    from torch._C._distributed_c10d import TCPStore
+    from dataparallel.torch_internals import TCPStore
 
     assert member.address is not None
     host, port = member.address

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dataparallel.comm.failure import describe_error
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from dataparallel.torch_internals import Store
 
 T = TypeVar("T")
 

@@ -1,0 +1,1151 @@
+"""Every private name of torch that this package reads, calls or replaces.
+
+Note [Private names of torch]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A name that torch keeps to itself may go, or come to mean something else, with any release. So no
+other file touches one, and each stands here with what it is and why it is needed. Unless an entry
+says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning, and had it before 2.11.
+
+Where a torch lacks a name, importing this file never fails. An entry that has a value for that
+case (``otherwise``) does without, and says what is lost. Any other raises a RuntimeError when it is
+used, which tells the name and the versions that have it. ``missing`` lists both kinds.
+
+What replaces something of torch's is a *patch*, and stands in the last section: one function, which
+puts it in place, tries whether it has the effect for which it is there, and else takes it back and
+writes one line to the log ``dataparallel``, saying what no longer holds.
+
+Names are bound when this file is imported, so a call costs no more than torch's own name; functions
+stand where torch changes what a name is bound to, or where torch would have to be asked to import
+something that takes time. Attributes of modules, tensors and other objects of torch's are read by
+functions too. The one file for what our C++ uses of torch's autograd engine is
+``distributed_autograd/csrc/torch_engine.h``; the C++ of ``virtual`` keeps to torch's interface for
+backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import datetime
+import functools
+import importlib
+import inspect
+import logging
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+import torch.autograd.forward_ad
+import torch.autograd.graph
+import torch.distributed
+import torch.library
+import torch.nn.parallel.distributed
+import torch.overrides
+import torch.random
+import torch.utils._device
+import torch.utils._python_dispatch
+import torch.utils._pytree
+import torch.utils.checkpoint
+
+P = ParamSpec("P")
+T = TypeVar("T")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_VERSIONS = "torch 2.11 to 2.15"
+_log = logging.getLogger("dataparallel")
+_RAISES: Any = object()
+
+#: The private names that this torch lacks, as they are written in this file.
+missing: list[str] = []
+
+
+def lacking(path: str) -> RuntimeError:
+    """What is raised where a name is used that this torch lacks."""
+    return RuntimeError(
+        f"torch {torch.__version__} has no {path}, or another one than dataparallel needs; "
+        f"install one of {_VERSIONS}, or a newer dataparallel"
+    )
+
+
+class _Missing(type):
+    """Makes what stands for a name that is missing: a class, which may be derived from."""
+
+    path: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise lacking(cls.path)
+
+
+def _private(path: str, otherwise: Any = _RAISES) -> Any:
+    """What torch has under a private name; ``otherwise`` where this torch lacks it."""
+    found: Any = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, _RAISES)
+        if found is _RAISES:
+            missing.append(path)
+            if otherwise is not _RAISES:
+                return otherwise
+            return _Missing(name, (), {"path": path})
+    return found
+
+
+def _of(owner: Any, name: str, kind: str) -> Any:
+    """A private attribute or method of an object of torch's."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise lacking(f"{kind}.{name}") from error
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+# --- autograd's engine -----------------------------------------------------------------------
+
+#: The number of the backward that runs in this thread, -1 outside of any. Tells apart two backward
+#: calls over one graph, and code that a checkpoint runs again from code that forward runs.
+current_graph_task_id: Callable[[], int] = _private("torch._C._current_graph_task_id")
+
+#: Whether a node takes part in the backward that runs now. In ``autograd.grad`` torch raises for
+#: the leaf whose gradient is captured, which callers take for yes.
+will_execute: Callable[[Any], bool] = _private("torch._C._will_engine_execute_node")
+
+#: Whether the backward that runs now was called with ``retain_graph``: the graphs of replicas
+#: behind it then are kept as well.
+keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
+
+#: Call a function when the backward that runs now has ended; not called where it fails. Torch's own
+#: DistributedDataParallel ends its rounds so.
+when_backward_ends: Callable[[Callable[[], object]], None] = _private(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+
+#: The hooks of a tensor by number, or None: those on its gradient, and those that run after its
+#: gradient was accumulated. Read to let hooks of users run on reduced gradients, once.
+backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+post_accumulate_grad_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+#: The number of a node among those that its thread has made. Tells how many nodes a forward made.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+#: A context in which writing tensors leaves their version counters alone: a broadcast of buffers
+#: between forward and backward must not look like a change of what was saved.
+keep_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = _private(
+    "torch.autograd._unsafe_preserve_version_counter"
+)
+
+
+def forward_mode_level() -> int:
+    """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable.
+
+    Where it is missing, nothing is taken for a tensor with a tangent, which then gets lost.
+    """
+    level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    return level
+
+
+#: Lets ``Function.apply`` run within one step of a function transform, as operators need it that
+#: record themselves.
+single_level_function: Callable[[], AbstractContextManager[None]] = _private(
+    "torch._functorch.utils.enable_single_level_autograd_function"
+)
+
+# --- thread-local context --------------------------------------------------------------------
+#
+# What the thread of a replica takes over from its caller; Note [What is thread-local] in
+# ``context.py``. A torch without one of these names does not carry that setting, and everything
+# else works.
+
+#: Sets the mode of gradients without the frames of ``torch.set_grad_enabled``, for each call.
+set_grad_enabled: Callable[[bool], None] = _private(
+    "torch._C._set_grad_enabled", torch.set_grad_enabled
+)
+#: Inference mode as an object, which ``torch.inference_mode`` wraps.
+inference_guard: Callable[[bool], AbstractContextManager[None]] = _private(
+    "torch._C._InferenceMode", contextlib.nullcontext
+)
+is_fwd_grad_enabled: Callable[[], bool] = _private("torch._C._is_fwd_grad_enabled", lambda: True)
+set_fwd_grad_enabled: Callable[[bool], None] = _private("torch._C._set_fwd_grad_enabled", _nothing)
+is_multithreading_enabled: Callable[[], bool] = _private(
+    "torch._C._is_multithreading_enabled", lambda: True
+)
+set_multithreading_enabled: Callable[[bool], None] = _private(
+    "torch._C._set_multithreading_enabled", _nothing
+)
+is_view_replay_enabled: Callable[[], bool] = _private(
+    "torch._C._is_view_replay_enabled", lambda: False
+)
+set_view_replay_enabled: Callable[[bool], None] = _private(
+    "torch._C._set_view_replay_enabled", _nothing
+)
+
+#: Whether autocast is on for some type of device, and the types that it knows. Where they are
+#: missing, the state of all types that torch can name is carried.
+is_any_autocast_enabled: Callable[[], bool] = _private(
+    "torch._C._is_any_autocast_enabled", lambda: True
+)
+autocast_device_types: Callable[[], list[str]] | None = _private(
+    "torch._C._autocast_supported_devices", None
+)
+#: How deep autocast blocks are nested. Without an underscore, but nowhere documented.
+increment_autocast_nesting: Callable[[], int] = _private(
+    "torch.autocast_increment_nesting", lambda: 1
+)
+decrement_autocast_nesting: Callable[[], int] = _private(
+    "torch.autocast_decrement_nesting", lambda: 0
+)
+
+#: Whether ``__torch_function__`` is off.
+torch_function_state: Callable[[], Any] = _private("torch._C._get_torch_function_state", _nothing)
+set_torch_function_state: Callable[[Any], None] = _private(
+    "torch._C._set_torch_function_state", _nothing
+)
+#: The modes that see functions, and those that see operators.
+function_modes: Callable[[], list[Any]] = _private(
+    "torch.overrides._get_current_function_mode_stack", list
+)
+push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", _nothing)
+pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", _nothing)
+dispatch_modes: Callable[[], list[Any]] = _private(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", list
+)
+push_dispatch_mode: Callable[[Any], None] = _private(
+    "torch.utils._python_dispatch._push_mode", _nothing
+)
+pop_dispatch_mode: Callable[[Any], Any] = _private(
+    "torch.utils._python_dispatch._pop_mode", _nothing
+)
+
+
+def dispatch_mode_key(mode: Any) -> Any:
+    """What ``pop_dispatch_mode`` needs for a mode of torch's own, as that of fake tensors."""
+    return getattr(mode, "_mode_key", None)
+
+
+#: The hooks on saved tensors that are innermost, and the message where such hooks are refused.
+top_saved_tensors_hooks: Callable[[bool], Any] = _private(
+    "torch._C._autograd._top_saved_tensors_default_hooks", _nothing
+)
+push_saved_tensors_hooks: Callable[[Any, Any], None] = _private(
+    "torch._C._autograd._push_saved_tensors_default_hooks", _nothing
+)
+pop_saved_tensors_hooks: Callable[[], None] = _private(
+    "torch._C._autograd._pop_saved_tensors_default_hooks", _nothing
+)
+saved_tensors_hooks_refusal: Callable[[], str | None] = _private(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _nothing
+)
+refuse_saved_tensors_hooks: Callable[[str, bool], None] = _private(
+    "torch._C._autograd._saved_tensors_hooks_disable", _nothing
+)
+allow_saved_tensors_hooks: Callable[[], None] = _private(
+    "torch._C._autograd._saved_tensors_hooks_enable", _nothing
+)
+
+#: The kind of mode that ``torch.set_default_device`` pushes; no mode is one where it is missing.
+DeviceMode: Any = _private("torch.utils._device.DeviceContext", ())
+_default_device: Any = _private("torch._GLOBAL_DEVICE_CONTEXT", types.SimpleNamespace())
+
+
+def default_device_mode() -> Any:
+    """The mode that ``torch.set_default_device`` has pushed in this thread, or None."""
+    return getattr(_default_device, "device_context", None)
+
+
+def set_default_device_mode(mode: Any) -> None:
+    """Tell torch which mode ``set_default_device`` is to pop in this thread."""
+    _default_device.device_context = mode
+
+
+#: Gives a thread of ours a name that debuggers and ``top`` show; without it, the program's.
+set_thread_name: Callable[[str], None] | None = _private("torch._C._set_thread_name", None)
+
+#: A range for ``torch.profiler`` that is no operation, so dispatch modes do not see it; without it,
+#: they see the public one.
+record_range: Any = _private(
+    "torch._C._profiler._RecordFunctionFast", torch.autograd.profiler.record_function
+)
+
+# --- transforms and traces -------------------------------------------------------------------
+
+#: Whether a transform of ``torch.func`` is active: tensors of one thread cannot be moved to others
+#: then. Where it is missing, transforms over several replicas fail later, with worse words.
+transforms_active: Callable[[], bool] = _private(
+    "torch._C._are_functorch_transforms_active", lambda: False
+)
+#: The innermost transform, or None.
+innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_interpreter_stack")
+#: Whether a tensor stands for another one within a transform, and so has no memory.
+is_transformed: Callable[[torch.Tensor], bool] = _private(
+    "torch._C._functorch.is_functorch_wrapped_tensor"
+)
+#: What ``torch.jit.trace`` records into, or None.
+tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state", _nothing)
+
+# --- the dispatcher --------------------------------------------------------------------------
+
+#: How many dispatch modes and function modes there are in this thread; cheaper than their lists.
+num_dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack")
+num_function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack")
+#: One of torch's own modes, by its key, or None.
+torchs_dispatch_mode: Callable[[Any], Any] = _private("torch._C._get_dispatch_mode")
+TorchsModes: Any = _private("torch._C._TorchDispatchModeKey")
+#: Pushes and pops anything with a ``__torch_dispatch__``, at a fraction of the cost of a
+#: ``TorchDispatchMode``: each result of a collective is wrapped under one.
+push_bare_mode: Callable[[Any], None] = _private("torch._C._push_on_torch_dispatch_stack")
+pop_bare_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack")
+#: Contexts without function modes and without dispatch modes, for operations that are no concern of
+#: the user's modes.
+without_torch_function: Callable[[], AbstractContextManager[None]] = _private(
+    "torch._C.DisableTorchFunction"
+)
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _private(
+    "torch.utils._python_dispatch._disable_current_modes"
+)
+
+#: Whether an operator, by its name, has a kernel for a dispatch key.
+has_kernel: Callable[[str, str], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key")
+#: Whether a key is switched on in this thread, and the switch.
+is_key_included: Callable[[Any], bool] = _private("torch._C._dispatch_tls_is_dispatch_key_included")
+include_key: Callable[[Any, bool], None] = _private(
+    "torch._C._dispatch_tls_set_dispatch_key_included"
+)
+#: The key that ``torch.export`` traces under.
+PRE_DISPATCH: Any = _private("torch._C.DispatchKey.PreDispatch")
+#: A set of keys: all below autograd, and a context that goes on there. What an operator of ours
+#: does after it was recorded.
+AFTER_AUTOGRAD: Any = _private("torch._C._after_autograd_keyset")
+below_autograd: Callable[[], AbstractContextManager[None]] = _private(
+    "torch._C._AutoDispatchBelowAutograd"
+)
+#: A context in which what is written counts as no change of a tensor.
+below_versions: Callable[[], AbstractContextManager[None]] = _private(
+    "torch._C._AutoDispatchBelowADInplaceOrView"
+)
+_parse_key: Callable[[str], Any] = _private("torch._C._parse_dispatch_key")
+_registrations: Callable[[str], list[str]] = _private(
+    "torch._C._dispatch_get_registrations_for_dispatch_key"
+)
+#: The names of all operators, ``"aten::add.Tensor"``.
+all_operators: Callable[[], list[str]] = _private("torch._C._dispatch_get_all_op_names")
+#: The set of all keys that come after one.
+keys_after: Callable[[Any], Any] = _private("torch._C._dispatch_keyset_full_after")
+#: The schema of an operator, from its name and that of its overload.
+schema_named: Callable[[str, str], Any] = _private("torch._C._get_schema")
+
+#: The class of operators, with ``overloadpacket`` and ``decompose()``, and the schema of one.
+OpOverload: Any = _private("torch._ops.OpOverload")
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+#: What ``reshape`` becomes below autograd: a view.
+reshape_alias: Any = _private("torch.ops.aten._reshape_alias")
+#: Raises unless a condition holds, of numbers that compiled code may know only when it runs.
+check: Callable[[Any, Callable[[], str]], None] = _private("torch._check")
+
+
+def register_ordered(library: Any, qualified: str) -> None:
+    """Have compilers keep the order of an operator of ours among all that are registered so.
+
+    Two members of a group that swap two collectives wait for each other. Where it is missing, they
+    are kept from being removed, but may be swapped: the log tells so.
+
+    Args:
+        library: The ``torch.library.Library`` that defines it.
+        qualified: Its name, ``"dataparallel::all_reduce"``.
+    """
+    try:
+        effects: Any = importlib.import_module("torch._library.effects")
+        library._register_effectful_op(qualified, effects.EffectType.ORDERED)
+    except (ImportError, AttributeError, TypeError) as error:
+        _tell_once("the order of collectives is not kept in compiled code", str(error))
+
+
+# --- tensors and modules ---------------------------------------------------------------------
+
+#: A tensor of a class, with the values of another and a history of its own; how torch makes a
+#: ``Parameter`` of a subclass.
+make_subclass: Callable[[Any, torch.Tensor, bool], Any] = _private("torch.Tensor._make_subclass")
+#: A tensor of a class without memory of its own, which handles all operators itself.
+make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper_subclass")
+#: Have C++ that asks a tensor for its memory get an error instead of a null pointer.
+refuse_memory: Callable[[torch.Tensor], None] = _private(
+    "torch._C._set_throw_on_mutable_data_ptr", _nothing
+)
+#: The ``__torch_function__`` of a class that handles operators only.
+no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
+#: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
+is_wrapper: Callable[[object], bool] = _private(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: False
+)
+#: The storage of a tensor, by torch's own method, whatever a subclass makes of it; the number that
+#: tells storages apart; and the storage with a dtype, which ``Tensor.storage()`` warns about.
+storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _private(
+    "torch._C.TensorBase.untyped_storage"
+)
+storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+typed_storage: Callable[[torch.Tensor], Any] = operator.methodcaller("_typed_storage")
+#: The tensor that a tensor is a view of, or None.
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+#: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")
+num_sparse_values: Callable[[torch.Tensor], int] = operator.methodcaller("_nnz")
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Have ``isinstance(tensor, nn.Parameter)`` say yes, also of a tensor that is no leaf.
+
+    Torch sets the same attribute for parameters of subclasses. Where it no longer looks at it,
+    modules that ask find no parameters in replicas.
+    """
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+#: Set by ``torch.nn.parallel.replicate`` on clones, which ``named_parameters()`` and others of
+#: torch and of other packages look for.
+REPLICA_MARK = "_is_replica"
+
+
+def original_module(module: torch.nn.Module) -> Any:
+    """The module in what ``torch.compile`` makes of one, or None."""
+    return getattr(module, "_orig_mod", None)
+
+
+def state_versions(state: Mapping[str, Any]) -> Any:
+    """The versions of modules that ``state_dict()`` keeps beside their tensors, or None."""
+    return getattr(state, "_metadata", None)
+
+
+def set_state_versions(state: Any, versions: Any) -> None:
+    """Give a state the versions that ``load_state_dict()`` looks for beside its tensors."""
+    state._metadata = versions
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferCommHookLocation
+else:
+    #: What all batch norms are derived from, the synchronized one of this package too.
+    BatchNorm = _private("torch.nn.modules.batchnorm._BatchNorm")
+    #: When a hook for buffers runs, as users of torch's DistributedDataParallel say it.
+    BufferCommHookLocation = _private("torch.nn.parallel.distributed._BufferCommHookLocation")
+
+
+def check_input_of(layer: BatchNorm, tensor: torch.Tensor) -> None:
+    """Raise what a batch norm raises for an input with a wrong number of dimensions."""
+    _of(layer, "_check_input_dim", "torch.nn.BatchNorm1d")(tensor)
+
+
+#: Where torch leaves the names of what is not reduced, in a module; and how.
+IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+ignore_names: Callable[[torch.nn.Module, Any], None] = _private(
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+)
+
+
+def is_ignored(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has torch's mark for one that is not reduced."""
+    return hasattr(parameter, "_ddp_ignored")
+
+
+# --- lists of tensors ------------------------------------------------------------------------
+#
+# One launch for many tensors. Torch's optimizers are made of them, so they stay as they are longer
+# than most; each raises where it is missing.
+
+foreach_add: Any = _private("torch._foreach_add")
+foreach_add_: Any = _private("torch._foreach_add_")
+foreach_addcdiv_: Any = _private("torch._foreach_addcdiv_")
+foreach_addcmul_: Any = _private("torch._foreach_addcmul_")
+foreach_copy_: Any = _private("torch._foreach_copy_")
+foreach_div_: Any = _private("torch._foreach_div_")
+foreach_lerp_: Any = _private("torch._foreach_lerp_")
+foreach_maximum_: Any = _private("torch._foreach_maximum_")
+foreach_mul: Any = _private("torch._foreach_mul")
+foreach_mul_: Any = _private("torch._foreach_mul_")
+foreach_norm: Any = _private("torch._foreach_norm")
+foreach_sqrt: Any = _private("torch._foreach_sqrt")
+
+# --- containers ------------------------------------------------------------------------------
+
+#: How containers are opened that were registered with ``torch.utils._pytree``, by their class.
+#: Where it is missing they are leaves.
+registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES", {})
+#: The key of a child that is an attribute.
+AttributeKey: Any = _private("torch.utils._pytree.GetAttrKey", ())
+#: The leaves of containers as torch opens them.
+tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_leaves")
+
+# --- optimizers ------------------------------------------------------------------------------
+
+#: The hooks of an optimizer by number, for classes whose ``step()`` or ``state_dict()`` replaces
+#: torch's, which would call them.
+step_pre_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_post_hooks")
+STATE_DICT_PRE_HOOKS = "_optimizer_state_dict_pre_hooks"
+STATE_DICT_POST_HOOKS = "_optimizer_state_dict_post_hooks"
+LOAD_STATE_DICT_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+LOAD_STATE_DICT_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
+state_dict_pre_hooks: Callable[[Any], Any] = operator.attrgetter(STATE_DICT_PRE_HOOKS)
+state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(STATE_DICT_POST_HOOKS)
+load_state_dict_pre_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STATE_DICT_PRE_HOOKS)
+load_state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STATE_DICT_POST_HOOKS)
+
+#: An attribute that ``GradScaler`` looks for: the optimizer's kernels unscale by themselves.
+SUPPORTS_SCALING = "_step_supports_amp_scaling"
+
+
+def init_group(optimizer: Any, group: Any, *lists: list[Any]) -> None:
+    """Have SGD or Adam make the state of a group, and put it and the gradients into lists.
+
+    The lists are those of ``_init_group``: each class of torch's has its own.
+    """
+    _of(optimizer, "_init_group", type(optimizer).__name__)(group, *lists)
+
+
+def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
+    """The numbers of parameters in a ``ZeroRedundancyOptimizer``, whose groups are made current."""
+    kind = "torch.distributed.optim.ZeroRedundancyOptimizer"
+    sync = _of(optimizer, "_sync_param_groups", kind)
+    sync(optimizer.param_groups, optimizer.optim.param_groups)
+    numbers: Mapping[torch.Tensor, int] = _of(optimizer, "_param_to_index", kind)
+    return numbers
+
+
+def optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
+    """The optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", None) or ()
+
+
+def call_of_optimizer_in_backward(parameter: Any) -> int:
+    """A number that the parameters of one call of that function have in common."""
+    return id(_of(parameter, "_optimizer_kwargs", "torch.nn.Parameter")[0])
+
+
+def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
+    """The handles of the hooks by which these optimizers step."""
+    # A module that nobody has imported has registered no hook.
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles: Mapping[torch.Tensor, Any] = getattr(module, "param_to_optim_hook_handle_map", {})
+    return handles.get(parameter, ())
+
+
+def overlapped_optimizer(kind: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``_register_fused_optim`` of torch's DistributedDataParallel makes of an optimizer."""
+    from torch.distributed.algorithms import _optimizer_overlap
+
+    make: Any = _optimizer_overlap._as_overlapped_optim
+    return make(kind, parameters, *args, **kwargs)
+
+
+# --- process groups --------------------------------------------------------------------------
+
+
+def world() -> Any:
+    """Torch's registry of process groups: ``pg_map``, ``pg_names``, ``tags_to_pg``.
+
+    Asked for each time: torch's tests put others in its place.
+    """
+    return _of(torch.distributed.distributed_c10d, "_world", "torch.distributed.distributed_c10d")
+
+
+def is_registered(group: Any) -> bool:
+    """Whether torch made a process group, and nobody has destroyed it."""
+    return group in world().pg_map
+
+
+def group_named(name: str) -> Any:
+    """The process group of a name; a RuntimeError where there is none.
+
+    As operators in compiled code find theirs.
+    """
+    c10d = torch.distributed.distributed_c10d
+    kind = "torch.distributed.distributed_c10d"
+    return _of(c10d, "_resolve_process_group", kind)(name)
+
+
+def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
+
+    Args:
+        parent: Whose processes take part.
+        ranks: Theirs in the default group.
+        args: Backend, store and name.
+        kwargs: As for ``new_group``.
+    """
+    c10d = torch.distributed.distributed_c10d
+    make = _of(c10d, "_new_process_group_helper", "torch.distributed.distributed_c10d")
+    group, _ = make(parent.size(), parent.rank(), ranks, *args, **kwargs)
+    # The rest of what `new_group` does.
+    world().pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
+    return group
+
+
+def group_devices(group: Any) -> list[torch.device]:
+    """The types of devices for which a process group has a backend."""
+    found: list[torch.device] = _of(group, "_device_types", "torch.distributed.ProcessGroup")
+    return found
+
+
+def group_backend(group: Any, device: torch.device) -> Any:
+    """The backend of a process group for a device."""
+    return _of(group, "_get_backend", "torch.distributed.ProcessGroup")(device)
+
+
+def time_limits(group: Any) -> list[datetime.timedelta]:
+    """The time limits of the backends of a process group; somebody else's backend may have none."""
+    limits = []
+    for device in group_devices(group):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            limits.append(group_backend(group, device).options._timeout)
+    return limits
+
+
+def num_collectives(group: Any) -> int:
+    """How many collectives of a group were called here; RuntimeError where its backend forgets."""
+    kind = "torch.distributed.ProcessGroup"
+    number: int = _of(group, "_get_sequence_number_for_group", kind)()
+    return number
+
+
+def old_name(function: str) -> Any:
+    """A collective of ``torch.distributed`` under the name that it had before; None without one.
+
+    ``all_gather_base`` and ``reduce_scatter_base``, which old programs still call.
+    """
+    return getattr(torch.distributed, f"_{function}", None)
+
+
+def functional_collectives() -> Any:
+    """Torch's own functional collectives; imported when they are asked for."""
+    return importlib.import_module("torch.distributed._functional_collectives")
+
+
+# The stores in which processes meet: public names, which torch does not export for type checkers,
+# and which builds without `torch.distributed` lack. And the class that compiled code asks for
+# before it waits for an argument; ours is derived from it. All are found when they are asked for.
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import FileStore as FileStore
+    from torch._C._distributed_c10d import HashStore as HashStore
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"):
+        return getattr(torch.distributed, name)
+    if name == "TorchAsyncTensor":
+        return functional_collectives().AsyncCollectiveTensor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def disabled_join_config() -> Any:
+    """What a wrapper says of ``Join`` outside of it."""
+    from torch.distributed.algorithms import join
+
+    kind = "torch.distributed.algorithms.join"
+    return _of(join, "_JoinConfig", kind).construct_disabled_join_config()
+
+
+def configure_join(join: Any) -> None:
+    """Tell those that take part in a ``Join`` that its block is entered."""
+    _of(join, "_set_joinable_configs", "torch.distributed.algorithms.Join")()
+
+
+#: Whether torch has NCCL for several devices of one process. ``nccl.is_available()`` warns without.
+has_nccl: bool = hasattr(torch._C, "_nccl_all_reduce")
+
+# --- calls between processes, and futures ----------------------------------------------------
+
+#: The class of futures; what ``Future.then`` returns is of it, and not of ``torch.futures.Future``.
+Future: Any = _private("torch._C.Future")
+
+
+def open_with(future: Any, function: Callable[[Any], object]) -> None:
+    """Have a future give its value to a function, which may raise, before ``wait()`` returns it."""
+    _of(future, "_set_unwrap_func", "torch.futures.Future")(function)
+
+
+#: What ``torch.distributed.rpc.functions.async_execution`` sets on a function.
+ASYNC_MARK = "_wrapped_async_rpc_function"
+
+
+def rpc_agent() -> Any:
+    """What sends the calls of ``torch.distributed.rpc``; None before ``init_rpc``."""
+    from torch.distributed.rpc import api
+
+    is_set: Callable[[], bool] = _of(api, "_is_current_rpc_agent_set", "torch.distributed.rpc.api")
+    return _of(api, "_get_current_rpc_agent", "torch.distributed.rpc.api")() if is_set() else None
+
+
+def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:
+    """The devices whose tensors are sent to a worker as they are, and where they arrive."""
+    agent = rpc_agent()
+    found: Mapping[torch.device, torch.device] = agent._get_device_map(
+        agent.get_worker_info(worker)
+    )
+    return found
+
+
+# --- builds and backends ---------------------------------------------------------------------
+
+#: Which of two libraries of C++ torch was built with: what is linked with it needs the same.
+CXX11_ABI: bool = _private("torch._C._GLIBCXX_USE_CXX11_ABI", True)
+#: The name of the backend that came from outside; ``"privateuseone"`` where there is none.
+privateuse1_name: Callable[[], str] = _private("torch._C._get_privateuse1_backend_name")
+#: Makes a module the one of a type of device: ``torch.virtual``.
+register_device_module: Callable[[str, Any], None] = _private("torch._register_device_module")
+
+# --- the compiler ----------------------------------------------------------------------------
+#
+# Importing it takes seconds, so nothing here does. What it is asked for is found among the modules
+# that somebody has imported.
+
+#: Attributes of what ``torch.compile`` makes of a function: the function as it was, and whether the
+#: compiler keeps out of it. They are in the ``__dict__`` of functions, as users copy functions.
+COMPILED_ORIGINAL = "_torchdynamo_orig_callable"
+COMPILED_INLINE = "_torchdynamo_inline"
+_DISABLED, _DISABLED_WHY = "_torchdynamo_disable", "_torchdynamo_disable_msg"
+
+
+def is_compiled_function(attributes: Mapping[str, Any]) -> bool:
+    """Whether a function with these attributes was made by ``torch.compile``."""
+    # A function for which the compiler is disabled has the first attribute too.
+    return COMPILED_ORIGINAL in attributes and not attributes.get(_DISABLED, False)
+
+
+def mark_untraced(function: FunctionT, why: str) -> FunctionT:
+    """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
+
+    That imports the compiler, and costs at each call. Where torch has no such switch for calls by
+    what is not compiled itself, the mark for compiled callers remains.
+
+    Args:
+        function: Marked in place.
+        why: For whoever asks that everything be compiled.
+    """
+    function.__dict__[_DISABLED] = True
+    function.__dict__[_DISABLED_WHY] = why
+    frames: Any = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError) as error:
+        _tell_once("the compiler looks into the functions that run replicas", str(error))
+    return function
+
+
+def mark_constant(function: FunctionT) -> FunctionT:
+    """Have compiled code take over what a function returned, as ``assume_constant_result`` does.
+
+    That imports the compiler. Where it no longer looks at the mark, it compiles the function.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def optimized_module() -> Any:
+    """The class of what ``torch.compile`` makes of a module; empty without the compiler."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+
+
+def backends_in_use() -> list[Any]:
+    """The backends for which something was compiled, or is to be."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends: dict[int, Any] = getattr(compiler, "cached_backends", {})
+    return list(backends.values())
+
+
+def runs_compiled_module() -> bool:
+    """What the compiler has noted in a variable of the process: a compiled module runs."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(compiler, "_in_optimized_module", False))
+
+
+def note_compiled_module(runs: bool) -> None:
+    """Write what :func:`runs_compiled_module` reads."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if hasattr(compiler, "_in_optimized_module"):
+        compiler._in_optimized_module = runs
+
+
+def compile_lock() -> Any:
+    """The lock under which torch compiles; None as long as nobody has imported the compiler."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+
+
+@contextlib.contextmanager
+def settings_of_compiler(room: int) -> Iterator[None]:
+    """Compile backward together with forward, and keep ``room`` times the entries of the cache.
+
+    A setting that this torch lacks stays as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        _set(stack, "torch._functorch.config", force_non_lazy_backward_lowering=True)
+        limits = sys.modules.get("torch._dynamo.config")
+        names = ("recompile_limit", "accumulated_recompile_limit")
+        scaled = {name: getattr(limits, name, 0) * room for name in names}
+        if room > 1:
+            _set(stack, "torch._dynamo.config", **scaled)
+        yield
+
+
+def _set(stack: contextlib.ExitStack, name: str, **values: Any) -> None:
+    config: Any = sys.modules.get(name)
+    known = {key: value for key, value in values.items() if hasattr(config, key)}
+    if known:
+        stack.enter_context(config.patch(known))
+
+
+# --- patches ---------------------------------------------------------------------------------
+
+_told: set[str] = set()
+
+
+def _tell_once(lost: str, why: str) -> None:
+    if lost not in _told:
+        _told.add(lost)
+        _log.warning("torch %s: %s (%s)", torch.__version__, lost, why)
+
+
+def _holds(lost: str, check: Callable[[], object], undo: Callable[[], object]) -> bool:
+    """Whether a patch has its effect; else it is taken back, and the log tells what is lost.
+
+    Args:
+        lost: What no longer holds, for the log.
+        check: Returns whether the patch works, or raises.
+        undo: Takes it back.
+    """
+    try:
+        why = "" if check() else "what was put in place of a part of torch is not reached"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        undo()
+        _tell_once(lost, why)
+    return not why
+
+
+def _in_fresh_thread(check: Callable[[], T]) -> T:
+    """What a check returns where no mode or setting of the caller's is in force."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(check())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="dataparallel-check")
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+    return results[0]
+
+
+def _looks_up(function: Any, name: str) -> bool:
+    """Whether a function finds ``name`` among the variables of its module whenever it runs."""
+    codes = [inspect.unwrap(function).__code__]
+    while codes:
+        code = codes.pop()
+        if name in code.co_names:
+            return True
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return False
+
+
+def replace_compile_lock(make: Callable[[Any], Any]) -> bool:
+    """Put a lock in the place of the one under which torch compiles.
+
+    Torch's keeps two threads from compiling at the same time, but not one from running while
+    another compiles. Where it cannot be replaced, replicas are not stopped while one compiles.
+
+    Args:
+        make: Makes the lock, from torch's.
+
+    Returns:
+        Whether it is in place. The compiler must have been imported.
+    """
+    frames: Any = sys.modules["torch._dynamo.convert_frame"]
+    before = frames.compile_lock
+    frames.compile_lock = make(before)
+    return _holds(
+        "replicas run while another one compiles, and may compile the same thing again",
+        # What the interpreter calls with something to compile; it takes the lock.
+        lambda: _looks_up(frames.CatchErrorsWrapper.__call__, "compile_lock"),
+        lambda: setattr(frames, "compile_lock", before),
+    )
+
+
+def keep_compiled_entries_in_place() -> None:
+    """Have torch leave what it compiled for a function in the order in which it was compiled.
+
+    It moves what fits to the front, and another thread that looks through the entries meanwhile may
+    miss its own. No patch: a switch, which torch's documentation of checkpointing names. Where it
+    is missing, something may be compiled once more than needed.
+    """
+    set_order: Any = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+    if set_order is None:
+        _tell_once("replicas may compile the same thing again", "no _set_lru_cache")
+    else:
+        set_order(False)
+
+
+@contextlib.contextmanager
+def first_calls_without_search() -> Iterator[None]:
+    """Within this, torch compiles what does not look for custom operations at its first call.
+
+    The search is a dispatch mode, under which random operations do not see in which replica they
+    are. Where it cannot be left out, the first call of what is compiled draws from torch's default
+    generator.
+    """
+    wrappers = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+    first: Any = getattr(wrappers, "_FirstInvocationContext", None)
+    if first is None:
+        yield
+        return
+    before = first.__init__
+    first.__init__ = _not_first
+    _holds(
+        "the first call of what a replica compiled draws from torch's default generator",
+        lambda: type(first()()) is contextlib.nullcontext,
+        lambda: setattr(first, "__init__", before),
+    )
+    try:
+        yield
+    finally:
+        first.__init__ = before
+
+
+def _not_first(context: Any) -> None:
+    context._is_first = False
+
+
+class _Context:
+    """A context that several threads may run something in at the same time, each in a copy."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+
+    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._context.copy().run(call, *args, **kwargs)
+
+    def copy(self) -> _Context:
+        """Itself, which each call copies."""
+        return self
+
+
+class _ContextVariables:
+    """What ``torch.autograd.graph`` uses of ``contextvars``, with contexts for any thread."""
+
+    def copy_context(self) -> _Context:
+        return _Context()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(contextvars, name)
+
+
+def hand_on_contexts_for_any_thread() -> None:
+    """Let what is compiled run its backward on several devices at the same time.
+
+    Since 2.12 or 2.13 a backward call hands its context variables to the threads of the devices, as
+    one ``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a
+    time, so with two devices the second raised "cannot enter context". What is handed on here is an
+    object that runs each in a copy. From 2.15 on torch makes the copies itself, and 2.11 hands
+    nothing on: nothing is replaced there. Where it cannot be replaced, that error is back.
+    """
+    module: Any = torch.autograd.graph
+    if torch.__version__ >= (2, 15) or getattr(module, "contextvars", None) is not contextvars:
+        return
+    module.contextvars = _ContextVariables()
+    _holds(
+        "what is compiled cannot run its backward on several devices at the same time",
+        lambda: _in_fresh_thread(_is_entered_twice),
+        lambda: setattr(module, "contextvars", contextvars),
+    )
+
+
+def _is_entered_twice() -> bool:
+    """Whether what a backward hands on can be entered while it is in use."""
+    found: list[int] = []
+
+    def look(_: torch.Tensor) -> None:
+        handed: Any = torch._C._get_obj_in_tls("context")  # type: ignore[attr-defined]
+        found.append(handed.run(handed.copy().run, handed.run, int))
+
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    leaf.register_hook(look)  # type: ignore[no-untyped-call]
+    leaf.backward()  # type: ignore[no-untyped-call]
+    return found == [0]
+
+
+@functools.cache
+def keep_guard_of_compiler() -> None:
+    """Have an object of torch's outlive the thread that happens to make it.
+
+    A torch that was built for CUDA, where there is no such device, puts a substitute for the guard
+    of CUDA devices in place when it first compiles. In 2.11 the substitute belongs to the thread,
+    and is gone when that ends, while all others still use it: the next one to compile or to run a
+    backward crashes. Replicas compile in threads that end. So a thread that never does makes it
+    first; where the name is missing, torch has found another way.
+    """
+    make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if make is None or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    made = threading.Event()
+
+    def hold() -> None:
+        make()
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="dataparallel-guard", daemon=True).start()
+    made.wait()
+
+
+def replace_default_generator(stand_in: Any) -> bool:
+    """Put a stand-in for the CPU's generator where the functions of ``torch.random`` find it.
+
+    ``torch.get_rng_state()`` and ``manual_seed()`` then mean the generator of the replica in whose
+    thread they are called, as checkpoints need it. Where they no longer look there, recomputation
+    in a replica draws other numbers than forward did.
+    """
+    module: Any = torch.random
+    before = module.default_generator
+    module.default_generator = stand_in
+    functions = (module.get_rng_state, module.set_rng_state)
+    return _holds(
+        "checkpoints in replicas draw other numbers when they are recomputed",
+        lambda: all(_looks_up(function, "default_generator") for function in functions),
+        lambda: setattr(module, "default_generator", before),
+    )
+
+
+def replace_checkpoint_states(
+    states_in: Callable[[str, Sequence[int], Sequence[Any]], Sequence[Any]],
+) -> None:
+    """Have checkpoints remember the states that replicas of one accelerator draw from.
+
+    ``torch.utils.checkpoint`` asks ``get_device_states``, which knows the default generators of the
+    devices. Where it no longer does, recomputation on a shared accelerator draws other numbers.
+
+    Args:
+        states_in: The states for a type of device, its indices, and the states found by torch.
+    """
+    module: Any = torch.utils.checkpoint
+    original = module.get_device_states
+    if getattr(original, "thread_aware", False):
+        return
+
+    def get_device_states(*args: Any) -> tuple[Sequence[int], Sequence[Any]]:
+        indices, states = original(*args)
+        if not indices:
+            return indices, states
+        return indices, states_in(module._infer_device_type(*args), indices, states)
+
+    get_device_states.thread_aware = True  # type: ignore[attr-defined]
+    module.get_device_states = get_device_states
+    users = (module.CheckpointFunction.forward, module._checkpoint_without_reentrant_generator)
+    _holds(
+        "checkpoints on a shared accelerator draw other numbers when they are recomputed",
+        lambda: (
+            callable(module._infer_device_type)
+            and all(_looks_up(function, "get_device_states") for function in users)
+        ),
+        lambda: setattr(module, "get_device_states", original),
+    )
+
+
+class Kernels:
+    """Kernels of ours for operators of torch, at a dispatch key that torch has for its tests.
+
+    They are in force while this object lives. See Note [A dispatch key for random operations] in
+    ``random_dispatch.py``. Where they cannot be registered, or are not reached, there are none:
+    replicas that share a device draw from one generator.
+
+    Args:
+        name: Of the key.
+
+    Raises:
+        RuntimeError: Others have registered kernels there, or this torch has no such key.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.key = _parse_key(name)
+        if _registrations(name):
+            raise RuntimeError(f"the dispatch key {name} is in use")
+        self.below = keys_after(self.key)
+        self._libraries: list[Any] = [_library("_")]
+        self._libraries[0].fallback(torch.library.fallthrough_kernel, name)
+
+    def register(self, kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+        """Register functions that take the dispatch keys first, by the names of operators."""
+        aten = _library("aten")
+        self._libraries.append(aten)
+        for operation, kernel in kernels:
+            aten.impl(operation.removeprefix("aten::"), kernel, self._name, with_keyset=True)
+
+    def remove(self) -> None:
+        """Take them back."""
+        for library in reversed(self._libraries):
+            library._destroy()
+        self._libraries.clear()
+
+
+def _library(namespace: str) -> Any:
+    # Through Any, since torch.library has no types.
+    library: Any = torch.library
+    return library.Library(namespace, "IMPL")
+
+
+def install_kernels(
+    name: str,
+    kernels: Callable[[Kernels], Iterable[tuple[str, Callable[..., Any]]]],
+    is_reached: Callable[[Any], bool],
+) -> Kernels | None:
+    """Register kernels, and try them.
+
+    Args:
+        name: Of the dispatch key.
+        kernels: Makes them, given what holds them.
+        is_reached: Whether an operation comes to them while the key, its argument, is switched on.
+
+    Returns:
+        None where it cannot be done; the log tells so.
+    """
+    lost = (
+        "random operations cannot be redirected: replicas that share a device draw from one "
+        "generator, so dropout masks depend on timing"
+    )
+    made: list[Kernels] = []
+
+    def check() -> bool:
+        holder = Kernels(name)
+        made.append(holder)
+        holder.register(kernels(holder))
+
+        def reached() -> bool:
+            include_key(holder.key, True)
+            try:
+                return is_reached(holder.key)
+            finally:
+                include_key(holder.key, False)
+
+        return _in_fresh_thread(reached)
+
+    def undo() -> None:
+        for holder in made:
+            holder.remove()
+
+    return made[0] if _holds(lost, check, undo) else None
