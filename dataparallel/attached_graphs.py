@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.cut import CutTerms
 from dataparallel.distributed_autograd.endpoint import current_context
 from dataparallel.distributed_autograd.extension import Context, loaded
@@ -96,7 +97,7 @@ class AttachedGraphs:
                 "dataparallel.distributed_autograd.backward(context_id, [loss]) instead of "
                 "loss.backward()"
             )
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.current_graph_task_id()
         if task == self._terms.attached_task:
             return
         self._terms.attached_task = task
@@ -107,8 +108,8 @@ class AttachedGraphs:
             self._terms.rounds.reduce, synchronise=synchronise, weight=weight, task=task
         )
         reduce(lambda: None, last=False)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._end, reduce, under_way.context()))
+        end = functools.partial(self._end, reduce, under_way.context())
+        torch_internals.when_backward_ends(end)
 
     def _end(self, reduce: Any, context: Context) -> None:
         self._terms.attached_task = None
@@ -145,7 +146,7 @@ class AttachedGraphs:
 
 def _state(context: Context, original: torch.Tensor) -> tuple[int, int] | None:
     """What tells whether its gradient was written; None where no hook waits for that."""
-    hooks: Any = original._post_accumulate_grad_hooks
+    hooks = torch_internals.post_accumulate_grad_hooks(original)
     grad = context.gradient(original) if hooks else None
     if not hooks:
         return None

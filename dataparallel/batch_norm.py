@@ -10,7 +10,6 @@ import functools
 import weakref
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel.clones import ModuleClones
 from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
@@ -19,6 +18,7 @@ from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.compiled import untraced
 from dataparallel.parallel_apply import current_replica
 from dataparallel.rendezvous import current_rendezvous
+from dataparallel.torch_internals import BatchNorm
 
 
 def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
@@ -36,9 +36,9 @@ def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
                 f"cannot synchronise batch norm over the replicas of {clones.name_of(module)!r} "
                 "within replicas; unwrap the inner module"
             )
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
             name = clones.name_of(module)
-            if type(module).forward is not _BatchNorm.forward or "forward" in vars(module):
+            if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
                 raise TypeError(
                     f"cannot synchronise the batch norm {name!r} ({type(module).__name__}), "
                     "which has a forward of its own; use a layer of torch.nn, or another buffers="
@@ -54,9 +54,9 @@ def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
 
 @untraced
 def _forward(
-    reference: weakref.ref[_BatchNorm], group: LocalGroup, label: str, input: Tensor
+    reference: weakref.ref[BatchNorm], group: LocalGroup, label: str, input: Tensor
 ) -> Tensor:
-    """What ``_BatchNorm.forward`` does, with statistics over all replicas."""
+    """What ``BatchNorm.forward`` does, with statistics over all replicas."""
     layer = reference()
     assert layer is not None
     check_input(layer, input, label)

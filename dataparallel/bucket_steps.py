@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dataparallel import kernel_steps
+from dataparallel import kernel_steps, torch_internals
 from dataparallel.optimizer_part import Group, OptimizerPart, same, view_of
 
-_MARK = "_of_a_bucket"
+_MARK = "_dataparallel_of_a_bucket"
 
 
 def is_of_a_bucket(optimizer: Optimizer) -> bool:
@@ -126,10 +126,12 @@ class PerParameter:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._optimizers: dict[Tensor, list[Optimizer]] = {
-            p: list(p._in_backward_optimizers) for p in parameters
+            p: list(torch_internals.optimizers_in_backward(p)) for p in parameters
         }
         # One call gives all its parameters the same dict of arguments: they are a group.
-        self._calls: dict[Tensor, int] = {p: id(p._optimizer_kwargs[0]) for p in parameters}
+        self._calls: dict[Tensor, int] = {
+            p: torch_internals.call_of_optimizer_in_backward(p) for p in parameters
+        }
 
     def held(self) -> Mapping[Tensor, Any]:
         """The parameters that are stepped."""

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferCommHookLocation
 
+from dataparallel import torch_internals
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.processes import ReducerProcesses
 from dataparallel.reduction import Reduction
 from dataparallel.tensor_broadcast import Broadcast, check_same
+from dataparallel.torch_internals import BufferCommHookLocation
 
 _Future: TypeAlias = "torch.futures.Future[Any]"
 
@@ -47,7 +48,7 @@ class BufferFutures:
 
     def add(self, returned: Any) -> None:
         """Take what a hook returned: futures, one future, or None."""
-        if isinstance(returned, torch._C.Future):
+        if isinstance(returned, torch_internals.Future):
             returned = [returned]
         self._futures += returned or ()
 
@@ -249,9 +250,7 @@ class BufferSync:
         self._buffer_futures.wait()
         self._assign_modules_buffers()
         counted = tuple(b for b in self.modules_buffers if not b.is_inference())
-        # Torch does not declare it.
-        keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
-        with torch.no_grad(), keep_versions(counted):
+        with torch.no_grad(), torch_internals.keep_versions(counted):
             self._sync_module_buffers(source)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.kernels import fingerprint
 from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.bits import bytes_of
+from dataparallel.torch_internals import is_wrapper
 
 # A prime: a permutation that moves whole rows of a matrix of ordinary width then moves values
 # between columns, and does not go unseen.
@@ -46,7 +46,7 @@ def checksum(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
         A new tensor with one dimension on the tensors' device. Nothing waits for it.
     """
     if all(map(_is_served, (*tensors[:1], *others[:1]))) and not any(
-        map(is_traceable_wrapper_subclass, (*tensors, *others))
+        map(is_wrapper, (*tensors, *others))
     ):
         return fingerprint(tensors)
     return _column_sums(tensors)

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.parts import REGISTRIES
 from dataparallel.remap import Counterparts, remap
 
 _MISSING = object()
 # Attributes of a function that torch.compile made, which lead to what was compiled.
-_COMPILED = frozenset({"__wrapped__", "_torchdynamo_inline", "_torchdynamo_orig_callable"})
+_COMPILED = frozenset(
+    {"__wrapped__", torch_internals.COMPILED_INLINE, torch_internals.COMPILED_ORIGINAL}
+)
 
 
 class Given(NamedTuple):
@@ -53,7 +56,7 @@ def fill(
         attributes[registry] = {
             name: None if part is None else counterparts[id(part)] for name, part in parts.items()
         }
-    attributes["_is_replica"] = True
+    attributes[torch_internals.REPLICA_MARK] = True
     attributes["zero_grad"] = _refuse_zero_grad
     for name in _slots(cast(Any, type(module))):
         value = _slot(module, name)
@@ -96,7 +99,7 @@ def created_parameters(clone: nn.Module, given: Given) -> list[str]:
     ]
     for name, child in clone.__dict__["_modules"].items():
         if child is not None and child is not given.registries["_modules"].get(name):
-            new = "_is_replica" not in child.__dict__
+            new = torch_internals.REPLICA_MARK not in child.__dict__
             found += [f"{name}.{inner}" for inner, _ in child.named_parameters() if new]
     return found
 
@@ -134,8 +137,7 @@ def as_parameter(alias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, nn.Parameter):
         if type(value) is not nn.Parameter:
             alias.__class__ = type(value)
-        # What torch looks at in `isinstance(tensor, nn.Parameter)` for tensors that are not leaves.
-        alias._is_param = True
+        torch_internals.mark_as_parameter(alias)
     for name, attribute in vars(value).items():
         setattr(alias, name, attribute)
     return alias

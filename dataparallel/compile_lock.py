@@ -17,52 +17,23 @@ What compiles in the thread of a replica is given three things, all of them only
   the threads of several devices may come to it at the same time.
 - As many times the entries of torch's cache as the replicas have devices, since what is compiled
   for one device serves no other.
-
-Note [The first call of what was compiled]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch runs it in a mode that looks at each operation, in search of custom operations that return
-what they were given. In such a mode the operations that draw random numbers do not see which
-replica they are in, and would draw from the default generator. So what a replica compiles is run
-without that search.
-
-Note [Threads that look up what is compiled]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch goes through the entries for a function, checks each, and moves the one that fits to the
-front. A check lets other threads go on, so one may move an entry past the place where another is;
-that one does not find it, and compiles the same again. With several devices it would happen all the
-time, since each has an entry of its own. So the entries stay where they are, by the switch that
-torch's own documentation of checkpointing names.
-
-Note [Compiled backward in several threads]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A backward call hands its context variables to the threads of the devices, as one
-``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a time, so
-with two devices the second raised "cannot enter context". What is handed on here is an object that
-runs each in a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import sys
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-import torch.autograd.graph
 
-from dataparallel import random_dispatch
+from dataparallel import random_dispatch, torch_internals
 from dataparallel.turns import turns
 
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 @dataclass
@@ -77,6 +48,10 @@ class _Local(threading.local):
     call: Compilations | None = None
     depth = 0
     exits: contextlib.ExitStack | None = None
+
+
+class _Installed:
+    done = False
 
 
 _local = _Local()
@@ -123,36 +98,10 @@ class _CompileLock:
 def _enter_settings(stack: contextlib.ExitStack, num_devices: int) -> None:
     if random_dispatch.current_source() is not None:
         stack.enter_context(random_dispatch.use_source(_DefaultGenerators()))
-    _patch(stack, "torch._functorch.config", force_non_lazy_backward_lowering=True)
-    _without_search(stack)
+    stack.enter_context(torch_internals.settings_of_compiler(num_devices))
+    stack.enter_context(torch_internals.first_calls_without_search())
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
-    if num_devices > 1:
-        limits: Any = sys.modules["torch._dynamo.config"]
-        names = ("recompile_limit", "accumulated_recompile_limit")
-        scaled = {name: getattr(limits, name, 0) * num_devices for name in names}
-        _patch(stack, "torch._dynamo.config", **scaled)
-
-
-def _patch(stack: contextlib.ExitStack, name: str, **values: Any) -> None:
-    """Change settings of torch until ``stack`` is left; those that this torch has."""
-    config: Any = sys.modules.get(name)
-    known = {key: value for key, value in values.items() if hasattr(config, key)}
-    if known:
-        stack.enter_context(config.patch(known))
-
-
-def _without_search(stack: contextlib.ExitStack) -> None:
-    """See Note [The first call of what was compiled]."""
-    wrappers = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
-    first: Any = getattr(wrappers, "_FirstInvocationContext", None)
-    if first is not None:
-        stack.callback(setattr, first, "__init__", first.__init__)
-        first.__init__ = _not_first
-
-
-def _not_first(context: Any) -> None:
-    context._is_first = False
 
 
 class _DefaultGenerators:
@@ -169,55 +118,19 @@ def install() -> bool:
         Whether anything can be compiled: False as long as nobody has imported the compiler, which
         takes seconds and is not done here.
     """
-    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    torchs = getattr(frames, "compile_lock", None)
-    if torchs is None or isinstance(torchs, _CompileLock):
+    torchs = torch_internals.compile_lock()
+    if torchs is None or _Installed.done:
         return torchs is not None
-    # Whoever compiles now ends that first.
-    with _install_lock, torchs:
-        if not isinstance(frames.compile_lock, _CompileLock):
-            _keep_entries_in_place()
-            _copy_contexts()
-            frames.compile_lock = _CompileLock(torchs)
+    with _install_lock:
+        if not _Installed.done:
+            torch_internals.keep_guard_of_compiler()
+            torch_internals.keep_compiled_entries_in_place()
+            torch_internals.hand_on_contexts_for_any_thread()
+            # Whoever compiles now ends that first.
+            with torchs:
+                torch_internals.replace_compile_lock(_CompileLock)
+            _Installed.done = True
     return True
-
-
-def _keep_entries_in_place() -> None:
-    """See Note [Threads that look up what is compiled]."""
-    set_order: Any = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
-    if set_order is not None:
-        set_order(False)
-
-
-def _copy_contexts() -> None:
-    """See Note [Compiled backward in several threads]."""
-    module: Any = torch.autograd.graph
-    if getattr(module, "contextvars", None) is contextvars:
-        module.contextvars = _ContextVariables()
-
-
-class _ContextVariables:
-    """What ``torch.autograd.graph`` uses of ``contextvars``, with contexts for any thread."""
-
-    def copy_context(self) -> _Context:
-        return _Context()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(contextvars, name)
-
-
-class _Context:
-    """A context that several threads may run something in at the same time, each in a copy."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._context.copy().run(call, *args, **kwargs)
-
-    def copy(self) -> _Context:
-        """Itself, which each call copies: torch 2.15 asks for a copy before it runs something."""
-        return self
 
 
 def is_held() -> bool:

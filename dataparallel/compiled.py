@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import time
 import types
@@ -39,7 +38,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from dataparallel import compile_lock, rendezvous
+from dataparallel import compile_lock, rendezvous, torch_internals
 from dataparallel.compile_lock import Compilations
 from dataparallel.likeness import Likeness, modules_of
 from dataparallel.turns import LOOK, TurnTimeout, turns
@@ -70,14 +69,8 @@ def untraced(function: FunctionT) -> FunctionT:
     Returns:
         The function itself.
     """
-    attributes = function.__dict__
-    attributes["_torchdynamo_disable"] = True
-    attributes["_torchdynamo_disable_msg"] = "replicas run in threads, which cannot be compiled"
-    frames: Any = torch._C._dynamo.eval_frame
-    # For calls by what is not compiled itself.
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
+    why = "replicas run in threads, which cannot be compiled"
+    return torch_internals.mark_untraced(function, why)
 
 
 # --- what is compiled ------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def has_compiled(module: nn.Module) -> bool:
     """
     if not _is_used():
         return False
-    optimized: Any = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+    optimized = torch_internals.optimized_module()
     for part in modules_of(module):
         if isinstance(part, optimized) or _names_compiled(type(part)):
             return True
@@ -113,19 +106,13 @@ class _Use:
 def _is_used() -> bool:
     """Whether this process has compiled anything, or is to: torch keeps a list of the backends."""
     if not _Use.seen:
-        compiler = sys.modules.get("torch._dynamo.eval_frame")
-        backends: dict[int, object] = getattr(compiler, "cached_backends", {})
-        _Use.seen = any(map(callable, list(backends.values())))
+        _Use.seen = any(map(callable, torch_internals.backends_in_use()))
     return _Use.seen
 
 
 def _is_compiled(value: object) -> bool:
-    if not isinstance(value, types.FunctionType):
-        return False
-    attributes = value.__dict__
-    # A function for which the compiler is disabled has the first attribute too.
-    return "_torchdynamo_orig_callable" in attributes and not attributes.get(
-        "_torchdynamo_disable", False
+    return isinstance(value, types.FunctionType) and torch_internals.is_compiled_function(
+        value.__dict__
     )
 
 
@@ -359,7 +346,7 @@ class _PausingRendezvous(rendezvous.Rendezvous):
 
 
 class _Flag:
-    """``torch._dynamo`` notes in a global variable that a compiled module runs.
+    """The compiler notes in a global variable that a compiled module runs.
 
     Each call sets it and then restores what it found, which is wrong for calls that overlap. So the
     first of the calls that overlap restores what it found when the last has ended.
@@ -372,15 +359,14 @@ class _Flag:
 
 @contextlib.contextmanager
 def _kept_flag() -> Iterator[None]:
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     with _Flag.lock:
         if _Flag.calls == 0:
-            _Flag.before = getattr(compiler, "_in_optimized_module", False)
+            _Flag.before = torch_internals.runs_compiled_module()
         _Flag.calls += 1
     try:
         yield
     finally:
         with _Flag.lock:
             _Flag.calls -= 1
-            if _Flag.calls == 0 and hasattr(compiler, "_in_optimized_module"):
-                compiler._in_optimized_module = _Flag.before
+            if _Flag.calls == 0:
+                torch_internals.note_compiled_module(_Flag.before)

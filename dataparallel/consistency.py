@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.kernels import fingerprint
 from dataparallel.kernels.bits import bits_of
 from dataparallel.reducer.agreement import gather_if_different
+from dataparallel.torch_internals import is_wrapper
 
 _log = logging.getLogger("dataparallel")
 
@@ -187,7 +187,7 @@ def _contents(tensors: _Tensors) -> dict[str, _Content]:
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensor itself, or those that it is made of if it is of a class that wraps others."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper(tensor):
         yield name, tensor
         return
     attributes, _ = tensor.__tensor_flatten__()

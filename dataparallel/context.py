@@ -33,11 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-import torch.overrides
-import torch.utils._device
-import torch.utils._python_dispatch
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
 
 T = TypeVar("T")
 
@@ -48,56 +46,6 @@ class _AutocastState(NamedTuple):
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
 
-
-def _private(owner: object, path: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch that has no public name; ``otherwise`` where this torch lacks it."""
-    found: Any = owner
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if callable(found) else otherwise
-
-
-def _nothing(*_: object) -> None:
-    return None
-
-
-# Every private name of torch that this file needs. A torch without one of them does not carry that
-# setting, and everything else still works.
-_inference_guard = _private(torch, "_C._InferenceMode", contextlib.nullcontext)
-_fwd_grad_enabled = _private(torch, "_C._is_fwd_grad_enabled", lambda: True)
-_set_fwd_grad = _private(torch, "_C._set_fwd_grad_enabled", _nothing)
-_multithreading = _private(torch, "_C._is_multithreading_enabled", lambda: True)
-_set_multithreading = _private(torch, "_C._set_multithreading_enabled", _nothing)
-_view_replay = _private(torch, "_C._is_view_replay_enabled", lambda: False)
-_set_view_replay = _private(torch, "_C._set_view_replay_enabled", _nothing)
-_any_autocast = _private(torch, "_C._is_any_autocast_enabled", lambda: True)
-_autocast_types = _private(
-    torch,
-    "_C._autocast_supported_devices",
-    lambda: ["cpu", *{device.type for device in _devices.accelerators()}],
-)
-_function_state = _private(torch, "_C._get_torch_function_state", _nothing)
-_set_function_state = _private(torch, "_C._set_torch_function_state", _nothing)
-_function_modes = _private(torch.overrides, "_get_current_function_mode_stack", list)
-_push_function_mode = _private(torch.overrides, "_push_mode", _nothing)
-_pop_function_mode = _private(torch.overrides, "_pop_mode", _nothing)
-_dispatch_modes = _private(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
-_push_dispatch_mode = _private(torch.utils._python_dispatch, "_push_mode", _nothing)
-_pop_dispatch_mode = _private(torch.utils._python_dispatch, "_pop_mode", _nothing)
-_top_hooks = _private(torch, "_C._autograd._top_saved_tensors_default_hooks", _nothing)
-_push_hooks = _private(torch, "_C._autograd._push_saved_tensors_default_hooks", _nothing)
-_pop_hooks = _private(torch, "_C._autograd._pop_saved_tensors_default_hooks", _nothing)
-_hooks_disabled = _private(
-    torch, "_C._autograd._saved_tensors_hooks_get_disabled_error_message", _nothing
-)
-_disable_hooks = _private(torch, "_C._autograd._saved_tensors_hooks_disable", _nothing)
-_enable_hooks = _private(torch, "_C._autograd._saved_tensors_hooks_enable", _nothing)
-_transforms_active = _private(torch, "_C._are_functorch_transforms_active", lambda: False)
-_tracing_state = _private(torch, "_C._get_tracing_state", _nothing)
-_increment_nesting = _private(torch, "autocast_increment_nesting", lambda: 1)
-_decrement_nesting = _private(torch, "autocast_decrement_nesting", lambda: 0)
-_device_mode_type: Any = getattr(torch.utils._device, "DeviceContext", ())
-_global_device_context: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 
 # Below the smallest normal number, so that it reads as zero where denormals are flushed. A variable
 # of the module, since the compiler would fold a product of two constants.
@@ -113,7 +61,7 @@ def refuse_transforms(num_slots: int) -> None:
     Raises:
         RuntimeError: A transform is active.
     """
-    if num_slots > 1 and _transforms_active():
+    if num_slots > 1 and torch_internals.transforms_active():
         raise RuntimeError(
             "torch.func transforms (grad, vmap, jvp and others) do not go through several "
             "replicas; transform the bare module: .module of the wrapper, or "
@@ -148,20 +96,24 @@ class ThreadContext:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self.portable = not _transforms_active() and _tracing_state() is None
+        self.portable = (
+            not torch_internals.transforms_active() and torch_internals.tracing_state() is None
+        )
         self._variables = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         kinds = ("cpu", *{d.type for d in self.devices if _devices.is_accelerator(d)})
-        self._autocast = _autocast_state(tuple(_autocast_types()) if _any_autocast() else kinds)
-        self._nesting = _increment_nesting() - 1
-        _decrement_nesting()
+        self._autocast = _autocast_state(
+            tuple(_autocast_types()) if torch_internals.is_any_autocast_enabled() else kinds
+        )
+        self._nesting = torch_internals.increment_autocast_nesting() - 1
+        torch_internals.decrement_autocast_nesting()
         self._flush_denormal = _flushes_denormals()
         self._streams = tuple(
             _devices.current_stream(device)
             for device in dict.fromkeys(self.devices)
             if _devices.is_accelerator(device)
         )
-        self._global_device = getattr(_global_device_context, "device_context", None)
+        self._global_device = torch_internals.default_device_mode()
         self._special = _special_settings()
 
     @classmethod
@@ -206,15 +158,15 @@ class ThreadContext:
             stack.callback(torch.set_flush_denormal, flushing)
         for setting in self._special:
             setting(stack, self, device)
-        stack.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
-        torch._C._set_grad_enabled(self._grad)
+        stack.callback(torch_internals.set_grad_enabled, torch.is_grad_enabled())
+        torch_internals.set_grad_enabled(self._grad)
         self._enter_autocast(stack)
 
     def _enter_autocast(self, stack: contextlib.ExitStack) -> None:
         # See Note [The autocast cache is shared]
         for _ in range(self._nesting):
-            _increment_nesting()
-            stack.callback(_decrement_nesting)
+            torch_internals.increment_autocast_nesting()
+            stack.callback(torch_internals.decrement_autocast_nesting)
         before = _autocast_state(self._autocast.kinds)
         if before != self._autocast:
             _set_autocast_state(self._autocast)
@@ -256,6 +208,11 @@ def _set_autocast_state(state: _AutocastState) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
+def _autocast_types() -> list[str]:
+    known = torch_internals.autocast_device_types
+    return ["cpu", *{d.type for d in _devices.accelerators()}] if known is None else known()
+
+
 def _flushes_denormals() -> bool:
     return _DENORMAL * 1.0 == 0.0
 
@@ -269,25 +226,25 @@ def _special_settings() -> tuple[_Setting, ...]:
     found: list[_Setting] = []
     if torch.is_inference_mode_enabled():
         found.append(_use_inference_mode)
-    if not _fwd_grad_enabled():
+    if not torch_internals.is_fwd_grad_enabled():
         found.append(_use_no_forward_grad)
-    if not _multithreading():
+    if not torch_internals.is_multithreading_enabled():
         found.append(_use_single_threaded_backward)
-    if _view_replay():
+    if torch_internals.is_view_replay_enabled():
         found.append(_use_view_replay)
-    message = _hooks_disabled()
-    hooks = _top_hooks(True)
+    message = torch_internals.saved_tensors_hooks_refusal()
+    hooks = torch_internals.top_saved_tensors_hooks(True)
     if hooks is not None and not _of_checkpoint(hooks[0]):
         found.append(_saved_tensor_hooks(*hooks))
     if message is not None:
         found.append(_disabled_hooks(message))
-    modes = [mode for mode in _dispatch_modes() if not _of_checkpoint(mode)]
+    modes = [mode for mode in torch_internals.dispatch_modes() if not _of_checkpoint(mode)]
     if modes:
         found.append(_dispatch_mode_stack(modes))
-    modes = _function_modes()
-    if modes or getattr(_global_device_context, "device_context", None) is not None:
+    modes = torch_internals.function_modes()
+    if modes or torch_internals.default_device_mode() is not None:
         found.append(_function_mode_stack(modes))
-    state = _function_state()
+    state = torch_internals.torch_function_state()
     if state is not None and int(state) != 0:
         found.append(_torch_function_state(state))
     return tuple(found)
@@ -301,42 +258,46 @@ def _of_checkpoint(owned: object) -> bool:
 def _use_inference_mode(
     stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
 ) -> None:
-    stack.enter_context(_inference_guard(True))
+    stack.enter_context(torch_internals.inference_guard(True))
 
 
 def _use_no_forward_grad(
     stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
 ) -> None:
-    stack.callback(_set_fwd_grad, _fwd_grad_enabled())
-    _set_fwd_grad(False)
+    stack.callback(torch_internals.set_fwd_grad_enabled, torch_internals.is_fwd_grad_enabled())
+    torch_internals.set_fwd_grad_enabled(False)
 
 
 def _use_single_threaded_backward(
     stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
 ) -> None:
-    stack.callback(_set_multithreading, _multithreading())
-    _set_multithreading(False)
+    stack.callback(
+        torch_internals.set_multithreading_enabled, torch_internals.is_multithreading_enabled()
+    )
+    torch_internals.set_multithreading_enabled(False)
 
 
 def _use_view_replay(
     stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device
 ) -> None:
-    stack.callback(_set_view_replay, _view_replay())
-    _set_view_replay(True)
+    stack.callback(
+        torch_internals.set_view_replay_enabled, torch_internals.is_view_replay_enabled()
+    )
+    torch_internals.set_view_replay_enabled(True)
 
 
 def _saved_tensor_hooks(pack: Any, unpack: Any) -> _Setting:
     def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
-        _push_hooks(pack, unpack)
-        stack.callback(_pop_hooks)
+        torch_internals.push_saved_tensors_hooks(pack, unpack)
+        stack.callback(torch_internals.pop_saved_tensors_hooks)
 
     return use
 
 
 def _disabled_hooks(message: str) -> _Setting:
     def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
-        _disable_hooks(message, False)
-        stack.callback(_enable_hooks)
+        torch_internals.refuse_saved_tensors_hooks(message, False)
+        stack.callback(torch_internals.allow_saved_tensors_hooks)
 
     return use
 
@@ -344,8 +305,10 @@ def _disabled_hooks(message: str) -> _Setting:
 def _dispatch_mode_stack(modes: Sequence[Any]) -> _Setting:
     def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
         for mode in modes:
-            _push_dispatch_mode(mode)
-            stack.callback(_pop_dispatch_mode, getattr(mode, "_mode_key", None))
+            torch_internals.push_dispatch_mode(mode)
+            stack.callback(
+                torch_internals.pop_dispatch_mode, torch_internals.dispatch_mode_key(mode)
+            )
 
     return use
 
@@ -354,31 +317,33 @@ def _function_mode_stack(modes: Sequence[Any]) -> _Setting:
     def use(stack: contextlib.ExitStack, context: ThreadContext, device: torch.device) -> None:
         chosen = context._global_device
         if chosen is not None:
-            stack.callback(setattr, _global_device_context, "device_context", None)
-            _global_device_context.device_context = _on_replica(chosen, context, device)
-        stack.callback(_pop_function_modes, len(_function_modes()))
+            stack.callback(torch_internals.set_default_device_mode, None)
+            torch_internals.set_default_device_mode(_on_replica(chosen, context, device))
+        stack.callback(_pop_function_modes, len(torch_internals.function_modes()))
         for mode in modes:
-            _push_function_mode(_on_replica(mode, context, device))
+            torch_internals.push_function_mode(_on_replica(mode, context, device))
 
     return use
 
 
 def _pop_function_modes(remaining: int) -> None:
     # torch.set_default_device inside the replica pushes or pops a mode of its own.
-    for _ in range(len(_function_modes()) - remaining):
-        _pop_function_mode()
+    for _ in range(len(torch_internals.function_modes()) - remaining):
+        torch_internals.pop_function_mode()
 
 
 def _on_replica(mode: Any, context: ThreadContext, device: torch.device) -> Any:
-    if not isinstance(mode, _device_mode_type):
+    if not isinstance(mode, torch_internals.DeviceMode):
         return mode
     wanted = context.default_device_for(mode.device, device)
-    return mode if wanted == mode.device else _device_mode_type(wanted)
+    return mode if wanted == mode.device else torch_internals.DeviceMode(wanted)
 
 
 def _torch_function_state(state: Any) -> _Setting:
     def use(stack: contextlib.ExitStack, _context: ThreadContext, _device: torch.device) -> None:
-        stack.callback(_set_function_state, _function_state())
-        _set_function_state(state)
+        stack.callback(
+            torch_internals.set_torch_function_state, torch_internals.torch_function_state()
+        )
+        torch_internals.set_torch_function_state(state)
 
     return use

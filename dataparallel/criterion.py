@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from dataparallel import torch_internals
 from dataparallel.denominators import (
     BY_CLASS,
     Part,
@@ -317,6 +317,6 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _device_of(output: Any) -> torch.device:
-    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in torch_internals.tree_leaves(output) if isinstance(leaf, Tensor))
     first = next(tensors, None)
     return torch.device("cpu") if first is None else first.device

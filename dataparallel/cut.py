@@ -29,16 +29,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.compiled import untraced
 from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
 from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
 from dataparallel.timeline import Timeline
-from dataparallel.wanted_gradients import WantedGradients, will_execute
+from dataparallel.wanted_gradients import WantedGradients
 
 MaybeTensor: TypeAlias = torch.Tensor | None
-
-_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Rounds(Protocol):
@@ -171,7 +170,7 @@ class _Backward:
         self._others = self._others_to_come()
         # The graph of a gradient leads through the graph of which it is the gradient; that of a
         # tensor from outside is a part of the caller's graph, too.
-        self._keep = bool(_keeps_graph() or graphs.outside) or any(
+        self._keep = bool(torch_internals.keeps_graph() or graphs.outside) or any(
             other.family is graphs.family and (other.running or other in self._others)
             for other in graphs.terms.outstanding
             if other is not graphs
@@ -200,7 +199,7 @@ class _Backward:
                         found.append(leaf.grad)
                         leaf.grad = None
 
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.current_graph_task_id()
         parameters = graphs.terms.rounds.reduce(
             backward,
             synchronise=graphs.synchronise,
@@ -285,14 +284,14 @@ class _Backward:
 
     def _others_to_come(self) -> list[CutGraphs]:
         """The cuts of the wrapper that run later in the same backward."""
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.current_graph_task_id()
         self._graphs.task = task
         found = []
         for other in list(self._graphs.terms.outstanding):
             node = None if other.node is None else other.node()
             if node is None:
                 self._graphs.terms.outstanding.discard(other)
-            elif other.task != task and will_execute(node):
+            elif other.task != task and torch_internals.will_execute(node):
                 found.append(other)
         return found
 

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dataparallel import torch_internals
+
 DeviceLike: TypeAlias = int | str | torch.device
 
 _CPU = torch.device("cpu")
@@ -311,7 +313,7 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return torch_internals.sparse_indices(tensor), torch_internals.sparse_values(tensor)
     return (tensor,)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.logged_state import LoggedState
 from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.hooks import check_hook
@@ -83,10 +84,8 @@ class TorchNames(LoggedState):
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
         """Take an optimizer's steps in a hook; see :meth:`step_in_backward` for another way."""
-        from torch.distributed.algorithms import _optimizer_overlap
-
-        as_overlapped: Any = _optimizer_overlap.optimizer_overlap._as_overlapped_optim
-        as_overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
+        overlapped = torch_internals.overlapped_optimizer(optim, optim_params, *args, **kwargs)
+        overlapped.register_ddp(self)
 
     def _check_comm_hook(self, hook: Any) -> None:
         check_hook(None, hook)
@@ -224,7 +223,7 @@ class TorchNames(LoggedState):
             named_params: Whether to give pairs of name and parameter. Default: False.
         """
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
+            if not torch_internals.is_ignored(parameter):
                 yield (name, parameter) if named_params else parameter
 
     _get_data_parallel_params = get_data_parallel_params
@@ -244,10 +243,7 @@ class TorchNames(LoggedState):
             module: The module, before it is wrapped.
             params_and_buffers_to_ignore: Names as in ``named_parameters()``, ``named_buffers()``.
         """
-        function: Any = (
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        )
-        function(module, params_and_buffers_to_ignore)
+        torch_internals.ignore_names(module, params_and_buffers_to_ignore)
 
     _set_params_and_buffers_to_ignore_for_model = set_params_and_buffers_to_ignore_for_model
 

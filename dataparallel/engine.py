@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from dataparallel import intra_op, kernels
+from dataparallel import intra_op, kernels, torch_internals
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
@@ -239,7 +239,7 @@ def sizes_of(args: Sequence[Any], kwargs: Sequence[Any], dim: int) -> tuple[int,
         return cast("tuple[int, ...]", sizes)
     counted = []
     for chunk in zip(args, kwargs, strict=True):
-        leaves = torch.utils._pytree.tree_leaves(chunk)
+        leaves = torch_internals.tree_leaves(chunk)
         tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim)
         counted.append(next((tensor.size(dim) for tensor in tensors), 1))
     return tuple(counted)

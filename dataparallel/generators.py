@@ -40,11 +40,9 @@ from typing import Any
 
 import torch
 import torch.random
-import torch.utils.checkpoint
-from torch.utils import _python_dispatch
 
 from dataparallel import devices as _devices
-from dataparallel import random_dispatch
+from dataparallel import random_dispatch, torch_internals
 
 _CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
@@ -90,7 +88,7 @@ class ReplicaGenerators:
         self.shared = _shared_accelerators(devices)
         if self.shared:
             random_dispatch.install_swaps()
-            _install_checkpoint_states()
+            torch_internals.replace_checkpoint_states(_states_in_replica)
 
     def use(self, index: int) -> AbstractContextManager[None]:
         """Draw from the generators of replica ``index`` in this thread within a ``with`` block."""
@@ -114,7 +112,7 @@ def _shared_accelerators(devices: Sequence[torch.device]) -> frozenset[torch.dev
 
 def _draw(generator: torch.Generator) -> int:
     # None of the caller's modes shall see, or change, an operation that is not the module's.
-    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+    with torch_internals.without_torch_function(), torch_internals.without_dispatch_modes():
         number = torch.empty((), dtype=torch.int64, device=_CPU)
         return int(number.random_(generator=generator).item())
 
@@ -244,35 +242,29 @@ def _for_writing() -> torch.Generator:
 
 
 def _is_engine_thread() -> bool:
-    if torch._C._current_graph_task_id() == -1:
+    if torch_internals.current_graph_task_id() == -1:
         return False
     # Python knows the threads that it did not start only as dummies.
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
+class _StandIn:
+    tried = False
+
+
 def _install_stand_in() -> None:
-    module: Any = torch.random
-    if module.default_generator is torch.default_generator and random_dispatch.install():
-        module.default_generator = _ThreadAwareGenerator()
+    if not _StandIn.tried and random_dispatch.install():
+        _StandIn.tried = True
+        torch_internals.replace_default_generator(_ThreadAwareGenerator())
 
 
-def _install_checkpoint_states() -> None:
-    module: Any = torch.utils.checkpoint
-    original = module.get_device_states
-    if getattr(original, "thread_aware", False):
-        return
-
-    def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
-        indices, states = original(*args)
-        source = random_dispatch.current_source()
-        if source is None or not indices:
-            return indices, states
-        kind = module._infer_device_type(*args)
-        owned = [source.generator(torch.device(kind, index)) for index in indices]
-        return indices, [
-            state if own is None else own.get_state()
-            for own, state in zip(owned, states, strict=True)
-        ]
-
-    get_device_states.thread_aware = True  # type: ignore[attr-defined]
-    module.get_device_states = get_device_states
+def _states_in_replica(
+    kind: str, indices: Sequence[int], states: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    source = random_dispatch.current_source()
+    if source is None:
+        return states
+    owned = [source.generator(torch.device(kind, index)) for index in indices]
+    return [
+        state if own is None else own.get_state() for own, state in zip(owned, states, strict=True)
+    ]

@@ -33,8 +33,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from dataparallel import torch_internals
 from dataparallel.buffer_sync import BufferSync
 from dataparallel.buffers import BufferPolicy
 from dataparallel.comm.processes import Pending, ProcessLink
@@ -66,8 +67,7 @@ class _LimitedJoin(Join):
 
     def __enter__(self) -> None:
         # Again, since the block may be entered again.
-        configure: Any = self._set_joinable_configs
-        configure()
+        torch_internals.configure_join(self)
         self._wrapper._join_is_limited = True
 
     def __exit__(
@@ -212,7 +212,7 @@ class UnevenInputs(BufferSync, Joinable):
     def join_device(self) -> torch.device:
         """A device whose tensors the process group takes."""
         own: torch.device = next(iter(self.module.parameters())).device
-        taken = {device.type for device in self.join_process_group._device_types}
+        taken = {device.type for device in torch_internals.group_devices(self.join_process_group)}
         return own if own.type in taken else torch.device("cpu")
 
     @property
@@ -318,8 +318,7 @@ class UnevenInputs(BufferSync, Joinable):
         self._kept_grads = {}
         self._join_is_limited = False
         # Torch leaves it as it is: then forwards after the block still tell of themselves.
-        disabled: Any = _JoinConfig.construct_disabled_join_config
-        self._join_config = disabled()
+        self._join_config = torch_internals.disabled_join_config()
         processes = self._processes
         if processes is not None:
             processes.num_active = None

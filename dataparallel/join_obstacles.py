@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.torch_internals import BatchNorm
 
 
 def refuse_shared_statistics(module: nn.Module, *, synced: bool) -> None:
@@ -28,7 +28,7 @@ def refuse_shared_statistics(module: nn.Module, *, synced: bool) -> None:
         elif isinstance(layer, nn.SyncBatchNorm):
             waits = layer.training
         else:
-            waits = synced and isinstance(layer, _BatchNorm) and _uses_batch(layer)
+            waits = synced and isinstance(layer, BatchNorm) and _uses_batch(layer)
         if waits:
             named = f"{name!r} ({type(layer).__name__})"
             raise ValueError(
@@ -39,5 +39,5 @@ def refuse_shared_statistics(module: nn.Module, *, synced: bool) -> None:
             )
 
 
-def _uses_batch(layer: _BatchNorm) -> bool:
+def _uses_batch(layer: BatchNorm) -> bool:
     return layer.training or layer.running_mean is None

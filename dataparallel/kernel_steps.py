@@ -24,6 +24,7 @@ from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.optimizer_step import are_alike
 from dataparallel.kernels.tables import is_captured
 from dataparallel.optimizer_part import OF_SCALER, Group
+from dataparallel.torch_internals import foreach_add_, init_group
 
 # Any other value asks for what kernels do not do.
 _PLAIN = {"foreach": None, "fused": None, "differentiable": False, "capturable": False}
@@ -112,7 +113,7 @@ def _step_sgd(optimizer: Any, group: Group) -> None:
     parameters: list[Tensor] = []
     gradients: list[Tensor] = []
     buffers: list[Tensor | None] = []
-    optimizer._init_group(group, parameters, gradients, buffers)
+    init_group(optimizer, group, parameters, gradients, buffers)
     momentum = group["momentum"]
     if momentum == 0:
         buffers = [None] * len(parameters)
@@ -143,7 +144,7 @@ def _step_sgd(optimizer: Any, group: Group) -> None:
 
 def _step_adam(optimizer: Any, group: Group) -> None:
     lists: list[list[Tensor]] = [[], [], [], [], [], []]
-    optimizer._init_group(group, *lists)
+    init_group(optimizer, group, *lists)
     *tensors, largest, counts = lists
     if not counts:
         return
@@ -167,7 +168,7 @@ def _step_adam(optimizer: Any, group: Group) -> None:
             decoupled=group["decoupled_weight_decay"],
             max_exp_avg_sqs=[largest[i] for i in members] if group["amsgrad"] else None,
         )
-        torch._foreach_add_([counts[i] for i in members], 1)
+        foreach_add_([counts[i] for i in members], 1)
 
 
 _STEPS: dict[type[Optimizer], Callable[[Any, Group], None]] = {

@@ -25,6 +25,7 @@ from types import ModuleType
 import torch
 
 from dataparallel.cache_folder import cache_directory, close_to_others, is_trusted
+from dataparallel.torch_internals import CXX11_ABI
 
 __all__ = ["NativeExtension", "cache_directory"]
 
@@ -104,7 +105,7 @@ class NativeExtension:
         parts = [
             torch.__version__,
             str(torch.version.git_version),
-            str(torch._C._GLIBCXX_USE_CXX11_ABI),
+            str(CXX11_ABI),
             str(sys.implementation.cache_tag),
             sysconfig.get_config_var("SOABI") or "",
             platform.machine(),
@@ -148,7 +149,7 @@ class NativeExtension:
         flags = [
             *_FLAGS,
             f"-DTORCH_EXTENSION_NAME={self.name}",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
             *self._include_flags(),
         ]
         started = time.monotonic()

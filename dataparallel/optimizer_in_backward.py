@@ -15,7 +15,6 @@ parameter: they keep state and options, and whoever reads them there sees what w
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,15 +25,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
+from dataparallel import torch_internals
 from dataparallel.bucket_steps import PerBucket, PerParameter, is_of_a_bucket
 from dataparallel.gradient_home import IN_GRAD, GradientHome
 from dataparallel.optimizer_part import Group, check_divisible, view_of
 
 _STATE_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
+    torch_internals.STATE_DICT_PRE_HOOKS,
+    torch_internals.STATE_DICT_POST_HOOKS,
+    torch_internals.LOAD_STATE_DICT_PRE_HOOKS,
+    torch_internals.LOAD_STATE_DICT_POST_HOOKS,
 )
 
 
@@ -92,15 +92,12 @@ class InBackwardOptimizers(Optimizer):
         Returns:
             None where no parameter has such an optimizer.
         """
-        found = [p for p in parameters if getattr(p, "_in_backward_optimizers", None)]
+        found = [p for p in parameters if torch_internals.optimizers_in_backward(p)]
         if not found:
             return None
-        # A module that nobody has imported has registered no hook.
-        module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-        if module is not None:
-            for p in found:
-                for handle in module.param_to_optim_hook_handle_map.get(p, []):
-                    handle.remove()
+        for p in found:
+            for handle in torch_internals.hooks_of_optimizers_in_backward(p):
+                handle.remove()
         return InBackwardOptimizers(PerParameter(found))
 
     # --- what the reducer calls ----------------------------------------------------------------
@@ -159,12 +156,12 @@ class InBackwardOptimizers(Optimizer):
         members = [p for p in parameters if p in held]
         if all(p.grad is None for p in members):
             return
-        for before in self._optimizer_step_pre_hooks.values():
+        for before in torch_internals.step_pre_hooks(self).values():
             before(self, (parameters,), {})
         self._steps.step(members)
         for p in members:
             p.grad = None
-        for after in self._optimizer_step_post_hooks.values():
+        for after in torch_internals.step_post_hooks(self).values():
             after(self, (parameters,), {})
 
     # The optimizers of the buckets call the hooks that are common to all optimizers, with the

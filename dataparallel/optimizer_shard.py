@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dataparallel import comm
+from dataparallel import comm, torch_internals
 from dataparallel.checksum import checksum
 from dataparallel.gradient_edges import plan_buckets
 from dataparallel.optimizer_part import OptimizerPart
@@ -166,7 +166,9 @@ def _copy_of(parameter: Tensor, device: torch.device) -> Tensor:
     """Memory for a copy, of the parameter's own class."""
     values = torch.empty_like(parameter.detach(), device=device)
     if isinstance(parameter, torch.nn.Parameter):
-        return torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+        kind, wanted = type(parameter), parameter.requires_grad
+        copy: Tensor = torch_internals.make_subclass(kind, values, wanted)
+        return copy
     return values.requires_grad_(parameter.requires_grad)
 
 
@@ -185,4 +187,6 @@ def _write(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for bucket in plan_buckets(sources):
         sent = [sources[i].detach() for i in bucket]
         written = [targets[i] for i in bucket]
-        torch._foreach_copy_(written, comm.broadcast_coalesced(sent, [written[0].device])[0])
+        torch_internals.foreach_copy_(
+            written, comm.broadcast_coalesced(sent, [written[0].device])[0]
+        )

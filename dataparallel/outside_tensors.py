@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from dataparallel import torch_internals
+
 _MOST_SIZES = 64
 
 
@@ -99,7 +101,9 @@ class OutsideTensors:
         """How many nodes the replica's thread has made since the last forward."""
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
         last = self._last[index]
-        self._last[index] = max([node._sequence_nr() for node in nodes], default=last)
+        self._last[index] = max(
+            [torch_internals.sequence_number(node) for node in nodes], default=last
+        )
         return self._last[index] - last
 
 
@@ -120,7 +124,10 @@ def set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     tables = [
         table
         for leaf in leaves
-        for table in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+        for table in (
+            torch_internals.backward_hooks(leaf),
+            torch_internals.post_accumulate_grad_hooks(leaf),
+        )
         if table
     ]
     hooks = [dict(table) for table in tables]

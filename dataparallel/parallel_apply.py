@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.autograd.profiler
-from torch.utils import _pytree
 
 from dataparallel import devices as _devices
-from dataparallel import generators, rendezvous
+from dataparallel import generators, rendezvous, torch_internals
 from dataparallel.compiled import CompiledCalls
 from dataparallel.context import ThreadContext
 from dataparallel.error_location import locate
@@ -45,11 +44,6 @@ class Replica:
     device: torch.device
     num_replicas: int
 
-
-# Unlike torch.autograd.profiler.record_function it is no operation, so dispatch modes don't see it.
-record_range: Any = getattr(
-    torch._C._profiler, "_RecordFunctionFast", torch.autograd.profiler.record_function
-)
 
 _replica: contextvars.ContextVar[Replica | None] = contextvars.ContextVar(
     "dataparallel_replica", default=None
@@ -144,7 +138,7 @@ def _check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
 
 
 def _device_of(arguments: Any) -> torch.device:
-    for leaf in _pytree.tree_leaves(arguments):
+    for leaf in torch_internals.tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
     return torch.device("cpu")
@@ -225,7 +219,7 @@ class _Task:
         rendezvous._current.set((self._meeting, replica.index))
         why = "failed"
         try:
-            with record_range(f"replica {replica.index} on {replica.device}"):
+            with torch_internals.record_range(f"replica {replica.index} on {replica.device}"):
                 if self._draws is None:
                     result = self._call()
                 else:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from dataparallel import torch_internals
+
 
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """The state under the names that ``module`` has, which have no ``module.`` before them."""
@@ -15,10 +17,9 @@ def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[
     if "module" in module._modules or not all(name.startswith(prefix) for name in state_dict):
         return state_dict
     stripped = OrderedDict((name[len(prefix) :], value) for name, value in state_dict.items())
-    versions = getattr(state_dict, "_metadata", None)
+    versions = torch_internals.state_versions(state_dict)
     if versions is not None:
         # torch keeps the version of each module's state there, under the module's name.
-        stripped._metadata = {  # type: ignore[attr-defined]
-            name[len(prefix) :]: version for name, version in versions.items() if name
-        }
+        own = {name[len(prefix) :]: version for name, version in versions.items() if name}
+        torch_internals.set_state_versions(stripped, own)
     return stripped

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.library
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _CPU = torch.device("cpu")
@@ -40,11 +39,12 @@ class GeneratorSource(Protocol):
 
 
 class _Installed:
-    """The registered kernels; they are in force while the libraries are alive."""
+    """The registered kernels; they are in force while the object is alive."""
 
+    kernels: torch_internals.Kernels | None = None
+    #: Of the kernels.
     key: Any = None
     failed = False
-    libraries: ClassVar[list[Any]] = []
     swaps = False
 
 
@@ -66,52 +66,38 @@ def install() -> bool:
     """Register the kernels, once in a process.
 
     Returns:
-        Whether random operations can be redirected. If this torch does not allow it, a warning
-        tells so once, and replicas draw from the default generator.
+        Whether random operations can be redirected. If this torch does not allow it, the log tells
+        so once, and replicas draw from the default generator.
     """
-    if _Installed.key is not None or _Installed.failed:
+    if _Installed.kernels is not None or _Installed.failed:
         return not _Installed.failed
     with _install_lock:
-        if _Installed.key is None and not _Installed.failed:
-            try:
-                _Installed.key = _register()
-            except (AttributeError, RuntimeError, TypeError) as error:
-                _Installed.failed = True
-                warnings.warn(
-                    f"torch {torch.__version__} does not let random operations be redirected "
-                    f"({error}): replicas that share a device draw from one generator, so "
-                    "dropout masks depend on timing",
-                    stacklevel=2,
-                )
+        if _Installed.kernels is None and not _Installed.failed:
+            kernels = torch_internals.install_kernels(_KEY_NAME, _filling_kernels, _is_reached)
+            _Installed.kernels = kernels
+            _Installed.failed = kernels is None
     return not _Installed.failed
 
 
-def _register() -> Any:
-    key = torch._C._parse_dispatch_key(_KEY_NAME)
-    if torch._C._dispatch_get_registrations_for_dispatch_key(_KEY_NAME):
-        raise RuntimeError(f"the dispatch key {_KEY_NAME} is in use")
-    everything = _library("_")
-    everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
-    aten = _library("aten")
-    below = _keys_below(key)
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::"):
-            position = _generator_position(name)
-            if position is not None:
-                kernel = _filling_kernel(_overload(name), position, below)
-                aten.impl(name[len("aten::") :], kernel, _KEY_NAME, with_keyset=True)
-    _Installed.libraries += [everything, aten]
-    return key
+def _filling_kernels(kernels: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
+    for name in torch_internals.all_operators():
+        position = _generator_position(name) if name.startswith("aten::") else None
+        if position is not None:
+            yield name, _filling_kernel(_overload(name), position, kernels.below)
 
 
-def _library(namespace: str) -> Any:
-    # Through Any, since torch.library has no types.
-    library: Any = torch.library
-    return library.Library(namespace, "IMPL")
+class _Probe:
+    """Source of random numbers that are those of a new generator."""
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        return torch.Generator()
 
 
-def _keys_below(key: Any) -> Any:
-    return torch._C._dispatch_keyset_full_after(key)
+def _is_reached(key: Any) -> bool:
+    """Whether a draw with ``key`` switched on takes the generator of this thread's source."""
+    expected = torch.empty(1, device=_CPU).uniform_(generator=torch.Generator())
+    _local.source, _Installed.key = _Probe(), key
+    return torch.equal(torch.empty(1, device=_CPU).uniform_(), expected)
 
 
 def _overload(name: str) -> Any:
@@ -121,7 +107,7 @@ def _overload(name: str) -> Any:
 
 def _generator_position(name: str) -> int | None:
     operation, _, overload = name.partition(".")
-    schema = torch._C._get_schema(operation, overload)
+    schema = torch_internals.schema_named(operation, overload)
     for position, argument in enumerate(schema.arguments):
         if "Generator" in str(argument.type):
             return position
@@ -151,11 +137,8 @@ def _chosen_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ge
 
 def _is_tracing() -> bool:
     # A traced graph is run later and by others, so no generator may be baked into it.
-    modes = torch._C._TorchDispatchModeKey
-    return (
-        torch._C._get_dispatch_mode(modes.FAKE) is not None
-        or torch._C._get_dispatch_mode(modes.PROXY) is not None
-    )
+    modes, mode = torch_internals.TorchsModes, torch_internals.torchs_dispatch_mode
+    return mode(modes.FAKE) is not None or mode(modes.PROXY) is not None
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -180,13 +163,13 @@ def install_swaps() -> None:
     with _install_lock:
         if _Installed.swaps:
             return
-        aten = _library("aten")
-        below = _keys_below(_Installed.key)
-        for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("aten::") and _draws_unseen(name):
-                kernel = _swapping_kernel(_overload(name), below)
-                aten.impl(name[len("aten::") :], kernel, _KEY_NAME, with_keyset=True)
-        _Installed.libraries.append(aten)
+        kernels = _Installed.kernels
+        assert kernels is not None
+        kernels.register(
+            (name, _swapping_kernel(_overload(name), kernels.below))
+            for name in torch_internals.all_operators()
+            if name.startswith("aten::") and _draws_unseen(name)
+        )
         _Installed.swaps = True
 
 
@@ -196,7 +179,7 @@ def _draws_unseen(name: str) -> bool:
     if torch.Tag.nondeterministic_seeded not in _overload(name).tags:
         return False
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in composite)
+    return not any(torch_internals.has_kernel(name, key) for key in composite)
 
 
 def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
@@ -235,11 +218,11 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 def current_source() -> GeneratorSource | None:
     """The source in force in this thread, or ``None`` where the default generators are used."""
     source: GeneratorSource | None = getattr(_local, "source", None)
-    if source is None or not torch._C._dispatch_tls_is_dispatch_key_included(_Installed.key):
+    if source is None or not torch_internals.is_key_included(_Installed.key):
         return None
     task = getattr(_local, "task", None)
     # Left behind in a thread of the autograd engine, see Note [Recomputation in engine threads].
-    return source if task is None or task == torch._C._current_graph_task_id() else None
+    return source if task is None or task == torch_internals.current_graph_task_id() else None
 
 
 @contextmanager
@@ -249,17 +232,17 @@ def use_source(source: GeneratorSource) -> Iterator[None]:
         yield
         return
     before = getattr(_local, "source", None), getattr(_local, "task", None)
-    included = torch._C._dispatch_tls_is_dispatch_key_included(_Installed.key)
+    included = torch_internals.is_key_included(_Installed.key)
     _local.source, _local.task = source, None
-    torch._C._dispatch_tls_set_dispatch_key_included(_Installed.key, True)
+    torch_internals.include_key(_Installed.key, True)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_Installed.key, included)
+        torch_internals.include_key(_Installed.key, included)
         _local.source, _local.task = before
 
 
 def use_source_for_node(source: GeneratorSource) -> None:
     """Draw from ``source`` in this thread of the autograd engine until the current node ends."""
-    _local.source, _local.task = source, torch._C._current_graph_task_id()
-    torch._C._dispatch_tls_set_dispatch_key_included(_Installed.key, True)
+    _local.source, _local.task = source, torch_internals.current_graph_task_id()
+    torch_internals.include_key(_Installed.key, True)

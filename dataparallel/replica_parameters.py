@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.checksum import checksum
 from dataparallel.tensor_copies import signature
 
@@ -136,7 +137,7 @@ class ReplicaParameters:
             if place.filled_with == now and not (read_values and self._is_written(place)):
                 continue
             with torch.inference_mode(False), torch.no_grad():
-                torch._foreach_copy_(place.values, [o.detach() for o in self._originals])
+                torch_internals.foreach_copy_(place.values, [o.detach() for o in self._originals])
             place.filled_with = now
             place.checksum = None
 
@@ -192,7 +193,7 @@ class ReplicaParameters:
 
 def _leaf(value: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
     """A leaf with the memory and version counter of ``value``, dressed as ``original``."""
-    leaf: nn.Parameter = torch.Tensor._make_subclass(
+    leaf: nn.Parameter = torch_internals.make_subclass(
         type(original), value.detach(), original.requires_grad
     )
     for name, attribute in vars(original).items():

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from dataparallel import devices as _devices
-from dataparallel import generators
+from dataparallel import generators, torch_internals
 from dataparallel.context import ThreadContext
 from dataparallel.error_location import locate
 from dataparallel.optimizer_part import carry_back, check_divisible, view_of
 from dataparallel.optimizer_shard import OptimizerShard
+from dataparallel.torch_internals import SUPPORTS_SCALING
 from dataparallel.workers import WorkerPools
 
 
@@ -150,8 +151,8 @@ class ShardedOptimizer(Optimizer):
 
     def _copy_scaling(self) -> None:
         # GradScaler asks for it: the fused kernels unscale by themselves.
-        if getattr(self._shards[0].part.optimizer, "_step_supports_amp_scaling", False):
-            self._step_supports_amp_scaling = True
+        if getattr(self._shards[0].part.optimizer, SUPPORTS_SCALING, False):
+            setattr(self, SUPPORTS_SCALING, True)
 
     def _refuse_differentiable(self, *options: Mapping[str, Any]) -> None:
         if any(each.get("differentiable") for each in options):
@@ -232,10 +233,10 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of the wrapped class; each tensor is on its shard's device."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        for hook in torch_internals.state_dict_pre_hooks(self).values():
             hook(self)
         packed: dict[str, Any] = self._view().state_dict()
-        for change in self._optimizer_state_dict_post_hooks.values():
+        for change in torch_internals.state_dict_post_hooks(self).values():
             changed = change(self, packed)
             packed = packed if changed is None else changed
         return packed
@@ -251,7 +252,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: Its groups are not like those of this optimizer.
         """
         state_dict = state_dict.copy()
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
+        for change in torch_internals.load_state_dict_pre_hooks(self).values():
             changed = change(self, state_dict)
             state_dict = state_dict if changed is None else changed
         view = self._view()
@@ -262,7 +263,7 @@ class ShardedOptimizer(Optimizer):
             for loaded, group in zip(view.param_groups, self.param_groups, strict=True)
         ]
         self.state = defaultdict(dict, {originals.get(k, k): v for k, v in view.state.items()})
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in torch_internals.load_state_dict_post_hooks(self).values():
             hook(self)
 
     def _view(self) -> Optimizer:

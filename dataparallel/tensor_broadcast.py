@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.agreement import gather_if_different
+from dataparallel.torch_internals import foreach_copy_, is_wrapper
 
 # As in torch; more is sent in several messages.
 _MESSAGE_BYTES = 250 * 2**20
@@ -43,11 +43,11 @@ class _Message:
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(self._views, self._own(tensors))
+            foreach_copy_(self._views, self._own(tensors))
 
     def store(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(self._own(tensors), self._views)
+            foreach_copy_(self._own(tensors), self._views)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensors[position].detach() for position in self.members]
@@ -120,7 +120,7 @@ def _plan(parts: Sequence[torch.Tensor]) -> Iterator[_Message]:
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor, or the tensors of which it consists."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
         return

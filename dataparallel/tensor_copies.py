@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dataparallel import comm
+from dataparallel import comm, torch_internals
 from dataparallel.checksum import checksum
 from dataparallel.gradient_edges import plan_buckets
 
@@ -261,7 +261,7 @@ def _comparable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.layout == torch.sparse_coo:
-            parts += [tensor._indices(), tensor._values()]
+            parts += [torch_internals.sparse_indices(tensor), torch_internals.sparse_values(tensor)]
         elif tensor.layout == torch.strided and not tensor.is_quantized:
             parts.append(tensor)
     return parts
@@ -287,7 +287,7 @@ def _copy_to(
 def _dressed(copy: torch.Tensor, original: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(original, torch.nn.Parameter):
         kind = type(original)
-        copy = torch.Tensor._make_subclass(kind, copy, original.requires_grad)
+        copy = torch_internals.make_subclass(kind, copy, original.requires_grad)
     for name, value in vars(original).items():
         on_device = value.to(device) if isinstance(value, torch.Tensor) else value
         setattr(copy, name, on_device)

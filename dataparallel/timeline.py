@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
 from dataparallel.parallel_apply import current_replica
 from dataparallel.tree import flatten
 
@@ -283,11 +284,10 @@ class _Backward:
         self._task = -1
 
     def begin(self, grads: Any) -> None:
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.current_graph_task_id()
         if task != self._task:
             self._task = task
             span = self._timeline.span("backward")
             span.__enter__()
-            engine: Any = torch.autograd.Variable._execution_engine
             # Not called where the backward fails: then there is no span either.
-            engine.queue_callback(lambda: span.__exit__(None, None, None))
+            torch_internals.when_backward_ends(lambda: span.__exit__(None, None, None))

@@ -157,6 +157,20 @@ def forward_mode_level() -> int:
 single_level_function: Callable[[], AbstractContextManager[None]] = _private(
     "torch._functorch.utils.enable_single_level_autograd_function"
 )
+_SingleLevelFunction: Any = _private("torch.autograd.function._SingleLevelFunction")
+
+
+class OneStepFunction(_SingleLevelFunction):  # type: ignore[misc]
+    """The base of nodes that are themselves one step of a transform, and not yet to be transformed.
+
+    ``autograd.Function`` hands its nodes to the transform; from 2.15 on also where its ``apply`` is
+    called past that. Compiled autograd asks for the key, which only ``autograd.Function`` has.
+    """
+
+    _compiled_autograd_key = staticmethod(
+        _private("torch.autograd.Function._compiled_autograd_key", _nothing)
+    )
+
 
 # --- thread-local context --------------------------------------------------------------------
 #
@@ -380,10 +394,6 @@ refuse_memory: Callable[[torch.Tensor], None] = _private(
 )
 #: The ``__torch_function__`` of a class that handles operators only.
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
-#: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
-is_wrapper: Callable[[object], bool] = _private(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: False
-)
 #: The storage of a tensor, by torch's own method, whatever a subclass makes of it; the number that
 #: tells storages apart; and the storage with a dtype, which ``Tensor.storage()`` warns about.
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _private(
@@ -405,7 +415,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     Torch sets the same attribute for parameters of subclasses. Where it no longer looks at it,
     modules that ask find no parameters in replicas.
     """
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
 
 
 #: Set by ``torch.nn.parallel.replicate`` on clones, which ``named_parameters()`` and others of
@@ -429,13 +439,23 @@ def set_state_versions(state: Any, versions: Any) -> None:
 
 
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferCommHookLocation
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    BatchNorm = _BatchNorm
+    BufferCommHookLocation = _BufferCommHookLocation
+    is_wrapper = is_traceable_wrapper_subclass
 else:
     #: What all batch norms are derived from, the synchronized one of this package too.
     BatchNorm = _private("torch.nn.modules.batchnorm._BatchNorm")
     #: When a hook for buffers runs, as users of torch's DistributedDataParallel say it.
     BufferCommHookLocation = _private("torch.nn.parallel.distributed._BufferCommHookLocation")
+    #: Whether a tensor consists of others that its ``__tensor_flatten__`` tells. Without it, such
+    #: tensors fail like others that have no memory of their own.
+    is_wrapper = _private(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: False
+    )
 
 
 def check_input_of(layer: BatchNorm, tensor: torch.Tensor) -> None:
@@ -521,7 +541,8 @@ def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
 
 def optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     """The optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter."""
-    return getattr(parameter, "_in_backward_optimizers", None) or ()
+    found: Sequence[Any] = getattr(parameter, "_in_backward_optimizers", None) or ()
+    return found
 
 
 def call_of_optimizer_in_backward(parameter: Any) -> int:
@@ -533,15 +554,17 @@ def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     """The handles of the hooks by which these optimizers step."""
     # A module that nobody has imported has registered no hook.
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    handles: Mapping[torch.Tensor, Any] = getattr(module, "param_to_optim_hook_handle_map", {})
+    handles: Mapping[torch.Tensor, Sequence[Any]] = getattr(
+        module, "param_to_optim_hook_handle_map", {}
+    )
     return handles.get(parameter, ())
 
 
 def overlapped_optimizer(kind: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """What ``_register_fused_optim`` of torch's DistributedDataParallel makes of an optimizer."""
-    from torch.distributed.algorithms import _optimizer_overlap
+    from torch.distributed.algorithms import _optimizer_overlap as overlap
 
-    make: Any = _optimizer_overlap._as_overlapped_optim
+    make = _of(overlap, "_as_overlapped_optim", "torch.distributed.algorithms._optimizer_overlap")
     return make(kind, parameters, *args, **kwargs)
 
 
@@ -615,12 +638,9 @@ def num_collectives(group: Any) -> int:
     return number
 
 
-def old_name(function: str) -> Any:
-    """A collective of ``torch.distributed`` under the name that it had before; None without one.
-
-    ``all_gather_base`` and ``reduce_scatter_base``, which old programs still call.
-    """
-    return getattr(torch.distributed, f"_{function}", None)
+#: Collectives under the names that they had before, which old programs call; or None.
+all_gather_base: Any = _private("torch.distributed._all_gather_base", None)
+reduce_scatter_base: Any = _private("torch.distributed._reduce_scatter_base", None)
 
 
 def functional_collectives() -> Any:
@@ -637,12 +657,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch.distributed._functional_collectives import (
+        AsyncCollectiveTensor as AsyncCollectiveTensor,
+    )
 
 
 def __getattr__(name: str) -> Any:
     if name in ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"):
         return getattr(torch.distributed, name)
-    if name == "TorchAsyncTensor":
+    if name == "AsyncCollectiveTensor":
         return functional_collectives().AsyncCollectiveTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -693,6 +716,11 @@ def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:
         agent.get_worker_info(worker)
     )
     return found
+
+
+def rpc_transport(name: str) -> dict[str, Any]:
+    """The arguments of ``TensorPipeRpcBackendOptions`` that name what carries calls."""
+    return {"_transports": [name]}
 
 
 # --- builds and backends ---------------------------------------------------------------------
@@ -955,6 +983,10 @@ class _ContextVariables:
         return getattr(contextvars, name)
 
 
+# From this version on, torch runs what is compiled in a copy of the context.
+_COPIES = "2.15"
+
+
 def hand_on_contexts_for_any_thread() -> None:
     """Let what is compiled run its backward on several devices at the same time.
 
@@ -965,7 +997,7 @@ def hand_on_contexts_for_any_thread() -> None:
     nothing on: nothing is replaced there. Where it cannot be replaced, that error is back.
     """
     module: Any = torch.autograd.graph
-    if torch.__version__ >= (2, 15) or getattr(module, "contextvars", None) is not contextvars:
+    if torch.__version__ >= _COPIES or getattr(module, "contextvars", None) is not contextvars:
         return
     module.contextvars = _ContextVariables()
     _holds(
@@ -980,7 +1012,7 @@ def _is_entered_twice() -> bool:
     found: list[int] = []
 
     def look(_: torch.Tensor) -> None:
-        handed: Any = torch._C._get_obj_in_tls("context")  # type: ignore[attr-defined]
+        handed: Any = torch._C._get_obj_in_tls("context")
         found.append(handed.run(handed.copy().run, handed.run, int))
 
     leaf = torch.zeros((), device="cpu", requires_grad=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree
+
+from dataparallel import torch_internals
 
 _Make = Callable[[Sequence[Any]], Any]
 
@@ -226,7 +227,7 @@ def _open(obj: Any) -> _Opened | None:
     if isinstance(obj, dict) and dataclasses.is_dataclass(obj):
         # Before the registry, whose constructor call may take a single field apart.
         return _open_dict(obj)
-    if kind not in _BUILTIN_TYPES and kind in _pytree.SUPPORTED_NODES:
+    if kind not in _BUILTIN_TYPES and kind in torch_internals.registered_containers:
         return _open_registered(obj)
     if isinstance(obj, dict):
         return _open_dict(obj)
@@ -242,13 +243,13 @@ def _open(obj: Any) -> _Opened | None:
 
 
 def _open_registered(obj: Any) -> _Opened:
-    node = _pytree.SUPPORTED_NODES[type(obj)]
+    node = torch_internals.registered_containers[type(obj)]
     values, context = node.flatten_fn(obj)
     keys: tuple[Any, ...] = tuple(range(len(values)))
     attributes = False
     if node.flatten_with_keys_fn is not None:
         entries = [entry for entry, _ in node.flatten_with_keys_fn(obj)[0]]
-        attributes = all(isinstance(entry, _pytree.GetAttrKey) for entry in entries)
+        attributes = all(isinstance(entry, torch_internals.AttributeKey) for entry in entries)
         keys = tuple(_raw_key(entry) for entry in entries)
 
     def make(children: Sequence[Any]) -> Any:

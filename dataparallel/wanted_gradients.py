@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from dataparallel.functions import Identity
-
-#: Whether a node takes part in the backward that runs now.
-will_execute: Any = torch._C._will_engine_execute_node
+from dataparallel.torch_internals import will_execute
 
 
 @dataclass

@@ -21,10 +21,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
 import torch.utils.checkpoint
 
-from dataparallel import interpreter_end, intra_op
+from dataparallel import interpreter_end, intra_op, torch_internals
 from dataparallel.error_location import add_note, locate
 
 T = TypeVar("T")
@@ -38,8 +37,6 @@ _JOIN_TIMEOUT = 1.0
 # Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
 # elsewhere a signal that comes just before the wait begins does not end it.
 _WAIT = 0.2
-
-_set_thread_name: Any = getattr(torch._C, "_set_thread_name", None)
 
 
 class Interrupted(BaseException):
@@ -130,9 +127,9 @@ def _leave_checkpoints(error: BaseException) -> None:
 
 
 def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:
-    if _set_thread_name is not None:
+    if torch_internals.set_thread_name is not None:
         # The name that profilers and `top -H` show; the system cuts it after 15 characters.
-        _set_thread_name(f"replica-{index}")
+        torch_internals.set_thread_name(f"replica-{index}")
     # An interrupt that comes when the task has just ended has nothing left to stop.
     with contextlib.suppress(Interrupted):
         while True:

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.kernels import reference
 from dataparallel.kernels.backend import Backend, backend_of
@@ -14,6 +13,7 @@ from dataparallel.kernels.bits import bytes_of
 from dataparallel.kernels.chunks import chunk_table
 from dataparallel.kernels.memory import is_plain
 from dataparallel.kernels.tables import hold
+from dataparallel.torch_internals import is_wrapper
 
 _MOST_TENSORS = 480
 # In bytes; of fingerprint.cu.
@@ -104,7 +104,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
 
 def _kind(tensor: torch.Tensor) -> str:
     """What makes a tensor one whose bits cannot be read; empty if they can."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         return f"a {type(tensor).__name__}, which wraps others"
     if tensor.layout != torch.strided:
         return f"{str(tensor.layout).removeprefix('torch.')}"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel.torch_internals import is_transformed
+
 #: Of tensors that stand for nothing else; subclasses may wrap others, or have no memory.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -19,7 +21,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """
     return (
         type(tensor) in PLAIN_TYPES
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_transformed(tensor)
         and tensor.layout == torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()

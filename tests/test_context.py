@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import context as context_module
+from dataparallel import torch_internals
 from dataparallel.context import ThreadContext
 from dataparallel.parallel_apply import apply_replicas, parallel_apply
 
@@ -92,8 +93,8 @@ def hooks_disabled() -> Any:
 
 def modes_seen() -> Any:
     return (
-        [type(mode).__name__ for mode in context_module._function_modes()],
-        [type(mode).__name__ for mode in context_module._dispatch_modes()],
+        [type(mode).__name__ for mode in torch_internals.function_modes()],
+        [type(mode).__name__ for mode in torch_internals.dispatch_modes()],
     )
 
 
@@ -139,7 +140,7 @@ SETTINGS: dict[str, Setting] = {
     "function_mode": (PassingFunctions, modes_seen),
     "function_disabled": (
         torch._C.DisableTorchFunction,
-        lambda: int(context_module._function_state()),
+        lambda: int(torch_internals.torch_function_state()),
     ),
     "flush_denormal": (
         flushed_denormals,
@@ -217,7 +218,7 @@ def test_an_autocast_block_in_one_replica_leaves_the_casts_of_the_caller() -> No
 
 def test_hooks_of_the_caller_are_carried_but_those_of_a_checkpoint_are_not() -> None:
     def hooks(_: torch.Tensor) -> Any:
-        return context_module._top_hooks(True)
+        return torch_internals.top_saved_tensors_hooks(True)
 
     def found(x: torch.Tensor) -> torch.Tensor:
         seen.append(parallel_apply([hooks, hooks], [x, x]))
@@ -331,8 +332,6 @@ def test_replicas_can_be_traced() -> None:
 def test_a_torch_without_a_private_function_carries_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    missing = context_module._private(torch, "_C._no_such_function", lambda: 7)
-    assert missing() == 7
-    monkeypatch.setattr(context_module, "_function_modes", list)
+    monkeypatch.setattr(torch_internals, "function_modes", list)
     with torch.no_grad():
         assert apply_replicas([torch.is_grad_enabled] * 2, [CPU] * 2) == [False, False]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dataparallel import torch_internals
 from dataparallel.checkpoint.object_state import void
 from dataparallel.checkpoint.tensor_forms import name_of_dtype
 
@@ -17,7 +18,7 @@ from dataparallel.checkpoint.tensor_forms import name_of_dtype
 def bare(module: nn.Module) -> nn.Module:
     """The module within a wrapper, so that a state has the names of the module itself."""
     while True:
-        inner = getattr(module, "_orig_mod", None)
+        inner = torch_internals.original_module(module)
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner = module.module
         if not isinstance(inner, nn.Module):
@@ -40,7 +41,7 @@ class ModuleState:
     def save(self) -> dict[str, Any]:
         """The state, as a value that a checkpoint can hold."""
         state = self._module.state_dict()
-        versions = getattr(state, "_metadata", None) or {}
+        versions = torch_internals.state_versions(state) or {}
         return {
             "state": dict(state),
             "versions": {k: dict(v) for k, v in versions.items() if isinstance(v, Mapping)},
@@ -70,7 +71,7 @@ class ModuleState:
     def load(self, saved: Any, strict: bool) -> None:
         """Write a state to the module."""
         state: OrderedDict[str, Any] = OrderedDict(saved["state"])
-        state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]
+        torch_internals.set_state_versions(state, OrderedDict(saved["versions"]))
         self._module.load_state_dict(state, strict=strict)
 
     def remember(self) -> Callable[[], None]:

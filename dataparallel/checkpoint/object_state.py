@@ -109,10 +109,10 @@ class GeneratorState:
 
     def problems(self, saved: Any, strict: bool) -> list[str]:
         """Why a state cannot be loaded; nothing is changed."""
+        device = self._generator.device
         try:
-            torch.Generator(self._generator.device).set_state(saved)
+            torch.Generator(device).set_state(saved)
         except (RuntimeError, TypeError) as error:
-            device = self._generator.device
             return [f"{self.name}: this is no state of a generator of {device}: {error!s:.200}"]
         return []
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dataparallel import torch_internals
 from dataparallel.checkpoint.tensor_forms import name_of_dtype
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 
@@ -56,8 +57,7 @@ class OptimizerState:
         if not self.divided:
             state: dict[str, Any] = optimizer.state_dict()
             return state
-        optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
-        numbers = optimizer._param_to_index
+        numbers = torch_internals.own_state_numbers(optimizer)
         own = {numbers[p]: state for p, state in optimizer.optim.state.items()}
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {"state": dict(sorted(own.items())), "param_groups": groups}
@@ -114,7 +114,7 @@ class OptimizerState:
         names = [member["name"] for group in ours for member in group]
         own = self._state_dict()["state"]
         # Hooks may give the state any form.
-        hooks: Any = getattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+        hooks: Any = getattr(self._optimizer, torch_internals.LOAD_STATE_DICT_PRE_HOOKS, None)
         plain = not hooks and _is_elementwise(_class_of(self._optimizer))
         found = []
         for number, entries in _in_order(saved, ours)["state"].items():

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from dataparallel import torch_internals
 from dataparallel.checkpoint.errors import CheckpointError
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import parent_group
@@ -65,7 +65,7 @@ class Peers:
         if self._group is None:
             return not (dist.is_available() and dist.is_initialized())
         group = self._group()
-        return group is not None and group in distributed_c10d._world.pg_map
+        return group is not None and torch_internals.is_registered(group)
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:
         """Whether these are the processes of a group, and there are still."""

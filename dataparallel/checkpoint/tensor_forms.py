@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataparallel.checkpoint.errors import CheckpointError
+from dataparallel.torch_internals import is_wrapper
 
 #: What every reader of such files knows.
 _COMMON = frozenset(
@@ -60,7 +60,7 @@ def refusal(tensor: Tensor) -> str | None:
         return "has no shape and no values yet; run the module once before it is saved"
     if tensor.is_nested:
         return "is nested; save the tensors that it is made of (unbind())"
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         return (
             f"is a {type(tensor).__name__}, a tensor made of others; save those, or for a DTensor "
             "full_tensor()"

@@ -29,16 +29,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor as _TorchAsync
 
+from dataparallel import torch_internals
 from dataparallel.collectives import pending
 from dataparallel.collectives.operator_kinds import VIEWS, is_composite
 from dataparallel.collectives.pending import Claim
 from dataparallel.collectives.tracing import is_tracing
+from dataparallel.torch_internals import AsyncCollectiveTensor as _TorchAsync
 
 _aten = torch.ops.aten
-_push_mode: Any = torch._C._push_on_torch_dispatch_stack
-_pop_mode: Any = torch._C._pop_torch_dispatch_stack
 _AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -87,11 +86,11 @@ def wrap_result(tensor: Tensor) -> Tensor:
         claim.wait()
         return tensor
     with _as_itself(tensor):
-        _push_mode(_Wrapping(claim))
+        torch_internals.push_bare_mode(_Wrapping(claim))
         try:
             wrapped: Tensor = _aten.alias.default(tensor)
         finally:
-            _pop_mode(None)
+            torch_internals.pop_bare_mode(None)
     return wrapped
 
 
@@ -111,7 +110,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     elem: Tensor
     _claim: Claim
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_internals.no_torch_function
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -124,7 +123,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         """Wait, and return the plain tensor, which has the same memory and history."""
         while True:
             self._claim.wait()
-            base = self._base
+            base = torch_internals.view_base(self)
             if base is not None and not self.requires_grad and _is_all_of(self, base):
                 return base
             with _as_itself(self):
@@ -148,14 +147,14 @@ class AsyncCollectiveTensor(_TorchAsync):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch_internals.OpOverload):
             return func(*_ready(args), **_ready(kwargs))
         packet = func.overloadpacket
         if packet in VIEWS and isinstance(args[0], AsyncCollectiveTensor):
             return _view(func, args[0], args[1:], kwargs)
         if is_composite(func):
             return func.decompose(*args, **kwargs)
-        if func._schema.is_mutable:
+        if torch_internals.schema_of(func).is_mutable:
             return _mutate(func, args, kwargs)
         return func(*_ready(args), **_ready(kwargs))
 
@@ -176,7 +175,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         return self._finished().storage()  # type: ignore[no-untyped-call]
 
     def _typed_storage(self) -> Any:
-        return self._finished()._typed_storage()  # type: ignore[no-untyped-call]
+        return torch_internals.typed_storage(self._finished())
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
@@ -272,8 +271,7 @@ def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
     if elem.is_inference() != torch.is_inference_mode_enabled():
         with torch.inference_mode(elem.is_inference()):
             return _make(elem, claim)
-    make: Any = Tensor._make_wrapper_subclass
-    made: AsyncCollectiveTensor = make(
+    made: AsyncCollectiveTensor = torch_internals.make_wrapper_subclass(
         AsyncCollectiveTensor,
         elem.size(),
         strides=elem.stride(),
@@ -283,7 +281,7 @@ def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
         device=elem.device,
     )
     # Code in C++ that asks for memory gets an error instead of a null pointer.
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    torch_internals.refuse_memory(made)
     made.elem, made._claim = elem, claim
     return made
 

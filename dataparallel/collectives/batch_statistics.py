@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dataparallel.collectives import process_ops
 from dataparallel.collectives.collective import AllGather
@@ -32,6 +31,7 @@ from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import refuse_in_backward
 from dataparallel.compiled import untraced
 from dataparallel.rendezvous import current_rendezvous
+from dataparallel.torch_internals import BatchNorm, check_input_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Chunk(NamedTuple):
     deviations: Tensor
 
 
-def check_input(layer: _BatchNorm, input: Tensor, label: str) -> None:
+def check_input(layer: BatchNorm, input: Tensor, label: str) -> None:
     """Raise an error if a batch norm does not take such an input.
 
     Args:
@@ -65,7 +65,7 @@ def check_input(layer: _BatchNorm, input: Tensor, label: str) -> None:
         input: Of shape ``(N, C, ...)``.
         label: Names the layer in messages.
     """
-    layer._check_input_dim(input)  # type: ignore[no-untyped-call]
+    check_input_of(layer, input)
     if input.size(1) != layer.num_features:
         raise RuntimeError(
             f"{label} is for {layer.num_features} channels, but the input of shape "
@@ -104,7 +104,7 @@ def _is_only_replica(group: LocalGroup, label: str) -> bool:
     return LocalGroup.size(group) == 1
 
 
-def batch_norm(layer: _BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
+def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
     """What ``layer`` does with batch statistics, over the chunks of all members.
 
     See Note [Synchronised batch norm].
@@ -127,7 +127,7 @@ def batch_norm(layer: _BatchNorm, input: Tensor, group: str | LocalGroup, label:
         # Only now, since on an accelerator to look at the number is to wait for the device.
         total = int(everywhere[:, -1].sum())
         if total == 0:
-            ordinary: Tensor = _BatchNorm.forward(layer, input)
+            ordinary: Tensor = BatchNorm.forward(layer, input)
             return ordinary
         if total == 1:
             raise ValueError(
@@ -174,7 +174,7 @@ def _combined(everywhere: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Te
 
 
 def _update_running_statistics(
-    layer: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor
+    layer: BatchNorm, mean: Tensor, variance: Tensor, count: Tensor
 ) -> None:
     if not (layer.training and layer.track_running_stats):
         return
@@ -192,7 +192,7 @@ def _update_running_statistics(
 
 
 def _normalised(
-    layer: _BatchNorm, input: Tensor, chunk: _Chunk, mean: Tensor, variance: Tensor
+    layer: BatchNorm, input: Tensor, chunk: _Chunk, mean: Tensor, variance: Tensor
 ) -> Tensor:
     scale = torch.rsqrt(variance + layer.eps)
     if layer.weight is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from dataparallel import torch_internals
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.parallel_apply import current_replica
@@ -103,14 +104,11 @@ def _check_exists(group: Group) -> None:
             "GroupMember.NON_GROUP_MEMBER here); call the collective in the processes of the "
             "group only"
         )
-    if isinstance(group, dist.ProcessGroup):
-        import torch.distributed.distributed_c10d as c10d
-
-        if group not in c10d._world.pg_map:
-            raise ValueError(
-                f"the process group {group.group_name!r} was destroyed, or not made by "
-                "torch.distributed; pass one from new_group() or init_device_mesh()"
-            )
+    if isinstance(group, dist.ProcessGroup) and not torch_internals.is_registered(group):
+        raise ValueError(
+            f"the process group {group.group_name!r} was destroyed, or not made by "
+            "torch.distributed; pass one from new_group() or init_device_mesh()"
+        )
 
 
 # --- meshes ----------------------------------------------------------------------------------
@@ -148,11 +146,9 @@ def _name_in_mesh(mesh: Any, dim: Any) -> str:
 
 def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
     ranks = _list_of_this_process(given)
-    import torch.distributed.distributed_c10d as c10d
-
     # Torch marks tags that users have given.
     marked = tag if not tag or tag.startswith(("ptd:", "user:")) else f"user:{tag}"
-    for group in c10d._world.tags_to_pg.get(marked, []):
+    for group in torch_internals.world().tags_to_pg.get(marked, []):
         same = sorted(dist.get_process_group_ranks(group)) == sorted(ranks)
         if same and not group.group_desc.startswith(_OURS):
             name: str = group.group_name

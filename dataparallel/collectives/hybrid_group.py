@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives.brought import Brought, Key, one_mode, ordered
 from dataparallel.collectives.collective import AllToAll, Collective
 from dataparallel.collectives.hybrid_joint import complete, wants_gradients
@@ -21,9 +22,6 @@ from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
 from dataparallel.compiled import untraced
 from dataparallel.rendezvous import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
-
-_transforms_active: Any = torch._C._are_functorch_transforms_active
-_tracing_state: Any = torch._C._get_tracing_state
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -199,7 +197,7 @@ class _Ticket(Generic[V]):
 
 
 def _refuse_transforms(name: str) -> None:
-    if _transforms_active() or _tracing_state() is not None:
+    if torch_internals.transforms_active() or torch_internals.tracing_state() is not None:
         raise RuntimeError(
             f"{name} over replicas of several processes was called under a torch.func transform or "
             "torch.jit.trace, which cannot follow tensors of other processes; call it outside of "

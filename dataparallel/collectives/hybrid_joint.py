@@ -22,21 +22,20 @@ waits for one that has left its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives.collective import Collective
 from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.hybrid_link import Agreement, HybridLink
 from dataparallel.collectives.hybrid_members import HybridMembers
 from dataparallel.functions import apply_function, behind_own_nodes
 from dataparallel.outside_tensors import make_anchor
-
-_task_id: Any = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,6 @@ class HybridJoint(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _when_backward_ends(function: Callable[[], None]) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
 def _run_in_backward(
     call: HybridCall, collective: Collective, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -161,9 +155,9 @@ def _run_in_backward(
     with link.lock, link.in_step():
         link.check_current(call.members.link, str(call))
         agreement = link.agree(len(tensors), text, wants=wants_gradients(tensors))
-        task = _task_id()
+        task = torch_internals.current_graph_task_id()
         turn = link.turn_in(task) if len(tensors) > 1 else None
         results, turn = complete(link, agreement, call.members, collective, tensors, turn)
         if turn is not None and len(tensors) > 1 and link.keep_turn(task, turn):
-            _when_backward_ends(link.drop_turn)
+            torch_internals.when_backward_ends(link.drop_turn)
     return results

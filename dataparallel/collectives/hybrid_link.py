@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import parent_group, timeout_of
 from dataparallel.comm.processes import ProcessLink
@@ -193,10 +194,8 @@ class HybridLink:
         )
 
     def _parent(self) -> dist.ProcessGroup:
-        import torch.distributed.distributed_c10d as c10d
-
         parent = parent_group(self._process_group)
-        if parent not in c10d._world.pg_map:
+        if not torch_internals.is_registered(parent):
             raise _destroyed_error()
         return parent
 
@@ -229,9 +228,7 @@ def _hash(text: str) -> int:
 
 def _is_known(link: ProcessLink) -> bool:
     """Whether the process group has not been destroyed."""
-    import torch.distributed.distributed_c10d as c10d
-
-    return not link.closed and link.group in c10d._world.pg_map
+    return not link.closed and torch_internals.is_registered(link.group)
 
 
 def _close(reference: Callable[[], HybridLink | None]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives.functional import (
     all_gather_tensor,
     all_reduce,
@@ -317,10 +318,8 @@ _BY_NAME: dict[str, Callable[..., None]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather_tensor,
     "all_gather_single": _all_gather_tensor,
-    "_all_gather_base": _all_gather_tensor,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "reduce_scatter_single": _reduce_scatter_tensor,
-    "_reduce_scatter_base": _reduce_scatter_tensor,
     "reduce_scatter": _reduce_scatter,
     "all_to_all_single": _all_to_all,
     "all_gather": _all_gather,
@@ -334,3 +333,8 @@ traceable_collective_remaps: dict[Callable[..., Any], Callable[..., None]] = {
     # Some versions of torch lack the newer names, and without torch.distributed there are none.
     if hasattr(dist, name)
 }
+_BY_OLD_NAME = {
+    torch_internals.all_gather_base: _all_gather_tensor,
+    torch_internals.reduce_scatter_base: _reduce_scatter_tensor,
+}
+traceable_collective_remaps |= {old: new for old, new in _BY_OLD_NAME.items() if old is not None}

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from dataparallel import torch_internals
+
 _aten = torch.ops.aten
 
 #: What never reads memory and always shares it. Not ``_conj`` and ``_neg_view``: their result is
 #: marked, and a wrapper of it would need the same mark.
 VIEWS = frozenset(
     {
-        _aten._reshape_alias,
+        torch_internals.reshape_alias,
         _aten.alias,
         _aten.as_strided,
         _aten.detach,
@@ -41,4 +43,4 @@ VIEWS = frozenset(
 def is_composite(func: Any) -> bool:
     """Whether torch composes the operator of others for all tensors."""
     key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    return bool(torch_internals.has_kernel(func.name(), key))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives import process_kernels as kernels
 from dataparallel.collectives.collective import (
     AllGather,
@@ -22,22 +23,14 @@ from dataparallel.collectives.collective import (
     Scatter,
 )
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-
-def _constant_in_compiled_code(function: FunctionT) -> FunctionT:
-    """Mark a function whose result compiled code takes over, without importing the compiler."""
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
-
-
-@_constant_in_compiled_code
+@torch_internals.mark_constant
 def group_size(name: str) -> int:
     """How many processes the group of this name has."""
     return kernels.group_of(name).size()
 
 
-@_constant_in_compiled_code
+@torch_internals.mark_constant
 def group_rank(name: str) -> int:
     """Which of them this process is."""
     return kernels.group_of(name).rank()

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dataparallel import torch_internals
 from dataparallel.devices import NullStream, Stream, current_stream
 
 #: How many entries each registration examines for leftovers; more than it adds.
@@ -220,7 +221,7 @@ class _Writes:
         self._order(stream)
         try:
             # The work began before the tensor had a history: what it still writes is no change.
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with torch_internals.below_versions():
                 work.wait()
         except Exception as error:
             failure = error
@@ -381,17 +382,15 @@ def _own_claim(tensor: Tensor) -> Claim | None:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     # Of the base class, since a subclass may do more.
-    storage: torch.UntypedStorage = torch._C.TensorBase.untyped_storage(tensor)
-    return storage
+    return torch_internals.storage_of(tensor)
 
 
 def _key(tensor: Tensor) -> int | None:
     try:
-        key: int = _storage(tensor)._cdata
+        return torch_internals.storage_number(_storage(tensor))
     except NotImplementedError:
         # Wrapped by a transform, or not strided.
         return None
-    return key
 
 
 _registry = _Registry()

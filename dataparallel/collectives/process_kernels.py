@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives import pending
 from dataparallel.collectives.group_lookup import group_of as group_of
 from dataparallel.collectives.process_checks import checks_of
@@ -329,7 +330,7 @@ def _place_and_backend(group: dist.ProcessGroup, device: torch.device) -> tuple[
         known = _backends.setdefault(group, {})
     found = known.get(device)
     if found is None:
-        taken = [each.type for each in group._device_types]
+        taken = [each.type for each in torch_internals.group_devices(group)]
         if device.type not in taken and _HOST.type not in taken:
             raise ValueError(
                 f"the process group {group.group_name!r} has backends for {', '.join(taken)}, but "
@@ -337,7 +338,7 @@ def _place_and_backend(group: dist.ProcessGroup, device: torch.device) -> tuple[
                 "cpu, as in init_process_group('cpu:gloo,cuda:nccl')"
             )
         place = device if device.type in taken else _HOST
-        found = known[device] = place, str(group._get_backend(place).name())
+        found = known[device] = place, str(torch_internals.group_backend(group, place).name())
     return found
 
 

@@ -19,19 +19,15 @@ they understand:
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.fx.node
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
 
+from dataparallel import torch_internals
 from dataparallel.collectives import pending
 from dataparallel.collectives.async_tensor import can_wrap
 from dataparallel.collectives.collective import (
@@ -83,7 +79,7 @@ def _are_plain_numbers(collective: AllToAll, tensor: Tensor) -> bool:
 
 def _check_rows(collective: AllToAll, tensor: Tensor, size: int) -> None:
     """Check split sizes that may become known only when compiled code runs."""
-    check: Any = torch._check
+    check = torch_internals.check
     (gets,), (gives,) = collective.output_splits, collective.input_splits
     for name, splits in (("output_split_sizes", gets), ("input_split_sizes", gives)):
         if len(splits) != size:
@@ -146,8 +142,8 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether nobody but autograd would notice that an operator is called."""
     return (
         can_wrap(tensor)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
+        and not torch_internals.num_dispatch_modes()
+        and not torch_internals.num_function_modes()
         and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
     )
 
@@ -170,14 +166,7 @@ def waited(result: Tensor) -> Tensor:
 # --- derivatives -----------------------------------------------------------------------------
 
 
-class _OneStep(_SingleLevelFunction):
-    """A function that is itself one step of a transform, and not yet to be transformed."""
-
-    # Compiled autograd asks for it.
-    _compiled_autograd_key = staticmethod(Function._compiled_autograd_key)
-
-
-class _Launch(_OneStep):
+class _Launch(torch_internals.OneStepFunction):
     """The node of an operator that launches a collective."""
 
     @staticmethod
@@ -206,7 +195,7 @@ class _Launch(_OneStep):
         _refuse_forward_mode()
 
 
-class _Wait(_OneStep):
+class _Wait(torch_internals.OneStepFunction):
     """The node of the operator that waits."""
 
     @staticmethod
@@ -232,19 +221,17 @@ def _run_and_wait(collective: Collective, tensor: Tensor, name: str) -> Tensor:
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
     apply = function.apply
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if torch_internals.innermost_transform() is None:
         result: Tensor = apply(*arguments)
         return result
-    one_step: Any = enable_single_level_autograd_function
-    with one_step():
+    with torch_internals.single_level_function():
         result = apply(*arguments)
     return result
 
 
 def _below_autograd(overload: Any, keys: Any, *arguments: Any) -> Tensor:
-    below: Any = torch._C._AutoDispatchBelowAutograd()
-    with below:
-        result: Tensor = overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+    with torch_internals.below_autograd():
+        result: Tensor = overload.redispatch(keys & torch_internals.AFTER_AUTOGRAD, *arguments)
     return result
 
 
@@ -309,7 +296,8 @@ def _register_wait() -> None:
 
 def _is_recorded(tensor: Tensor) -> bool:
     # A level of forward mode may hold a tangent, which must not get lost.
-    return (torch.is_grad_enabled() and tensor.requires_grad) or forward_ad._current_level >= 0
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    return recorded or torch_internals.forward_mode_level() >= 0
 
 
 def _finish_registration(
@@ -318,10 +306,7 @@ def _finish_registration(
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_vmap(qualified, batched, lib=_library)
     torch.fx.node.has_side_effect(getattr(torch.ops.dataparallel, qualified.split("::")[1]).default)
-    # Torch before 2.10 has no effects.
-    with contextlib.suppress(ImportError, AttributeError):
-        effects: Any = importlib.import_module("torch._library.effects")
-        _library._register_effectful_op(qualified, effects.EffectType.ORDERED)
+    torch_internals.register_ordered(_library, qualified)
 
 
 _BY_NAME = {operator.name: operator for operator in OPERATORS}

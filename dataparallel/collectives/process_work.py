@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataparallel import torch_internals
 from dataparallel.collectives.process_checks import checks_of
 from dataparallel.collectives.process_failures import GroupFailures
 from dataparallel.comm.checks import LATE_ANSWER
@@ -205,6 +206,4 @@ def _name_of(group: dist.ProcessGroup) -> str:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    import torch.distributed.distributed_c10d as c10d
-
-    return group in c10d._world.pg_map
+    return torch_internals.is_registered(group)

@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-_CHECKPOINT = torch.utils.checkpoint.__file__
+from dataparallel import torch_internals
 
-_backward_id: Any = torch._C._current_graph_task_id
-_transforms_active: Any = torch._C._are_functorch_transforms_active
-_tracing_state: Any = torch._C._get_tracing_state
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 def check_input(name: str, tensor: object) -> None:
@@ -69,12 +63,12 @@ def refuse_in_replica(name: str) -> None:
             "part; leave the collective out of the checkpointed part, or put the checkpoint "
             "around the whole wrapper"
         )
-    if _backward_id() != -1:
+    if torch_internals.current_graph_task_id() != -1:
         raise RuntimeError(
             f"{name} over replicas was called in backward, where a replica cannot wait for the "
             "others; call it in forward"
         )
-    if _transforms_active() or _tracing_state() is not None:
+    if torch_internals.transforms_active() or torch_internals.tracing_state() is not None:
         raise RuntimeError(
             f"{name} over replicas was called under a torch.func transform or torch.jit.trace "
             "within a replica, which cannot follow tensors of other replicas; call it outside of "
@@ -91,7 +85,7 @@ def refuse_in_backward(name: str) -> None:
     Raises:
         RuntimeError: In backward. See Note [No collective in backward].
     """
-    if _backward_id() != -1 and not _has_checkpoint_frame():
+    if torch_internals.current_graph_task_id() != -1 and not _has_checkpoint_frame():
         raise RuntimeError(
             f"{name} over replicas was called in backward, by a hook or by code that runs forward "
             "again, where no replica meets the others; call it in forward, use "
@@ -109,14 +103,14 @@ def _has_checkpoint_frame() -> bool:
 
 
 def _has_checkpoint_hooks() -> bool:
-    hooks = _top_hooks(True)
+    hooks = torch_internals.top_saved_tensors_hooks(True)
     if hooks is None:
         return False
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         return True
     # Others may lie above them.
-    _pop_hooks()
+    torch_internals.pop_saved_tensors_hooks()
     try:
         return _has_checkpoint_hooks()
     finally:
-        _push_hooks(*hooks)
+        torch_internals.push_saved_tensors_hooks(*hooks)

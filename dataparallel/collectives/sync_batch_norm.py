@@ -7,17 +7,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
 from dataparallel.collectives.groups import Group, resolve
+from dataparallel.torch_internals import BatchNorm
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm with the statistics of the whole batch, of which each member has a chunk.
 
     In training each member normalises with mean and variance over the chunks of all members, as one
@@ -171,7 +171,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _is_batch_norm(part: nn.Module) -> bool:
-    return isinstance(part, _BatchNorm)
+    return isinstance(part, BatchNorm)
 
 
 def _fault(layer: nn.Module) -> str | None:
@@ -182,7 +182,7 @@ def _fault(layer: nn.Module) -> str | None:
         return "does not know its number of channels yet; run a forward first"
     if is_parametrized(layer):
         return "is parametrized; convert it before it is parametrized"
-    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    known = (BatchNorm.forward, nn.SyncBatchNorm.forward)
     if type(layer).forward not in known or "forward" in vars(layer):
         return "has a forward of its own; use a layer of torch.nn"
     return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from dataparallel import torch_internals
 
 
 def is_tracing() -> bool:
@@ -15,14 +15,14 @@ def is_tracing() -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
-    if torch._C._len_torch_dispatch_stack() and _has_tracing_mode():
+    if torch_internals.num_dispatch_modes() and _has_tracing_mode():
         return True
-    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+    if torch_internals.is_key_included(torch_internals.PRE_DISPATCH):
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch_internals.innermost_transform() is not None
 
 
 def _has_tracing_mode() -> bool:
-    keys = torch._C._TorchDispatchModeKey
-    find: Any = torch._C._get_dispatch_mode
+    keys = torch_internals.TorchsModes
+    find = torch_internals.torchs_dispatch_mode
     return any(find(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))

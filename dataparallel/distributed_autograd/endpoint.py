@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dataparallel import interpreter_end
+from dataparallel import interpreter_end, torch_internals
 from dataparallel.distributed_autograd.call_threads import is_nested
 from dataparallel.distributed_autograd.extension import Context, Worker
 from dataparallel.distributed_autograd.remote_value import Reference
@@ -132,7 +132,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 def refuse_transformed(tensor: torch.Tensor) -> None:
     """Raise TypeError for a tensor inside of a transform of ``torch.func``."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch_internals.is_transformed(tensor):
         raise TypeError(
             "a tensor inside of torch.func.vmap, grad or jvp cannot be sent to another worker: "
             "make the call outside of the transform"

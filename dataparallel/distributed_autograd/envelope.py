@@ -11,6 +11,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
 from dataparallel.distributed_autograd.endpoint import refuse_transformed
 from dataparallel.distributed_autograd.extension import Context, Worker
 
@@ -161,8 +162,6 @@ def _stage(tensor: torch.Tensor, sender: int, to: int) -> tuple[torch.Tensor, st
     """A tensor as torch's RPC can send it, and the device that it was copied from, or ""."""
     if not _devices.is_accelerator(tensor.device):
         return tensor, ""
-    agent: Any = torch_rpc.api._get_current_rpc_agent()  # type: ignore[attr-defined]
-    mapped = agent._get_device_map(agent.get_worker_info(to))
-    if tensor.device in mapped:
+    if tensor.device in torch_internals.rpc_device_map(to):
         return tensor, ""
     return tensor.cpu(), str(tensor.device)

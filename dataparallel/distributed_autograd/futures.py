@@ -6,10 +6,11 @@ import concurrent.futures
 import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.devices import accelerators
 from dataparallel.distributed_autograd.remote_value import thrown
 
@@ -25,9 +26,9 @@ def concurrent_future(future: torch.futures.Future[T]) -> concurrent.futures.Fut
 
 def throwing(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
     """The same result in a future that raises it if it is a ``Failure``."""
-    result: Any = future.then(lambda done: done.value())
-    result._set_unwrap_func(thrown)
-    return cast("torch.futures.Future[Any]", result)
+    result = future.then(lambda done: done.value())
+    torch_internals.open_with(result, thrown)
+    return result
 
 
 def chained(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 from torch.distributed.rpc.functions import async_execution
 
+from dataparallel import torch_internals
 from dataparallel.distributed_autograd.endpoint import Endpoint, _of_process, entered
 from dataparallel.distributed_autograd.envelope import Envelope, seal, unseal
 from dataparallel.distributed_autograd.extension import Context, Worker, extension
@@ -113,9 +114,9 @@ def _opened(
         if isinstance(value, _Failure):
             raise value.error
 
-    opened: Any = answer.then(arrived)
-    opened._set_unwrap_func(raise_failure)
-    return cast("torch.futures.Future[Any]", opened)
+    opened = answer.then(arrived)
+    torch_internals.open_with(opened, raise_failure)
+    return opened
 
 
 def _with_name(error: Exception, callee: str) -> Exception:
@@ -135,9 +136,9 @@ def process_endpoint() -> ProcessEndpoint | None:
     """The endpoint of this process, or None before ``init_rpc`` and after its shutdown."""
     global _current
     # Some builds of torch have no RPC.
-    if not torch_rpc.is_available() or not torch_rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+    agent = torch_internals.rpc_agent() if torch_rpc.is_available() else None
+    if agent is None:
         return None
-    agent = torch_rpc.api._get_current_rpc_agent()  # type: ignore[attr-defined]
     with _lock:
         if _current is None or _current.agent is not agent:
             info = agent.get_worker_info()

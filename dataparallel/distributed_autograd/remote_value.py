@@ -11,6 +11,8 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
+from dataparallel import torch_internals
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -96,13 +98,9 @@ class RemoteValue:
             return True
 
 
-#: What ``torch.distributed.rpc.functions.async_execution`` sets on a function.
-_MARK = "_wrapped_async_rpc_function"
-
-
 def is_async(function: Any) -> bool:
     """Whether a function returns a future of its result."""
-    return hasattr(function, _MARK)
+    return hasattr(function, torch_internals.ASYNC_MARK)
 
 
 def expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
@@ -112,7 +110,7 @@ def expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
         TypeError: It is no future.
     """
     # What `then` returns is not of the class in Python.
-    if not isinstance(result, torch._C.Future):
+    if not isinstance(result, torch_internals.Future):
         raise TypeError(
             f"{name} is marked with async_execution, so it must return a torch.futures.Future, but "
             f"it returned {result!r} of type {type(result).__name__}"

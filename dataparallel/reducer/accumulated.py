@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.gradient_home import IN_GRAD, GradientHome
 from dataparallel.reducer.nonfinite import Finding
 
@@ -72,7 +73,10 @@ class Accumulated:
             if reduced is None:
                 continue
             grad = self._gradient(index)
-            if grad is None or not (grad._values() if grad.is_sparse else grad).any():
+            if (
+                grad is None
+                or not (torch_internals.sparse_values(grad) if grad.is_sparse else grad).any()
+            ):
                 self._unreduced[index] = None
 
     def has_unreduced(self, index: int) -> bool:

@@ -18,10 +18,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Any
 
-import torch
-
+from dataparallel import torch_internals
 from dataparallel.reducer import messages
 
 #: Number of no backward.
@@ -95,6 +93,5 @@ class Entrances:
 
 def _given_to_the_engine() -> weakref.ref[_Token]:
     token = _Token()
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(functools.partial(id, token))
+    torch_internals.when_backward_ends(functools.partial(id, token))
     return weakref.ref(token)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
 
 
@@ -30,9 +31,11 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     plain = [list(_plain(gradient)) for gradient in gradients]
     flat = [tensor for parts in plain for tensor in parts]
     norms = [
-        norm if _is_coalesced(tensor) else norm * math.sqrt(tensor._nnz())
+        norm
+        if _is_coalesced(tensor)
+        else norm * math.sqrt(torch_internals.num_sparse_values(tensor))
         for norm, tensor in zip(
-            torch._foreach_norm([_numbers(tensor) for tensor in flat], 2, _dtype(flat[0])),
+            torch_internals.foreach_norm([_numbers(tensor) for tensor in flat], 2, _dtype(flat[0])),
             flat,
             strict=True,
         )
@@ -47,7 +50,10 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def kind_of(gradient: torch.Tensor) -> str | None:
     """``"NaN"``, ``"infinity"``, or None where all numbers are finite; waits for the device."""
-    parts = [part.coalesce()._values() if part.is_sparse else part for part in _plain(gradient)]
+    parts = [
+        torch_internals.sparse_values(part.coalesce()) if part.is_sparse else part
+        for part in _plain(gradient)
+    ]
     if any(bool(part.isnan().any()) for part in parts):
         return "NaN"
     return "infinity" if any(bool(part.isinf().any()) for part in parts) else None
@@ -81,7 +87,7 @@ def _plain(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._values() if tensor.is_sparse else tensor
+    return torch_internals.sparse_values(tensor) if tensor.is_sparse else tensor
 
 
 def _is_coalesced(tensor: torch.Tensor) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-# Where torch's function leaves names in a module.
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
+from dataparallel.torch_internals import IGNORED_NAMES
 
 
 def ignored_names(module: nn.Module) -> set[str]:
@@ -15,7 +14,7 @@ def ignored_names(module: nn.Module) -> set[str]:
     module, with or without the dot that torch's recipe puts before names of the module itself.
     What has several names is left out if all of them were given.
     """
-    given = {name.removeprefix(".") for name in getattr(module, _IGNORED, ())}
+    given = {name.removeprefix(".") for name in getattr(module, IGNORED_NAMES, ())}
     if not given:
         return given
     names: dict[int, list[str]] = {}

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from dataparallel import torch_internals
+
 
 class _State:
     """What is known of the gradient that an original gets next."""
@@ -82,8 +84,8 @@ class OriginalHooks:
         self._ran.clear()
         self.with_gradient_hooks.clear()
         for index, original in enumerate(self._originals):
-            before: Any = original._backward_hooks
-            after: Any = original._post_accumulate_grad_hooks
+            before = torch_internals.backward_hooks(original)
+            after = torch_internals.post_accumulate_grad_hooks(original)
             if before or after:
                 self._guard(index, original, before or {}, after or {})
 
@@ -109,7 +111,7 @@ class OriginalHooks:
         """What the hooks of a parameter make of its gradient; the engine runs them no more."""
         if index not in self.with_gradient_hooks:
             return grad
-        table: Any = self._originals[index]._backward_hooks
+        table = torch_internals.backward_hooks(self._originals[index])
         for hook in list(table.values()):
             if isinstance(hook, _GradientHook):
                 changed = hook.hook(grad)

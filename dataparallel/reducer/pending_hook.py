@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dataparallel import torch_internals
 from dataparallel.error_location import locate
 from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.grad_bucket import GradBucket
@@ -43,7 +44,7 @@ def run_hook(hook: ResolvedHook, bucket: GradBucket) -> PendingHook:
     wanted = _Content.of(original)
     with _located(bucket):
         future: object = hook.function(hook.state, bucket)
-    if not isinstance(future, torch._C.Future):
+    if not isinstance(future, torch_internals.Future):
         raise TypeError(
             f"the communication hook {hook.name} must return a torch.futures.Future of the "
             f"bucket's new content, but returned {_what(future)} for {_label(bucket)}; "

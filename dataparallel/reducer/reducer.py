@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from dataparallel.gradient_home import IN_GRAD, current_home
-from dataparallel.parallel_apply import record_range
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.bucket_plan import whole_order
@@ -44,6 +43,7 @@ from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.usage import Usage
 from dataparallel.reducer.verification import verify_across_processes, verify_replicas
 from dataparallel.timeline import Timeline
+from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optimizer_in_backward import InBackwardOptimizers

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
+from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.tree import flatten
 
@@ -104,19 +104,13 @@ def _num_collectives() -> dict[str, int]:
     if not dist.is_available() or not dist.is_initialized():
         return {}
     numbers: dict[str, int] = {}
-    for group in list(distributed_c10d._world.pg_map):
+    for group in list(torch_internals.world().pg_map):
         try:
-            numbers[group.group_name] = _sequence_number(group)
+            numbers[group.group_name] = torch_internals.num_collectives(group)
         except RuntimeError:
             # Not every backend counts.
             continue
     return numbers
-
-
-def _sequence_number(group: Any) -> int:
-    # Torch's stubs lack the method.
-    number: int = group._get_sequence_number_for_group()
-    return number
 
 
 def _layer_of_all_processes(modules: Sequence[nn.Module]) -> str:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.generators import GeneratorStates
 
 _Registered: TypeAlias = "dict[str, torch.Tensor | None]"
@@ -58,7 +59,7 @@ class Rollback:
         # Memory that was made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             if _can_hold(values, buffers):
-                torch._foreach_copy_(values, buffers)
+                torch_internals.foreach_copy_(values, buffers)
             else:
                 self._values = [buffer.detach().clone() for buffer in buffers]
         self._generators = GeneratorStates(self._devices)

@@ -6,11 +6,10 @@ import atexit
 import os
 import threading
 import time
-from typing import Any
 
-import torch
 from torch.utils import backend_registration
 
+from dataparallel import torch_internals
 from dataparallel.virtual import extension
 
 _NAME = "virtual"
@@ -119,7 +118,7 @@ def _strict_from_environment() -> bool:
 
 
 def _register(n: int) -> extension.Extension:
-    other = torch._C._get_privateuse1_backend_name()
+    other = torch_internals.privateuse1_name()
     if other != "privateuseone":
         raise RuntimeError(
             f"the accelerator backend {other!r} is registered already: "
@@ -134,8 +133,7 @@ def _register(n: int) -> extension.Extension:
     loaded.initialize(n)
     device_module.default_generators = tuple(loaded.default_generators())
     backend_registration.rename_privateuse1_backend(_NAME)
-    register: Any = torch._register_device_module  # Some versions of torch leave it without types.
-    register(_NAME, device_module)
+    torch_internals.register_device_module(_NAME, device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     extension.keep(loaded)
     atexit.register(_let_engine_threads_finish)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.kernels.dtypes import wide
 
 # Up to this many elements, scaling all tensors in one call costs less than a pass over each; above
@@ -30,7 +31,9 @@ def flatten(
     """
     if scale != 1 and bucket is not None and _are_small_and_alike(tensors, bucket):
         # Scaled in one pass, since a call for each would cost more.
-        torch._foreach_copy_(list(views), [tensor for tensor in tensors if tensor is not None])
+        torch_internals.foreach_copy_(
+            list(views), [tensor for tensor in tensors if tensor is not None]
+        )
         bucket.mul_(scale)
         return
     for view, tensor in zip(views, tensors, strict=True):
@@ -66,9 +69,9 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], scale: float
     if scale != 1:
         targets, sources = _scale_on_the_way(targets, sources, scale)
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch_internals.foreach_copy_(targets, sources)
         if scale != 1:
-            torch._foreach_mul_(targets, scale)
+            torch_internals.foreach_mul_(targets, scale)
 
 
 def _scale_on_the_way(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.kernels.reference.wide_copies import WideCopies, wide_gradients
 
 
@@ -32,20 +33,20 @@ def fused_adamw(
     weights, averages, squares = map(WideCopies, (parameters, exp_avgs, exp_avg_sqs))
     slopes = wide_gradients(gradients, parameters, -scale if maximize else scale)
     if weight_decay != 0 and decoupled:
-        torch._foreach_mul_(weights.tensors, 1 - lr * weight_decay)
+        torch_internals.foreach_mul_(weights.tensors, 1 - lr * weight_decay)
     elif weight_decay != 0:
-        slopes = torch._foreach_add(slopes, weights.tensors, alpha=weight_decay)
-    torch._foreach_lerp_(averages.tensors, slopes, 1 - beta1)
-    torch._foreach_mul_(squares.tensors, beta2)
-    torch._foreach_addcmul_(squares.tensors, slopes, slopes, 1 - beta2)
+        slopes = torch_internals.foreach_add(slopes, weights.tensors, alpha=weight_decay)
+    torch_internals.foreach_lerp_(averages.tensors, slopes, 1 - beta1)
+    torch_internals.foreach_mul_(squares.tensors, beta2)
+    torch_internals.foreach_addcmul_(squares.tensors, slopes, slopes, 1 - beta2)
     largest = squares
     if max_exp_avg_sqs is not None:
         largest = WideCopies(max_exp_avg_sqs)
-        torch._foreach_maximum_(largest.tensors, squares.tensors)
-    denominators = torch._foreach_sqrt(largest.tensors)
-    torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
-    torch._foreach_add_(denominators, eps)
+        torch_internals.foreach_maximum_(largest.tensors, squares.tensors)
+    denominators = torch_internals.foreach_sqrt(largest.tensors)
+    torch_internals.foreach_div_(denominators, (1 - beta2**step) ** 0.5)
+    torch_internals.foreach_add_(denominators, eps)
     step_size = lr / (1 - beta1**step)
-    torch._foreach_addcdiv_(weights.tensors, averages.tensors, denominators, -step_size)
+    torch_internals.foreach_addcdiv_(weights.tensors, averages.tensors, denominators, -step_size)
     for copies in (weights, averages, squares, largest):
         copies.write()

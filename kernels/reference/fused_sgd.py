@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.kernels.reference.wide_copies import WideCopies, wide_gradients
 
 
@@ -29,19 +30,19 @@ def fused_sgd(
     weights = WideCopies(parameters)
     steps = wide_gradients(gradients, parameters, -scale if maximize else scale)
     if weight_decay != 0:
-        steps = torch._foreach_add(steps, weights.tensors, alpha=weight_decay)
+        steps = torch_internals.foreach_add(steps, weights.tensors, alpha=weight_decay)
     if momentum != 0:
         assert momentum_buffers is not None
         buffers = WideCopies(momentum_buffers)
         if first_step:
-            torch._foreach_copy_(buffers.tensors, steps)
+            torch_internals.foreach_copy_(buffers.tensors, steps)
         else:
-            torch._foreach_mul_(buffers.tensors, momentum)
-            torch._foreach_add_(buffers.tensors, steps, alpha=1 - dampening)
+            torch_internals.foreach_mul_(buffers.tensors, momentum)
+            torch_internals.foreach_add_(buffers.tensors, steps, alpha=1 - dampening)
         if nesterov:
-            steps = torch._foreach_add(steps, buffers.tensors, alpha=momentum)
+            steps = torch_internals.foreach_add(steps, buffers.tensors, alpha=momentum)
         else:
             steps = buffers.tensors
         buffers.write()
-    torch._foreach_add_(weights.tensors, steps, alpha=-lr)
+    torch_internals.foreach_add_(weights.tensors, steps, alpha=-lr)
     weights.write()

@@ -8,6 +8,7 @@ import torch
 
 from dataparallel.kernels.dtypes import wide
 from dataparallel.kernels.memory import is_dense, is_plain, lie_alike
+from dataparallel.torch_internals import is_transformed
 
 # How many elements are widened at a time: enough to keep any device busy, and little memory.
 _CHUNK = 2**22
@@ -68,7 +69,7 @@ def _multiply(total: torch.Tensor, scale: float) -> None:
 
 def _may_share(first: torch.Tensor, second: torch.Tensor) -> bool:
     # The memory of a tensor of a function transform cannot be asked for.
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (first, second))):
+    if any(map(is_transformed, (first, second))):
         return True
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dataparallel import torch_internals
 from dataparallel.kernels.dtypes import wide
 
 
@@ -31,7 +32,7 @@ class WideCopies:
         """Round the copies to the originals."""
         if self._small:
             originals, copies = zip(*self._small, strict=True)
-            torch._foreach_copy_(originals, copies)
+            torch_internals.foreach_copy_(originals, copies)
 
 
 def wide_gradients(
@@ -48,4 +49,4 @@ def wide_gradients(
         gradient.to(wide(parameter.dtype))
         for gradient, parameter in zip(gradients, parameters, strict=True)
     )
-    return converted if scale == 1 else tuple(torch._foreach_mul(converted, scale))
+    return converted if scale == 1 else tuple(torch_internals.foreach_mul(converted, scale))

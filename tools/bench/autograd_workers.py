@@ -16,6 +16,7 @@ import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 
 from dataparallel import distributed_autograd as ours
+from dataparallel import torch_internals
 from dataparallel.tools.bench.autograd_tasks import (
     FORMS,
     PARTS,
@@ -94,7 +95,7 @@ class Workers:
         torch.set_num_threads(task.threads)
         options: dict[str, Any] = {}
         if task.transport != "default":
-            options["_transports"] = [task.transport]
+            options = torch_internals.rpc_transport(task.transport)
         # unsafe-load: between processes that the benchmark has started
         torch_rpc.init_rpc(  # type: ignore[no-untyped-call]
             f"worker{task.rank}",

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as theirs
 from torch import Tensor
 
 from dataparallel import collectives as ours
+from dataparallel import torch_internals
 from dataparallel.tools.bench.collectives_tasks import (
     CollectivesTask,
     elements,
@@ -49,6 +49,7 @@ class Processes:
             if task.forms != ("process",)
         }
         operations = task.operations if "process" in task.forms else ()
+        theirs = torch_internals.functional_collectives()
         self.forms = {name: {"ours": _call(ours, name), "torch": _call(theirs, name)}
                       for name in operations}  # fmt: skip
 

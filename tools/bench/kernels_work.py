@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dataparallel import kernels
+from dataparallel import kernels, torch_internals
 from dataparallel.kernels import reference
 from dataparallel.tools.bench.kernels_buffers import BufferSet, is_close, tensor_list, values
 from dataparallel.tools.bench.kernels_cases import DTYPES, KernelCase, moved
@@ -92,7 +92,7 @@ def _reduce_add(case: KernelCase, device: torch.device) -> BufferSet:
     def foreach_add() -> None:
         # As with buckets that are summed in place: the numbers grow, the time does not.
         for term in inputs[1:]:
-            torch._foreach_add_([total], [term])
+            torch_internals.foreach_add_([total], [term])
 
     def is_right() -> bool:
         expected = torch.stack([term.double() for term in inputs]).sum(0)
@@ -118,7 +118,7 @@ def _flatten(case: KernelCase, device: torch.device) -> BufferSet:
     layout = kernels.BucketLayout(bucket, views)
 
     def foreach_copy() -> None:
-        torch._foreach_copy_(views, tensors)
+        torch_internals.foreach_copy_(views, tensors)
         bucket.mul_(_SCALE)
 
     def is_right() -> bool:
@@ -148,7 +148,7 @@ def _unflatten(case: KernelCase, device: torch.device) -> BufferSet:
 
     return BufferSet(
         lambda: kernels.unflatten(bucket, tensors, views=layout),
-        {"foreach": lambda: torch._foreach_copy_(tensors, views)},
+        {"foreach": lambda: torch_internals.foreach_copy_(tensors, views)},
         is_right,
     )
 

@@ -44,11 +44,11 @@ class Reduction:
             By set, the largest relative error of an element of a gradient in any of the rounds.
         """
         errors = {
-            # A tensor's maximum, unlike Python's, is NaN if one of them is.
-            name: torch.tensor([self._error_of_one_round(name) for _ in range(steps)]).max().item()
-            for name in self.models
+            name: [self._error_of_one_round(name) for _ in range(steps)] for name in self.models
         }
-        return {"gradient_errors": errors}
+        # A tensor's maximum, unlike Python's, is NaN if one of them is.
+        largest = {name: torch.tensor(found).max().item() for name, found in errors.items()}
+        return {"gradient_errors": largest}
 
     def _error_of_one_round(self, name: str) -> float:
         self._round(name)

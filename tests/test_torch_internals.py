@@ -1,0 +1,481 @@
+"""The one file for private names of torch: nobody else touches them, and a torch without one works.
+
+A torch that lacks a name is simulated: a copy of the file is loaded that sees the real one without
+it. A torch that has changed is simulated by what each patch tests when it is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import logging
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
+import torch.utils.checkpoint
+from torch.nn import functional as F
+
+from dataparallel import torch_internals
+from dataparallel.parallel_apply import apply_replicas
+from tests.private_names import defined_in, is_private, touches
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILE = ROOT / "dataparallel" / "torch_internals.py"
+
+
+# --- nobody else -----------------------------------------------------------------------------
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of all sources but the one file, by their path."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for folder in ("dataparallel", "kernels", "tools", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != FILE
+    }
+
+
+@functools.cache
+def ours() -> frozenset[str]:
+    """The private names that our own sources define."""
+    return frozenset(
+        name for tree in trees().values() for name in defined_in(tree) if is_private(name)
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._current_graph_task_id()",
+        "import torch\nengine: Any = torch.autograd.Variable._execution_engine",
+        "import torch._dynamo",
+        "import torch._functorch.config as config",
+        "from torch import _C",
+        "from torch.utils import _pytree as pytree",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "import torch.distributed as dist\ndist._all_gather_base",
+        "import torch.distributed.distributed_c10d as c10d\ngroup in c10d._world.pg_map",
+        "import torch\nc10d = torch.distributed.distributed_c10d\nc10d._world",
+        "import torch\nfirst = torch\nsecond = first.distributed\nsecond._world",
+        "import torch\ngetattr(torch.random, '_seed_custom_device')",
+        "import torch\ngetattr(torch, 'distributed')._world",
+        "import sys\nsys.modules['torch.distributed.distributed_c10d']._world",
+        "import sys\nsys.modules.get('torch._dynamo.eval_frame')",
+        "import importlib\nimportlib.import_module('torch._library.effects')",
+        "group._device_types",
+        "self.group._get_backend(device)",
+        "self._optimizer_step_pre_hooks",
+        "tensor._values()",
+        "class A:\n    _values: int\ntensor._values()",
+        "hasattr(parameter, '_ddp_ignored')",
+        "vars(function)['_torchdynamo_disable'] = True",
+        "'_is_replica' in vars(module)",
+        "HOOKS = ('_optimizer_state_dict_pre_hooks',)",
+        "torch_rpc.TensorPipeRpcBackendOptions(_transports=['uv'])",
+    ],
+)
+def test_what_touches_a_private_name(source: str) -> None:
+    tree = ast.parse(source)
+    assert len(touches(tree, defined_in(tree))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.__version__",
+        "import torch\ntorch.distributed.get_rank()",
+        "class A:\n    def _check(self): ...\n    def b(self): self._check()",
+        "class A:\n    def __init__(self): self._values = 1\n    def b(self): return self._values",
+        "module._parameters, module._buffers, module._modules, tensor._version",
+        "settings._replace(size=2)",
+        "import sys\nsys._getframe(1)",
+        "hasattr(tensor, '_dataparallel_anchor')",
+        "'''torch._dynamo._private is not touched here.'''",
+        "raise ValueError('register it with torch.utils._pytree first')",
+    ],
+)
+def test_what_touches_none(source: str) -> None:
+    tree = ast.parse(source)
+    assert not touches(tree, defined_in(tree))
+
+
+def test_no_other_file_touches_a_private_name_of_torch() -> None:
+    found = [f"{path}:{place}" for path, tree in trees().items() for place in touches(tree, ours())]
+    assert not found
+
+
+# --- names that are missing ------------------------------------------------------------------
+
+
+class Without:
+    """Torch, or a part of it, without one name."""
+
+    def __init__(self, real: Any, path: list[str]) -> None:
+        self._real, self._path = real, path
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._path[0]:
+            return getattr(self._real, name)
+        if len(self._path) == 1:
+            raise AttributeError(name)
+        return Without(getattr(self._real, name), self._path[1:])
+
+
+def entries() -> dict[str, tuple[str, bool]]:
+    """By path, the name in our file, and whether there is something for a torch without it."""
+    found = {}
+    for node in ast.walk(ast.parse(FILE.read_text(encoding="utf-8"))):
+        call = getattr(node, "value", None)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "_private":
+            assert isinstance(node, (ast.Assign, ast.AnnAssign))
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found[ast.literal_eval(call.args[0])] = ast.unparse(target), len(call.args) > 1
+    return found
+
+
+def copy_without(path: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Our file as it is in a torch that lacks a name."""
+    spec = importlib.util.spec_from_file_location("copy_of_internals", FILE)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", Without(torch, path.split(".")[1:]))
+        spec.loader.exec_module(copy)
+    return copy
+
+
+def test_this_torch_has_all_names() -> None:
+    assert torch_internals.missing == []
+    assert len(entries()) > 90
+
+
+@pytest.mark.parametrize("path", entries())
+def test_a_torch_without_a_name_says_so_at_use_or_does_without(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, has_other = entries()[path]
+    copy = copy_without(path, monkeypatch)
+    assert copy.missing == [path]
+    entry = getattr(copy, name)
+    if has_other:
+        assert not isinstance(entry, copy._Missing)
+        return
+    # As a class it may be asked for instances and derived from.
+    assert not isinstance(1, entry)
+    for use in (entry, type("Derived", (entry,), {})):
+        with pytest.raises(RuntimeError, match=f"has no {re.escape(path)}.*torch 2.11 to 2.15"):
+            use()
+
+
+def test_names_are_torchs_own_objects() -> None:
+    assert torch_internals.current_graph_task_id is torch._C._current_graph_task_id
+    assert torch_internals.foreach_add_ is torch._foreach_add_
+    assert torch_internals.BatchNorm is torch.nn.modules.batchnorm._BatchNorm
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: torch_internals.group_devices(object()), "ProcessGroup._device_types"),
+        (lambda: torch_internals.group_backend(object(), torch.device("cpu")), "_get_backend"),
+        (lambda: torch_internals.num_collectives(object()), "_get_sequence_number_for_group"),
+        (lambda: torch_internals.open_with(object(), print), "Future._set_unwrap_func"),
+        (lambda: torch_internals.init_group(object(), {}), "object._init_group"),
+        (lambda: torch_internals.own_state_numbers(object()), "_sync_param_groups"),
+        (lambda: torch_internals.configure_join(object()), "Join._set_joinable_configs"),
+    ],
+)
+def test_an_object_without_a_private_attribute_says_so(call: Any, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"has no .*{re.escape(name)}.*one of torch 2.11 to"):
+        call()
+
+
+CONTEXT = [
+    name
+    for path, (name, has_other) in entries().items()
+    if has_other and re.search(r"enabled|mode|hooks|state|nesting|autocast|_push|_pop", path)
+]
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_replicas_take_over_the_rest_of_the_context(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = next(path for path, (own, _) in entries().items() if own == name)
+    monkeypatch.setattr(torch_internals, name, getattr(copy_without(path, monkeypatch), name))
+    with torch.no_grad():
+        assert apply_replicas([torch.is_grad_enabled] * 2, [torch.device("cpu")] * 2) == [
+            False,
+            False,
+        ]
+
+
+def test_the_compiler_is_not_imported() -> None:
+    program = """
+        import sys
+        import dataparallel.torch_internals
+        print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# --- patches ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[pytest.LogCaptureFixture]:
+    """The log, as if nothing had been said in this process before."""
+    monkeypatch.setattr(torch_internals, "_told", set())
+    caplog.set_level(logging.WARNING, logger="dataparallel")
+    yield caplog
+
+
+def only_line(said: pytest.LogCaptureFixture) -> str:
+    (line,) = said.messages
+    assert line.startswith(f"torch {torch.__version__}: ")
+    return line
+
+
+def test_the_compile_lock_is_taken_back_where_the_compiler_takes_another(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    frames: Any = torch._dynamo.convert_frame
+    before = frames.compile_lock
+    monkeypatch.setattr(frames, "compile_lock", before)
+    assert torch_internals.replace_compile_lock(lambda torchs: threading.RLock())
+    assert frames.compile_lock is not before
+    assert not said.messages
+
+    frames.compile_lock = before
+    monkeypatch.setattr(frames.CatchErrorsWrapper, "__call__", lambda self, *args: None)
+    for _ in range(2):
+        assert not torch_internals.replace_compile_lock(lambda torchs: threading.RLock())
+        assert frames.compile_lock is before
+    assert "replicas run while another one compiles" in only_line(said)
+
+
+def test_contexts_are_handed_on_as_they_were_where_ours_do_not_arrive(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    graph: Any = torch.autograd.graph
+    monkeypatch.setattr(graph, "contextvars", contextvars, raising=False)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
+    monkeypatch.setattr(torch._C, "_get_obj_in_tls", lambda key: contextvars.copy_context())
+    torch_internals.hand_on_contexts_for_any_thread()
+    assert graph.contextvars is contextvars
+    assert "cannot run its backward on several devices" in only_line(said)
+
+
+def test_what_a_backward_hands_on_can_be_entered_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    graph: Any = torch.autograd.graph
+    if getattr(graph, "contextvars", None) is not None:
+        monkeypatch.setattr(graph, "contextvars", contextvars)
+    torch_internals.hand_on_contexts_for_any_thread()
+    handed = getattr(graph, "contextvars", None)
+    # Torch 2.11 hands nothing on, and 2.15 copies what it does.
+    replaced = handed not in (None, contextvars)
+    assert replaced == (handed is not None and torch.__version__ < "2.15")
+    if replaced:
+        context = handed.copy_context()
+        assert context.run(context.copy().run, context.run, int) == 0
+        assert handed.ContextVar is contextvars.ContextVar
+    assert not said.messages
+
+
+def test_nothing_is_replaced_where_torch_copies_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph: Any = torch.autograd.graph
+    monkeypatch.setattr(graph, "contextvars", contextvars, raising=False)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.15.1"))
+    torch_internals.hand_on_contexts_for_any_thread()
+    assert graph.contextvars is contextvars
+
+
+def test_first_calls_search_where_the_search_cannot_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    first: Any = runtime_wrappers._FirstInvocationContext
+    with torch_internals.first_calls_without_search():
+        assert type(first()()) is contextlib.nullcontext
+    assert type(first()()) is not contextlib.nullcontext
+    assert not said.messages
+
+    class Other:
+        def __init__(self) -> None:
+            self.first = True
+
+        def __call__(self) -> object:
+            return threading.Lock()
+
+    monkeypatch.setattr(runtime_wrappers, "_FirstInvocationContext", Other)
+    for _ in range(2):
+        with torch_internals.first_calls_without_search():
+            assert Other().first
+    assert "draws from torch's default generator" in only_line(said)
+
+
+def test_the_default_generator_stays_where_torch_no_longer_looks_for_it(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    module: Any = torch.random
+    before = module.default_generator
+    monkeypatch.setattr(module, "default_generator", before)
+    stand_in = torch.Generator()
+    assert torch_internals.replace_default_generator(stand_in)
+    assert torch.equal(torch.get_rng_state(), stand_in.get_state())
+    assert not said.messages
+
+    module.default_generator = before
+    monkeypatch.setattr(module, "get_rng_state", lambda: None)
+    assert not torch_internals.replace_default_generator(stand_in)
+    assert module.default_generator is before
+    assert "draw other numbers when they are recomputed" in only_line(said)
+
+
+def test_checkpoints_stay_where_they_ask_for_states_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    module: Any = torch.utils.checkpoint
+
+    def original(*args: Any) -> tuple[list[int], list[str]]:
+        return list(args), ["theirs"] * len(args)
+
+    monkeypatch.setattr(module, "get_device_states", original)
+    monkeypatch.setattr(module, "_infer_device_type", lambda *args: "virtual")
+    torch_internals.replace_checkpoint_states(lambda *found: found)
+    assert module.get_device_states(3, 5) == ([3, 5], ("virtual", [3, 5], ["theirs"] * 2))
+    assert module.get_device_states() == ([], [])
+    assert not said.messages
+
+    monkeypatch.setattr(module, "get_device_states", original)
+    monkeypatch.setattr(module.CheckpointFunction, "forward", lambda *args: None)
+    torch_internals.replace_checkpoint_states(lambda *found: found)
+    assert module.get_device_states is original
+    assert "checkpoints on a shared accelerator" in only_line(said)
+
+
+#: Another one that nothing in torch uses.
+KEY = "TESTING_ONLY_GenericWrapper"
+
+
+def kernels_of(holder: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return torch.ops.aten.relu.default.redispatch(keys & holder.below, *args, **kwargs)
+
+    yield "aten::relu", kernel
+
+
+calls: list[Any] = []
+
+
+def test_kernels_are_tried_in_a_thread_of_their_own(said: pytest.LogCaptureFixture) -> None:
+    def is_reached(key: Any) -> bool:
+        calls.clear()
+        F.relu(torch.ones(2))
+        return len(calls) == 1 and torch.is_grad_enabled()
+
+    with torch.no_grad():
+        installed = torch_internals.install_kernels(KEY, kernels_of, is_reached)
+    assert installed is not None and not said.messages
+    # They are in force, so nobody else can have the key.
+    assert torch_internals.install_kernels(KEY, kernels_of, is_reached) is None
+    assert "is in use" in only_line(said)
+    installed.remove()
+    assert not torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
+
+
+@pytest.mark.parametrize("outcome", [False, ValueError("another signature")])
+def test_kernels_that_are_not_reached_are_removed(
+    outcome: Any, said: pytest.LogCaptureFixture
+) -> None:
+    def is_reached(key: Any) -> bool:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return bool(outcome)
+
+    assert torch_internals.install_kernels(KEY, kernels_of, is_reached) is None
+    assert "dropout masks depend on timing" in only_line(said)
+    assert not torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
+
+
+def test_functions_keep_their_mark_where_calls_cannot_be_skipped(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    # One that takes no strategy.
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", id)
+    for _ in range(2):
+        function = torch_internals.mark_untraced(lambda: 1, "a reason")
+        assert vars(function)["_torchdynamo_disable"] is True
+    assert "the compiler looks into the functions that run replicas" in only_line(said)
+
+
+def test_switches_that_torch_lacks_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        torch_internals.register_ordered(object(), "dataparallel::all_reduce")
+    assert "the order of collectives is not kept" in only_line(said)
+    said.clear()
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+    for _ in range(2):
+        torch_internals.keep_compiled_entries_in_place()
+    assert "replicas may compile the same thing again" in only_line(said)
+
+
+def test_threads_that_compiled_may_end() -> None:
+    # Without it, torch 2.11 for CUDA crashes on a machine without such a device.
+    program = """
+        import threading
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from dataparallel import torch_internals
+
+        torch_internals.keep_guard_of_compiler()
+
+        def trace():
+            with FakeTensorMode():
+                torch.empty(3) + 1
+
+        for _ in range(20):
+            thread = threading.Thread(target=trace)
+            thread.start()
+            thread.join()
+            used = [bytearray(size) for size in range(8, 200) for _ in range(20)]
+        print("traced")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "traced"), done.stderr
