@@ -17,6 +17,10 @@ What compiles in the thread of a replica is given three things, all of them only
   the threads of several devices may come to it at the same time.
 - As many times the entries of torch's cache as the replicas have devices, since what is compiled
   for one device serves no other.
+
+What torch does in one thread at a time, or for one at a time, is changed with it, see the patches
+in ``dataparallel.torch_internals``: the order of what it compiled, the context of a backward, the
+first call of what was compiled, the guard that its threads share.
 """
 
 from __future__ import annotations

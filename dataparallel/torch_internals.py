@@ -990,8 +990,8 @@ _COPIES = "2.15"
 def hand_on_contexts_for_any_thread() -> None:
     """Let what is compiled run its backward on several devices at the same time.
 
-    Since 2.12 or 2.13 a backward call hands its context variables to the threads of the devices, as
-    one ``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a
+    In 2.13, a backward call hands its context variables to the threads of the devices, as one
+    ``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a
     time, so with two devices the second raised "cannot enter context". What is handed on here is an
     object that runs each in a copy. From 2.15 on torch makes the copies itself, and 2.11 hands
     nothing on: nothing is replaced there. Where it cannot be replaced, that error is back.

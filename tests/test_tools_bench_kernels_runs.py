@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel import kernels
+from dataparallel import kernels, torch_internals
 from dataparallel.kernels import backend
 from dataparallel.tools import cli
 from dataparallel.tools.bench import kernels as bench
@@ -160,7 +160,7 @@ def test_alternatives_that_torch_does_not_have_are_left_out(
     def missing(*given: object) -> None:
         raise NotImplementedError("not on this device")
 
-    monkeypatch.setattr(torch, "_foreach_add_", missing)
+    monkeypatch.setattr(torch_internals, "foreach_add_", missing)
     assert run("--kernels", "reduce_add") == 0
     assert "not on this device: reduce_add: foreach" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
+from dataparallel import torch_internals
 from dataparallel.kernels import backend
 from dataparallel.kernels.optimizer_step import CHUNK
 from tests.kernels.host_backend import HostBackend
@@ -109,7 +110,7 @@ def exact_roots() -> Iterator[None]:
         return tuple(map(root, tensors))
 
     with (
-        mock.patch.object(torch, "_foreach_sqrt", roots),
+        mock.patch.object(torch_internals, "foreach_sqrt", roots),
         mock.patch.object(torch.Tensor, "sqrt", root),
     ):
         yield

@@ -1,4 +1,5 @@
-// What we use of torch's autograd engine beyond its public functions.
+// What we use of torch's autograd engine beyond its public functions; the counterpart of
+// torch_internals.py for C++.
 //
 // Note [Driving torch's engine]
 // A backward pass over several workers is, on each of them, one GraphTask of torch's own engine:
@@ -11,6 +12,16 @@
 // The engine exports its loop, but not the constructor of GraphTask nor the push of a ReadyQueue.
 // Both are declared in torch's headers, hidden in its library and hence ours to define, for this
 // extension alone: torch_engine.cpp.
+//
+// Note [What of torch's engine is used]
+// In this file and torch_engine.cpp: the constructor of GraphTask, ReadyQueue::push, NodeTask's
+// depth, DelayWarningHandler, Engine::execute_with_graph_task and init_local_ready_queue, and the
+// members future_result_, future_completed_, has_error_ and caller_current_streams_. How a torch
+// holds nodes, which changed in 2.12, is in node_pointer.h. pass.cpp fills in what
+// Engine::compute_dependencies and init_to_execute would: dependencies_, exec_info_ and
+// outstanding_tasks_; pass_messages.cpp pushes NodeTasks and looks at final_callbacks_. Torch 2.11
+// to 2.15 have all of them. Where one is missing or has another signature, the extension does not
+// compile, and the error names the version of torch; nothing of it is found out at run time.
 #pragma once
 
 #include <torch/csrc/autograd/engine.h>
