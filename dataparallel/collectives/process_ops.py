@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.fx.node
 from torch import Tensor
-from torch.autograd import Function
 
 from dataparallel import torch_internals
 from dataparallel.collectives import pending
