@@ -13,6 +13,7 @@ import dataparallel
 from dataparallel import collectives
 from dataparallel.repeating.obstacles import Obstacles
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 from tests.test_balance_memory import Narrow, notes_of
 
 
@@ -81,7 +82,7 @@ def test_layers_that_meet_those_of_other_processes(cluster: Cluster) -> None:
 
 
 def _collectives_of_groups(rank: int, world_size: int) -> list[str]:
-    pair, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    pair, other = new_group([0, 1]), new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=pair)
     obstacles = Obstacles([], ())
     found = [obstacles.found()]

@@ -17,6 +17,7 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.comm.processes import ProcessLink
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 
 # --- what stands for a group -----------------------------------------------------------------
 
@@ -26,8 +27,8 @@ def resolve_everything(rank: int, world_size: int) -> list[str]:
     faults = []
     world = dist.group.WORLD
     assert world is not None
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rows = [new_group([0, 1]), new_group([2, 3])]
+    columns = [new_group([0, 2]), new_group([1, 3])]
     tagged = dist.distributed_c10d._new_group_with_tag([0, 1, 2, 3], pg_tag="other")
     row, column = rows[rank // 2], columns[rank % 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
@@ -78,7 +79,7 @@ def test_groups_of_replicas() -> None:
 
 def avoid_links(rank: int, world_size: int) -> None:
     """A link has a process group over the same ranks, which belongs to it alone."""
-    group = dist.new_group([0, 1])
+    group = new_group([0, 1])
     if rank != 2:
         assert resolve([0, 1]) == group.group_name
         link = ProcessLink(group, purpose="test")
@@ -99,9 +100,9 @@ def test_the_groups_of_links_are_not_found_by_their_ranks(cluster: Cluster) -> N
 def refuse(rank: int, world_size: int) -> list[str]:
     """Bad groups that are not refused as they should be. Two processes."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    gone = dist.new_group()
+    gone = new_group()
     dist.destroy_process_group(gone)
-    outside = dist.new_group([1])
+    outside = new_group([1])
     bad: list[tuple[Any, type[Exception], str]] = [
         ("nobody", ValueError, "there is no process group 'nobody'"),
         ([0, 1, 2], ValueError, r"the ranks \[2\] do not exist \(there are 0 to 1\)"),

@@ -20,6 +20,7 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.parallel_apply import current_replica, parallel_apply
 from tests.cluster import Cluster
 from tests.hybrid_cases import check_works, error_of, everywhere, total
+from tests.process_groups import new_group
 
 
 def use_by_name_twice(rank: int, world_size: int, path: str) -> list[Any]:
@@ -56,7 +57,7 @@ def test_size_and_rank_count_all_members(cluster: Cluster) -> None:
 
 
 def use_a_subgroup(rank: int, world_size: int) -> Any:
-    pair = dist.new_group([0, 2])
+    pair = new_group([0, 2])
     group = HybridGroup(None if rank == 1 else pair, timeout=20)
     if rank == 1:
         return None

@@ -18,13 +18,14 @@ from dataparallel.collectives.process_checks import set_checks
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from tests import collective_cases as cases
 from tests.cluster import Cluster, RankDied
+from tests.process_groups import new_group
 
 # --- what happens between the launch and the wait --------------------------------------------
 
 
 def overwrite(rank: int, world_size: int) -> list[str]:
     """Write to the input before the other process has come; nothing may show in the results."""
-    control = dist.new_group()
+    control = new_group()
     faults = []
     for case in (*cases.copies(), *cases.reductions("sum"), *cases.reductions("max")):
         for late in range(world_size):
@@ -105,7 +106,7 @@ def test_results_that_nobody_waits_for_are_given_up(cluster: Cluster) -> None:
 
 
 def interrupt(rank: int, world_size: int) -> list[float]:
-    control = dist.new_group()
+    control = new_group()
     if rank == 1:
         dist.barrier(control)
     found = functional.all_reduce(torch.tensor([1.0 + rank]), "avg", dist.group.WORLD)
@@ -126,7 +127,7 @@ def test_a_wait_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
 
 
 def wait_for_nobody(rank: int, world_size: int) -> list[str]:
-    control = dist.new_group()
+    control = new_group()
     calls: list[Any] = [
         lambda x, group: functional.all_reduce(x, "sum", group),
         lambda x, group: functional.all_gather_tensor(x, 1, group),
@@ -135,7 +136,7 @@ def wait_for_nobody(rank: int, world_size: int) -> list[str]:
         lambda x, group: functional.reduce_scatter_tensor(x, "max", 0, group),
     ]
     messages = []
-    groups = [dist.new_group(timeout=datetime.timedelta(seconds=1)) for _ in calls]
+    groups = [new_group(timeout=datetime.timedelta(seconds=1)) for _ in calls]
     if rank == 0:
         launched = [
             call(torch.ones(4, 3), group) for call, group in zip(calls, groups, strict=True)
@@ -188,7 +189,7 @@ def come_with_another_shape(rank: int, world_size: int) -> list[str]:
     level = module.get_debug_level()
     module.set_debug_level(module.DebugLevel.DETAIL)
     try:
-        groups = [dist.new_group() for _ in range(2)]
+        groups = [new_group() for _ in range(2)]
     finally:
         module.set_debug_level(level)
     for group in groups:

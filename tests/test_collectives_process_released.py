@@ -17,6 +17,7 @@ from dataparallel.collectives import functional
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.processes import ProcessLink
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -25,8 +26,8 @@ def total(group: dist.ProcessGroup | None = None) -> float:
 
 def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[str, float]:
     link = ProcessLink(purpose="test", timeout=30)
-    members = dist.new_group([0, 1])
-    done = dist.new_group()
+    members = new_group([0, 1])
+    done = new_group()
     if rank < 2:
         assert total(members) == 2
     if rank == 1 and late:
@@ -90,7 +91,7 @@ def test_an_error_after_which_all_went_on_is_forgotten(cluster: Cluster) -> None
 
 def wait_for_others_of_no_concern(rank: int, world_size: int) -> float:
     link = ProcessLink(purpose="test", timeout=30)
-    members = dist.new_group([0, 1])
+    members = new_group([0, 1])
     if rank == 2:
         link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
     if rank == 1:

@@ -15,6 +15,7 @@ import dataparallel as dp
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.processes import ProcessLink
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 
 Numbers = list[Any]
 
@@ -94,10 +95,10 @@ def test_an_error_in_a_future_comes_out_as_it_is(cluster: Cluster) -> None:
 
 def links_of_a_subgroup(rank: int, world_size: int) -> Numbers:
     members = [0, 2]
-    group = dist.new_group(members)
+    group = new_group(members)
     if rank == 2:
         # One more group than in the other member: names must not depend on it.
-        dist.new_group([2], use_local_synchronization=True)
+        new_group([2], use_local_synchronization=True)
     if rank not in members:
         with pytest.raises(ValueError, match="rank 1 is not a member of the process group"):
             ProcessLink(group, purpose="test")
@@ -120,7 +121,7 @@ def test_links_of_a_subgroup_are_made_again_and_again(cluster: Cluster) -> None:
 
 
 def links_over_overlapping_groups(rank: int, world_size: int) -> Numbers:
-    groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 2])]
+    groups = [dist.group.WORLD, new_group([0, 1]), new_group([1, 2])]
     sums: Numbers = []
     links = []
     for group in groups:

@@ -29,7 +29,7 @@ def _mean_later(state: Any, buffers: dict[str, Tensor]) -> list[torch.futures.Fu
     size = dist.get_world_size()
     # Not those of batch norm, which backward may be using meanwhile.
     chosen = [buffers["torch_float32"], buffers["turned"]]
-    works = [dist.all_reduce(buffer, async_op=True) for buffer in chosen]
+    works: list[Any] = [dist.all_reduce(buffer, async_op=True) for buffer in chosen]
     return [
         work.get_future().then(lambda done, b=buffer: b.div_(size))
         for work, buffer in zip(works, chosen, strict=True)

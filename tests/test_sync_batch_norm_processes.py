@@ -17,6 +17,7 @@ from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.collectives import SyncBatchNorm, pending
 from tests.cluster import Cluster
 from tests.models import assert_all_close
+from tests.process_groups import new_group
 
 
 def net(dtype: torch.dtype = torch.double) -> nn.Module:
@@ -166,7 +167,7 @@ def test_copies_keep_the_process_group(cluster: Cluster) -> None:
 
 
 def convert_from_torch(rank: int, world_size: int) -> None:
-    halves = [dist.new_group([0]), dist.new_group([1])]
+    halves = [new_group([0]), new_group([1])]
     theirs = nn.SyncBatchNorm(3, process_group=halves[rank])
     layer = SyncBatchNorm.convert(copy.copy(theirs))
     assert isinstance(layer, SyncBatchNorm) and layer.group == halves[rank].group_name

@@ -15,6 +15,7 @@ from dataparallel.collectives.process_failures import GroupFailures
 from dataparallel.comm.failure import Failure
 from dataparallel.comm.process_errors import CollectiveError
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 
 ENDED = Failure(1, "node", 4711, "ended", "", "has ended")
 
@@ -26,7 +27,7 @@ def total() -> float:
 
 def accuse(rank: int, world_size: int) -> str:
     """Rank 0 gives up because of rank 1, which comes after that."""
-    control = dist.new_group()
+    control = new_group()
     assert total() == 2
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,7 @@ from dataparallel import DistributedDataParallel, ShardedOptimizer, checkpoint
 from dataparallel.checkpoint import saving_calls
 from dataparallel.checkpoint.generation_writer import GenerationWriter
 from tests.cluster import Cluster
+from tests.process_groups import new_group
 
 TIMEOUT = 20.0
 
@@ -246,7 +247,7 @@ def test_nobody_loads_what_does_not_fit_somewhere(cluster: Cluster, tmp_path: pa
 def new_group_in_one_process(rank: int, world_size: int, directory: pathlib.Path) -> list[int]:
     numbers = []
     for _ in range(3):
-        group = dist.new_group([0, 1])
+        group = new_group([0, 1])
         numbers.append(
             checkpoint.save(directory, step=1, process_group=group, timeout=TIMEOUT).wait()
         )
