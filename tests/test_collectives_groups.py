@@ -29,7 +29,7 @@ def resolve_everything(rank: int, world_size: int) -> list[str]:
     assert world is not None
     rows = [new_group([0, 1]), new_group([2, 3])]
     columns = [new_group([0, 2]), new_group([1, 3])]
-    tagged = dist.distributed_c10d._new_group_with_tag([0, 1, 2, 3], pg_tag="other")
+    tagged: Any = dist.distributed_c10d._new_group_with_tag([0, 1, 2, 3], pg_tag="other")
     row, column = rows[rank // 2], columns[rank % 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     line = init_device_mesh("cpu", (4,))
