@@ -91,8 +91,8 @@ def test_arriving_buffers_are_no_change_for_an_earlier_forward(
     cluster: Cluster, replicas: int
 ) -> None:
     ours = cluster.run(_two_forwards, 2, replicas)
-    # The processes have the same buffers already. Where torch's wrapper sends them, up to torch 2.11
-    # its backward finds them changed.
+    # The processes have the same buffers already. Where torch's wrapper sends them, its backward
+    # refuses them as changed, up to torch 2.11.
     theirs = cluster.run(_two_forwards, 2, 0, {"broadcast_buffers": False})
     torch.testing.assert_close(ours, theirs)
 

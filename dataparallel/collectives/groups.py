@@ -150,7 +150,7 @@ def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
     marked = tag if not tag or tag.startswith(("ptd:", "user:")) else f"user:{tag}"
     for group in torch_internals.world().tags_to_pg.get(marked, []):
         same = sorted(dist.get_process_group_ranks(group)) == sorted(ranks)
-        if same and not group.group_desc.startswith(_OURS):
+        if same and not _is_ours(group.group_name):
             name: str = group.group_name
             return name
     tagged = f" with the tag {tag!r}" if tag else ""
@@ -159,6 +159,12 @@ def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
         f"every process, with torch.distributed.new_group({sorted(ranks)}), and pass that or the "
         "ranks"
     )
+
+
+@torch_internals.mark_constant
+def _is_ours(name: str) -> bool:
+    """Whether the package has made the group for itself; torch 2.11 compiles no description."""
+    return bool(torch_internals.group_named(name).group_desc.startswith(_OURS))
 
 
 def _list_of_this_process(given: Sequence[Any]) -> list[int]:
