@@ -8,7 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import os
 import sys
+import warnings
 from multiprocessing.context import ForkServerContext, SpawnContext
 
 # What the functions of most tests import. An optimizer imports the compiler; that alone takes
@@ -23,6 +25,16 @@ def context() -> ForkServerContext | SpawnContext:
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(_IMPORTED)
     return made
+
+
+def fork() -> int:
+    """``os.fork()``, of which Python 3.12 warns where other threads run.
+
+    The child of a test uses none of their locks, or is there to show that this is no harm.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+        return os.fork()
 
 
 def start() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
+
 # Tests count what else is written.
 _write = os.write
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -33,7 +35,7 @@ class Fork:
         self._rest = b""
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        self.pid = forkserver.fork()
         if self.pid == 0:
             status = 1
             try:

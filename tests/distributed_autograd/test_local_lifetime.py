@@ -21,6 +21,7 @@ from torch import Tensor
 from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_async, rpc_sync
 from dataparallel.distributed_autograd.endpoint import current_endpoint
 from dataparallel.distributed_autograd.local_workers import LocalWorkers
+from tests import forkserver
 from tests.cluster import Cluster
 from tests.distributed_autograd.local_cases import PATIENCE, until
 from tests.distributed_autograd.rpc_workers import rpc_world
@@ -224,7 +225,7 @@ def test_a_forked_process_is_told_that_it_has_no_workers() -> None:
         holder = threading.Thread(target=hold_locks)
         holder.start()
         assert locked.wait(PATIENCE)
-        child = os.fork()
+        child = forkserver.fork()
         if child == 0:
             signal.alarm(30)
             try:
