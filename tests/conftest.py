@@ -20,7 +20,9 @@ from tests.cluster import Cluster
 # The option --faults, and the fixtures of tests of faults.
 pytest_plugins = ["tests.faults.harness"]
 
-dataparallel.virtual.enable(4)
+# What is marked gpu needs none, and runs where nothing can be compiled for them, too.
+if os.environ.get("DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES") != "1":
+    dataparallel.virtual.enable(4)
 
 # torch asks the name server for the name of every address that a TCPStore meets, the loopback
 # interface's too; and an answer that is lost takes five seconds.

@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.kernels.backend import registered
 from dataparallel.tools.bench.kernels_cases import KernelCase
 from dataparallel.tools.bench.kernels_summary import judge, summarise
 from dataparallel.tools.bench.kernels_timing import Turn
 from dataparallel.tools.bench.summary import Row, Spread
-from tests.gpu.report import findings, host_waits, outcomes
+from tests.gpu.kernel_cases import CASES
+from tests.gpu.report import building, every_kernel, findings, host_waits, outcomes
 from tests.gpu.report.__main__ import Report, main
 from tests.gpu.report.machine import PACKAGES, Machine
 from tests.gpu.report.parts import NAMES, Part, device_sets, plan
 from tests.gpu.report.running import Ended, run
 from tests.gpu.report.tree import ROOT, lay_out
+from tests.kernels.host_backend import HostBackend
 
 EVERYTHING = Machine(
     packages=dict.fromkeys(PACKAGES, "1.0"),
@@ -394,6 +397,22 @@ def test_waits_on_cuda_are_warnings_and_calls(monkeypatch: pytest.MonkeyPatch) -
         found, places = counted_on_cuda(monkeypatch, call)
     assert found == {"warned": 1.0, "aten::mul": 2.0}
     assert [place.split(":")[0] for place in places] == ["tests/test_gpu_report.py"]
+
+
+def test_what_a_sanitizer_watches_launches_every_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = HostBackend()
+    monkeypatch.setattr(every_kernel, "CALLS", ((33, 1),))
+    with registered([backend]):
+        monkeypatch.setattr(sys, "argv", ["building", "--devices", "cpu"])
+        building.main()
+        assert "kernels in" in capsys.readouterr().out
+        monkeypatch.setattr(sys, "argv", ["every_kernel", "--device", "cpu"])
+        every_kernel.main()
+    assert capsys.readouterr().out.split() == [case.__name__ for case in CASES]
+    launched = {name.split("_")[0] for name in backend.launches}
+    assert {case.__name__.split("_")[0] for case in CASES} - {"fused"} <= launched
 
 
 # --- without installation --------------------------------------------------------------------

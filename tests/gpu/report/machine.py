@@ -112,12 +112,11 @@ def _programs() -> dict[str, str]:
 def _driver() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [str(error)]
     return [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
 
 

@@ -122,7 +122,11 @@ def _tests(machine: Machine, on_gpu: bool, path: pathlib.Path) -> Iterator[Part]
         150,
         partial(findings.tests, path=path),
         # Other plugins, of which there may be many, change nothing here.
-        {outcomes.VARIABLE: str(path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        {
+            outcomes.VARIABLE: str(path),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES": str(int(on_gpu)),
+        },
         machine.lacks("pytest") or ("" if on_gpu else _NO_GPU),
     )
     yield marked
