@@ -192,7 +192,7 @@ def _train(
 def _kernels(device: str, virtual: dict[str, str], machine: Machine, path: pathlib.Path) -> Part:
     options = ["--device", device, "--json", str(path)]
     if is_gpu(device):
-        options += ["--sizes", "1MiB,16MiB,256MiB", "--rounds", "5"]
+        options += ["--sizes", "1MiB,16MiB,64MiB", "--rounds", "5"]
     else:
         options += ["--kernels", "reduce_add,flatten,unflatten", "--sizes", "64KiB"]
         options += ["--dtypes", "float32", "--footprint", "1MiB", "--rounds", "3", "--steps", "3"]
