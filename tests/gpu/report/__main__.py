@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -204,4 +205,6 @@ def _devices(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    # As after Ctrl-C: the page tells what was found, and no process stays behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(main())
