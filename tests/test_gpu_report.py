@@ -362,7 +362,9 @@ def test_rates_of_kernels(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_parts_that_count_what_waits() -> None:
-    assert host_waits.count(("virtual:0",), "training step").ours == {"waits": 0.0}
+    for devices in (["virtual:0"], ["virtual:0"] * 2, ["virtual:0", "virtual:1"]):
+        step = host_waits.count(tuple(devices), "training step")
+        assert step.ours == step.bare == {"waits": 0.0}
     checked = host_waits.count(("virtual:0",), 'nonfinite="skip"')
     assert checked.ours == checked.bare == {"waits": 1.0}
     assert host_waits.count(("virtual:0", "cpu"), "evaluation").ours["waits"] > 0

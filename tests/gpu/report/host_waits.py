@@ -75,21 +75,26 @@ class Mode:
         call: What is counted, of ours.
         options: Of the wrapper.
         peer: What is counted of the bare module.
+        batch_norm: Whether the module has buffers, which a forward changes.
     """
 
     call: Call
     options: dict[str, Any] = field(default_factory=dict)
     peer: Call | None = None
+    batch_norm: bool = False
 
 
 MODES = {
     "training step": Mode(step),
     "4 batches, 3 of them in no_sync": Mode(accumulate),
     "evaluation": Mode(evaluate),
-    'buffers="mean"': Mode(step, {"buffers": "mean"}),
-    'buffers="sync"': Mode(step, {"buffers": "sync"}),
     "gradient_as_bucket_view": Mode(step, {"gradient_as_bucket_view": True}),
     'nonfinite="skip"': Mode(step, {"nonfinite": "skip"}, check_and_step),
+    **{
+        f'batch norm, buffers="{policy}"': Mode(step, {"buffers": policy}, batch_norm=True)
+        for policy in ("replica0", "mean", "sync")
+    },
+    "batch norm, evaluation": Mode(evaluate, batch_norm=True),
 }
 
 
@@ -121,7 +126,7 @@ def count(names: tuple[str, ...], mode: str) -> Row:
     """
     what = MODES[mode]
     slots = devices.parse_devices(names)
-    net, bare = _net().to(slots[0]), _net().to(slots[0])
+    net, bare = (_net(what.batch_norm).to(slots[0]) for _ in range(2))
     model = dp.DistributedDataParallel(net, slots, **what.options)
     x = torch.randn(32, 64, device=slots[0])
     ours, places = counted(_repeated(model, what.call, x), slots[0])
@@ -130,9 +135,10 @@ def count(names: tuple[str, ...], mode: str) -> Row:
     return Row(names, mode, ours, theirs, places)
 
 
-def _net() -> nn.Module:
+def _net(batch_norm: bool) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+    second = nn.BatchNorm1d(64) if batch_norm else nn.LayerNorm(64)
+    return nn.Sequential(nn.Linear(64, 64), second, nn.ReLU(), nn.Linear(64, 3))
 
 
 def _repeated(model: nn.Module, call: Call, x: torch.Tensor) -> Callable[[int], None]:
