@@ -254,8 +254,18 @@ class _StandIn:
 
 def _install_stand_in() -> None:
     if not _StandIn.tried and random_dispatch.install():
+        torch_internals.replace_default_generator(_ThreadAwareGenerator(), _is_reached)
         _StandIn.tried = True
-        torch_internals.replace_default_generator(_ThreadAwareGenerator())
+
+
+def _is_reached() -> bool:
+    """Whether the functions of torch.random mean the generator of this thread's source."""
+    source = _NodeSource()
+    own = source.generator(_CPU)
+    assert own is not None
+    own.manual_seed(mixed_seed(0, 1))
+    with random_dispatch.use_source(source):
+        return torch.equal(torch.get_rng_state(), own.get_state())
 
 
 def _states_in_replica(

@@ -881,9 +881,20 @@ def _in_fresh_thread(check: Callable[[], T]) -> T:
     return results[0]
 
 
-def _looks_up(function: Any, name: str) -> bool:
-    """Whether a function finds ``name`` among the variables of its module whenever it runs."""
-    codes = [inspect.unwrap(function).__code__]
+def _users(module: types.ModuleType, name: str) -> list[str]:
+    """The functions and methods of a module that look a variable of it up when they run."""
+    kinds = [value for value in vars(module).values() if isinstance(value, type)]
+    named = [*vars(module).items(), *(item for kind in kinds for item in vars(kind).items())]
+    return [key for key, value in named if _looks_up(value, name) and _is_of(value, module)]
+
+
+def _is_of(value: Any, module: types.ModuleType) -> bool:
+    return getattr(value, "__module__", "") == module.__name__
+
+
+def _looks_up(value: Any, name: str) -> bool:
+    function = getattr(value, "__func__", value)
+    codes = [inspect.unwrap(function).__code__] if inspect.isfunction(function) else []
     while codes:
         code = codes.pop()
         if name in code.co_names:
@@ -909,10 +920,15 @@ def replace_compile_lock(make: Callable[[Any], Any]) -> bool:
     frames.compile_lock = make(before)
     return _holds(
         "replicas run while another one compiles, and may compile the same thing again",
-        # What the interpreter calls with something to compile; it takes the lock.
-        lambda: _looks_up(frames.CatchErrorsWrapper.__call__, "compile_lock"),
+        lambda: _users(frames, "compile_lock") and not _is_held_elsewhere(before),
         lambda: setattr(frames, "compile_lock", before),
     )
+
+
+def _is_held_elsewhere(lock: Any) -> bool:
+    """Whether another part of the compiler has a variable of its own for the lock."""
+    modules = [module for name, module in list(sys.modules.items()) if "torch._dynamo" in name]
+    return any(value is lock for module in modules for value in list(vars(module).values()))
 
 
 def keep_compiled_entries_in_place() -> None:
@@ -1045,20 +1061,23 @@ def keep_guard_of_compiler() -> None:
     made.wait()
 
 
-def replace_default_generator(stand_in: Any) -> bool:
+def replace_default_generator(stand_in: Any, is_reached: Callable[[], bool]) -> bool:
     """Put a stand-in for the CPU's generator where the functions of ``torch.random`` find it.
 
     ``torch.get_rng_state()`` and ``manual_seed()`` then mean the generator of the replica in whose
     thread they are called, as checkpoints need it. Where they no longer look there, recomputation
     in a replica draws other numbers than forward did.
+
+    Args:
+        stand_in: With the methods of a generator.
+        is_reached: Whether the functions come to it; called in a thread of its own.
     """
     module: Any = torch.random
     before = module.default_generator
     module.default_generator = stand_in
-    functions = (module.get_rng_state, module.set_rng_state)
     return _holds(
         "checkpoints in replicas draw other numbers when they are recomputed",
-        lambda: all(_looks_up(function, "default_generator") for function in functions),
+        lambda: _in_fresh_thread(is_reached),
         lambda: setattr(module, "default_generator", before),
     )
 
@@ -1087,12 +1106,11 @@ def replace_checkpoint_states(
 
     get_device_states.thread_aware = True  # type: ignore[attr-defined]
     module.get_device_states = get_device_states
-    users = (module.CheckpointFunction.forward, module._checkpoint_without_reentrant_generator)
     _holds(
         "checkpoints on a shared accelerator draw other numbers when they are recomputed",
+        # Both kinds of checkpoints ask.
         lambda: (
-            callable(module._infer_device_type)
-            and all(_looks_up(function, "get_device_states") for function in users)
+            callable(module._infer_device_type) and len(_users(module, "get_device_states")) > 1
         ),
         lambda: setattr(module, "get_device_states", original),
     )

@@ -273,11 +273,23 @@ def test_the_compile_lock_is_taken_back_where_the_compiler_takes_another(
     assert not said.messages
 
     frames.compile_lock = before
-    monkeypatch.setattr(frames.CatchErrorsWrapper, "__call__", lambda self, *args: None)
+    # Another part of the compiler has kept torch's lock.
+    monkeypatch.setattr(torch._dynamo, "another_name", before, raising=False)
     for _ in range(2):
         assert not torch_internals.replace_compile_lock(lambda torchs: threading.RLock())
         assert frames.compile_lock is before
     assert "replicas run while another one compiles" in only_line(said)
+
+
+def test_the_compile_lock_is_taken_back_where_nobody_takes_it(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    frames = types.ModuleType("torch._dynamo.convert_frame")
+    frames.__dict__["compile_lock"] = before = threading.RLock()
+    monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", frames)
+    assert not torch_internals.replace_compile_lock(lambda torchs: threading.RLock())
+    assert frames.__dict__["compile_lock"] is before
+    assert "is not reached" in only_line(said)
 
 
 def test_contexts_are_handed_on_as_they_were_where_ours_do_not_arrive(
@@ -348,13 +360,16 @@ def test_the_default_generator_stays_where_torch_no_longer_looks_for_it(
     before = module.default_generator
     monkeypatch.setattr(module, "default_generator", before)
     stand_in = torch.Generator()
-    assert torch_internals.replace_default_generator(stand_in)
-    assert torch.equal(torch.get_rng_state(), stand_in.get_state())
-    assert not said.messages
+
+    def is_reached() -> bool:
+        return torch.equal(torch.get_rng_state(), stand_in.get_state())
+
+    assert torch_internals.replace_default_generator(stand_in, is_reached)
+    assert is_reached() and not said.messages
 
     module.default_generator = before
-    monkeypatch.setattr(module, "get_rng_state", lambda: None)
-    assert not torch_internals.replace_default_generator(stand_in)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.zeros(1))
+    assert not torch_internals.replace_default_generator(stand_in, is_reached)
     assert module.default_generator is before
     assert "draw other numbers when they are recomputed" in only_line(said)
 
