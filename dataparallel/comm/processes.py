@@ -128,6 +128,8 @@ class ProcessLink:
         types = [device.type for device in group_devices(self.group)]
         self._backends = {t: str(group_backend(self.group, torch.device(t)).name()) for t in types}
         self._devices = frozenset(types)
+        # Gloo adds up sparse tensors, and NCCL does not: those go through the host.
+        self._sparse = frozenset(t for t in types if self._backends[t] == "gloo")
         self._buffers = HostBuffers()
 
     def _listen(self, listener: Listener) -> None:
@@ -399,7 +401,8 @@ class ProcessLink:
         self, tensor: torch.Tensor, *, wire: Wire | None = None, load: bool = True
     ) -> Carried:
         self._check_open()
-        return Carried(tensor, self._devices, self._buffers, wire=wire, load=load)
+        devices = self._devices if tensor.layout == torch.strided else self._sparse
+        return Carried(tensor, devices, self._buffers, wire=wire, load=load)
 
     def _check_open(self) -> None:
         if self.closed:
