@@ -49,7 +49,7 @@ def main() -> int:
         )
         return 2
     rank, num_processes = join_processes()
-    trainers = dist.new_group(list(range(num_processes - 1)))
+    trainers: Any = dist.new_group(list(range(num_processes - 1)))
     name = TABLE if rank == num_processes - 1 else f"trainer{rank}"
     if name == TABLE:
         make_table(options.seed)

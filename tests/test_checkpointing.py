@@ -184,7 +184,8 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
 
         def outer(self, x: torch.Tensor) -> torch.Tensor:
             try:
-                return x + checkpoint(self.body, x, use_reentrant=False)
+                y: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+                return x + y
             except ValueError as error:
                 raise KeyError("of the outer body") from error
 

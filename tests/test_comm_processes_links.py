@@ -199,7 +199,7 @@ def test_closed_and_forgotten_links_leave_nothing(cluster: Cluster) -> None:
 
 def limits_of_groups(rank: int, world_size: int) -> list[float]:
     """Of links over the default group, over one of the user's, and with a limit of their own."""
-    short = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    short = new_group(timeout=datetime.timedelta(seconds=2))
     net = torch.nn.Linear(1, 1)
     links = [ProcessLink(purpose="test"), ProcessLink(short, purpose="test")]
     links += [ProcessLink(short, purpose="test", timeout=7)]

@@ -109,7 +109,7 @@ def _spread(rank: int, world_size: int) -> list[bool]:
     try:
         model = dp.DistributedDataParallel(Spread())
         model(torch.ones(2, 3)).sum().backward()
-        weight = model.module.layers[0].weight
+        weight = next(model.parameters())
         output = model(torch.ones(2, 3)).sum()
         with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
             torch.autograd.grad(output, weight)
@@ -145,7 +145,8 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.ones(len(x), 2) if x.min() < 0 else self.table(x)
-        return self.layer(hidden)
+        output: Tensor = self.layer(hidden)
+        return output
 
 
 def _unused_in_one_process(rank: int, world_size: int) -> Tensor | None:
@@ -156,8 +157,9 @@ def _unused_in_one_process(rank: int, world_size: int) -> Tensor | None:
         model(torch.tensor([1, 2, 2, 4]) if rank == 0 else -torch.ones(4)).sum().backward()
     finally:
         torch.set_warn_always(False)
-    assert model.module.table.weight.grad.is_sparse
-    return model.module.table.weight.grad.to_dense()
+    gradient = model.module.table.weight.grad
+    assert gradient is not None and gradient.is_sparse
+    return gradient.to_dense()
 
 
 def test_of_a_sparse_gradient_that_one_process_lacks(cluster: Cluster) -> None:

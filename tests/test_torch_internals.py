@@ -311,7 +311,7 @@ def test_what_a_backward_hands_on_can_be_entered_by_several_threads(
     if getattr(graph, "contextvars", None) is not None:
         monkeypatch.setattr(graph, "contextvars", contextvars)
     torch_internals.hand_on_contexts_for_any_thread()
-    handed = getattr(graph, "contextvars", None)
+    handed: Any = getattr(graph, "contextvars", None)
     # Torch 2.11 hands nothing on, and 2.15 copies what it does.
     replaced = handed not in (None, contextvars)
     assert replaced == (handed is not None and torch.__version__ < "2.15")

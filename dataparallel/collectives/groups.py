@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataparallel import torch_internals
 from dataparallel.collectives.hybrid_group import HybridGroup
@@ -66,7 +67,7 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
         return _name_in_mesh(*_mesh_and_dim(group))
     if isinstance(group, Sequence):
         return _name_of_ranks(group, tag)
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"a mesh as a group has one dimension, but this one has {group.ndim}; pass "
@@ -115,7 +116,7 @@ def _check_exists(group: Group) -> None:
 
 
 def _mesh_and_dim(group: tuple[Any, ...]) -> tuple[Any, Any]:
-    if len(group) == 2 and isinstance(group[0], dist.DeviceMesh):
+    if len(group) == 2 and isinstance(group[0], DeviceMesh):
         return group[0], group[1]
     kinds = ", ".join(type(entry).__name__ for entry in group)
     raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ def reduce_all(rank: int, size: int) -> list[Tensor]:
 
 
 def test_reductions(cluster: Cluster) -> None:
-    together = {
+    together: dict[str, Any] = {
         "sum": torch.add,
         "product": torch.mul,
         "min": torch.minimum,
