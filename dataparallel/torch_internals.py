@@ -80,6 +80,12 @@ class _Missing(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise lacking(cls.path)
 
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            # Python itself looks for some of them.
+            raise AttributeError(name)
+        raise lacking(cls.path)
+
 
 def _private(path: str, otherwise: Any = _RAISES) -> Any:
     """What torch has under a private name; ``otherwise`` where this torch lacks it."""

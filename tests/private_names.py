@@ -27,7 +27,16 @@ ALLOWED = {
     "_replace",
 }
 #: Attributes of torch's objects that some of our own classes have, too.
-TORCHS_OWN = {"_base", "_cdata", "_get_backend", "_indices", "_metadata", "_schema", "_values"}
+TORCHS_OWN = {
+    "_base",
+    "_cdata",
+    "_get_backend",
+    "_indices",
+    "_metadata",
+    "_schema",
+    "_timeout",
+    "_values",
+}
 
 _TEXT = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 _BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "setattr"}

@@ -182,6 +182,8 @@ def test_a_torch_without_a_name_says_so_at_use_or_does_without(
     for use in (entry, type("Derived", (entry,), {})):
         with pytest.raises(RuntimeError, match=f"has no {re.escape(path)}.*torch 2.11 to 2.15"):
             use()
+    with pytest.raises(RuntimeError, match=f"has no {re.escape(path)}"):
+        _ = entry.anything
 
 
 def test_names_are_torchs_own_objects() -> None:
