@@ -242,6 +242,9 @@ elif tool == "memcheck":
     print("chatter\\n" * 50)
     print("========= ERROR SUMMARY: 1 error")
     sys.exit(86)
+elif tool == "initcheck":
+    print("========= ERROR SUMMARY: 0 errors\\nRuntimeError: the program has failed")
+    sys.exit(1)
 else:
     print("========= ERROR SUMMARY: 0 errors")
 """,
@@ -253,6 +256,8 @@ else:
     assert "| compute-sanitizer, memcheck | failed |" in text
     assert "Invalid __global__ write of size 4 bytes in reduce_add_float" in text
     assert "chatter" not in text
+    assert "| compute-sanitizer, initcheck | failed |" in text
+    assert "    RuntimeError: the program has failed" in text
 
 
 def test_a_sanitizer_that_refuses_the_device_has_not_passed(tmp_path: pathlib.Path) -> None:

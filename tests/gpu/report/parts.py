@@ -212,12 +212,13 @@ def _sanitizer(device: str, machine: Machine) -> Iterator[Part]:
     missing = "" if is_gpu(device) else _NO_GPU
     if not missing and program is None:
         missing = "compute-sanitizer is neither on the PATH nor under /usr/local/cuda"
+    found = str(findings.SANITIZER_STATUS)
     launches = _python("tests.gpu.report.every_kernel", "--device", device)
     for tool, options in _TOOLS.items():
         yield Part(
             "sanitizer",
             f"compute-sanitizer, {tool}",
-            (str(program), "--tool", tool, *options, "--error-exitcode", "86", *launches),
+            (str(program), "--tool", tool, *options, "--error-exitcode", found, *launches),
             60,
             findings.sanitizer,
             # Each tensor has memory of its own, behind whose end nothing else lies.
