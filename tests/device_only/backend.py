@@ -48,6 +48,6 @@ def register() -> None:
 
     def create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return extension.DeviceOnly(gloo, rank, size, _split_source())
+        return extension.DeviceOnly(gloo, rank, size, timeout, _split_source())
 
     dist.Backend.register_backend(NAME, create, devices=["virtual"])

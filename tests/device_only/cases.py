@@ -60,7 +60,7 @@ def share(step: int, rank: int, sizes: tuple[int, ...] = (6, 6)) -> tuple[Tensor
 def wrap(module: nn.Module, rank: int, replicas: int, **options: Any) -> Any:
     """The wrapper over the devices of a process."""
     devices = slots(rank, replicas)
-    return dp.DistributedDataParallel(module.to(devices[0]), devices, timeout=30, **options)
+    return dp.DistributedDataParallel(module.to(devices[0]), devices, **options)
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

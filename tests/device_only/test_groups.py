@@ -128,7 +128,7 @@ def test_subgroups_of_a_group_that_is_bound(cluster: Cluster, tmp_path: pathlib.
 
 def train_on_the_cpu(rank: int, size: int, replicas: int) -> State:
     """Replicas on the CPU, though the user's group takes tensors on accelerators only."""
-    model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, timeout=30)
+    model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         x, y = share(step, rank)

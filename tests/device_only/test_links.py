@@ -87,6 +87,14 @@ def test_moves(cluster: Cluster) -> None:
         assert_same(got, 2 * [first, second, *parts, second])
 
 
+def time_limit(rank: int, size: int) -> float:
+    return ProcessLink(purpose="test").timeout
+
+
+def test_the_time_limit_is_that_of_the_group(cluster: Cluster) -> None:
+    assert cluster.run(time_limit, 2, timeout=45.0, virtual=True, backend="vccl") == [45.0, 45.0]
+
+
 # --- sparse gradients -----------------------------------------------------------------------------
 
 

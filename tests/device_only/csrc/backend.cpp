@@ -9,6 +9,8 @@
 #include <torch/library.h>
 #include <torch/python.h>
 
+#include <pybind11/chrono.h>
+
 #include <c10/core/StreamGuard.h>
 
 #include <atomic>
@@ -86,8 +88,10 @@ class DeviceOnly final : public Backend {
       c10::intrusive_ptr<Backend> gloo,
       int rank,
       int size,
+      std::chrono::milliseconds timeout,
       c10::intrusive_ptr<DeviceOnly> parent)
       : Backend(rank, size),
+        options_(c10::make_intrusive<Options>("vccl", timeout)),
         comm_(std::make_shared<Communicator>()),
         parent_(std::move(parent)) {
     comm_->gloo = std::move(gloo);
@@ -99,6 +103,9 @@ class DeviceOnly final : public Backend {
   }
   const std::string getBackendName() const override {
     return "vccl";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
@@ -504,6 +511,7 @@ class DeviceOnly final : public Backend {
     driver_.join();
   }
 
+  c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;
   c10::intrusive_ptr<DeviceOnly> parent_;
   std::atomic<bool> is_split_{false};
@@ -530,8 +538,12 @@ TORCH_LIBRARY_IMPL(device_only, Meta, library) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   py::class_<DeviceOnly, c10::intrusive_ptr<DeviceOnly>, Backend>(module, "DeviceOnly")
-      .def(
-          py::init<c10::intrusive_ptr<Backend>, int, int, c10::intrusive_ptr<DeviceOnly>>())
+      .def(py::init<
+           c10::intrusive_ptr<Backend>,
+           int,
+           int,
+           std::chrono::milliseconds,
+           c10::intrusive_ptr<DeviceOnly>>())
       .def(
           "perform_nocolor_split",
           [](DeviceOnly& self, const at::Device&) { self.take_part_in_split(); },
