@@ -161,10 +161,10 @@ def test_killed_processes_are_replaced_and_training_goes_on_exactly(
     check_little_was_lost(tmp_path, kills)
     seconds = elastic_cases.recoveries(Journal(tmp_path / "journal"), 2)
     assert len(seconds) == number
-    for what, value, limit in (
-        ("median", statistics.median(seconds), 2.0),
-        ("p100", max(seconds), 5.0),
-    ):
+    found = [("p100", max(seconds), 5.0)]
+    if number > 1:
+        found.append(("median", statistics.median(seconds), 2.0))
+    for what, value, limit in found:
         figures.record(
             goal=12,
             what=f"torchrun {rendezvous}: kill -9 of a rank to the first step of all, {what}",
