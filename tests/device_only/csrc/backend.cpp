@@ -544,6 +544,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            int,
            std::chrono::milliseconds,
            c10::intrusive_ptr<DeviceOnly>>())
+      .def_property_readonly("options", &DeviceOnly::getBackendOptions)
       .def(
           "perform_nocolor_split",
           [](DeviceOnly& self, const at::Device&) { self.take_part_in_split(); },
