@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.kernels import fingerprint
 from dataparallel.kernels.bits import bits_of
+from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.reducer.agreement import gather_if_different
 from dataparallel.torch_internals import is_wrapper
 

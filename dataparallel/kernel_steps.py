@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dataparallel.kernels import fused_adamw, fused_sgd, warm_up
 from dataparallel.kernels.backend import backend_of
+from dataparallel.kernels.fused_adamw import fused_adamw
+from dataparallel.kernels.fused_sgd import fused_sgd
 from dataparallel.kernels.optimizer_step import are_alike
 from dataparallel.kernels.tables import is_captured
+from dataparallel.kernels.warm_up import warm_up
 from dataparallel.optimizer_part import OF_SCALER, Group
 from dataparallel.torch_internals import foreach_add_, init_group
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dataparallel.consistency import check_replicas
-from dataparallel.kernels import warm_up
+from dataparallel.kernels.warm_up import warm_up
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.hooks import ResolvedHook, resolve_hook

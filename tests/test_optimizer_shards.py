@@ -169,7 +169,7 @@ def test_a_failed_shard_and_the_step_after_it(slots: list[str], in_threads: bool
     device = twins.sharded.device_of(last)
     expected_error = rf"not finite\nin shard \d on device {device}"
     # Under a transform of functions no thread of another kind can take part.
-    inline = mock.patch("dataparallel.context._transforms_active", lambda: not in_threads)
+    inline = mock.patch("dataparallel.torch_internals.transforms_active", lambda: not in_threads)
     with inline, pytest.raises(ArithmeticError, match=expected_error):
         twins.sharded.step()
     failed = [p for p in twins.module.parameters() if twins.sharded.device_of(p) == device]
