@@ -409,6 +409,8 @@ storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cd
 typed_storage: Callable[[torch.Tensor], Any] = operator.methodcaller("_typed_storage")
 #: The tensor that a tensor is a view of, or None.
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+#: Of another base, the view that a tensor is of its own: what fake tensors are made by.
+replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_func_unsafe")
 #: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")

@@ -86,12 +86,7 @@ def wrap_result(tensor: Tensor) -> Tensor:
         claim.wait()
         return tensor
     with _as_itself(tensor):
-        torch_internals.push_bare_mode(_Wrapping(claim))
-        try:
-            wrapped: Tensor = _aten.alias.default(tensor)
-        finally:
-            torch_internals.pop_bare_mode(None)
-    return wrapped
+        return _waiting_view(tensor, claim)
 
 
 class AsyncCollectiveTensor(_TorchAsync):
@@ -199,7 +194,11 @@ class AsyncCollectiveTensor(_TorchAsync):
     # --- copies ------------------------------------------------------------------------------
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+        leaf = self._leaf()
+        if type(self.elem) is not Tensor:
+            # A fake tensor, as a compiler's cache pickles it: by its type, through its own table.
+            return copy.copy, (leaf,)
+        return leaf.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -242,6 +241,15 @@ class AsyncCollectiveTensor(_TorchAsync):
         elem = inner_tensors["elem"]
         return _make(elem, pending.nothing(elem.device))
 
+    def _view_func_unsafe(self, new_base: Tensor, *visitors: Any) -> Tensor:
+        """The same view of another base, as a compiler makes it of a fake one.
+
+        Torch's own replays what autograd recorded, and so returns a plain view. Torch 2.11 would
+        compile for that, and hand the code the tensor that has no memory.
+        """
+        view = torch_internals.replay_view(self, new_base, *visitors)
+        return _waiting_view(view, pending.nothing(view.device))
+
     def __coerce_same_metadata_as_tangent__(
         self, expected_metadata: Any, expected_type: type | None = None
     ) -> Tensor | None:
@@ -264,7 +272,19 @@ class _Wrapping:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _make(func(*args, **(kwargs or {})), self._claim)
+        result = func(*args, **(kwargs or {}))
+        # A fake tensor is asked for its device, too, in between.
+        return _make(result, self._claim) if func is _aten.alias.default else result
+
+
+def _waiting_view(tensor: Tensor, claim: Claim) -> Tensor:
+    """A view of all of ``tensor`` that waits for ``claim``."""
+    torch_internals.push_bare_mode(_Wrapping(claim))
+    try:
+        wrapped: Tensor = _aten.alias.default(tensor)
+    finally:
+        torch_internals.pop_bare_mode(None)
+    return wrapped
 
 
 def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
