@@ -63,7 +63,8 @@ def hears_errors(rank: int, world_size: int, count: int) -> list[float]:
             elif number % 3 == 1:
                 names = ["worker1", "worker2"]
                 loss = relayed(x, names, fails_in_backward).sum()
-                with pytest.raises(WorkerError, match=r"'worker2': division by zero"):
+                # Torch 2.11 puts the traceback before it.
+                with pytest.raises(WorkerError, match=r"(?s)'worker2': .*\bdivision by zero"):
                     backward(context_id, [loss])
             else:
                 loss = relayed(x, ["worker1", "worker2"], scaled).sum()
