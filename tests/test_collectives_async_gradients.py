@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -329,40 +328,6 @@ def test_other_subclasses() -> None:
     assert torch.equal(mixed.a, 2 * LEAF) and torch.equal(mixed.b, 0 * LEAF)
     mixed = TwoTensor(LEAF, -LEAF) * asynchronous(LEAF)[0]
     assert torch.equal(mixed.a, LEAF * LEAF) and torch.equal(mixed.b, -LEAF * LEAF)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_as_an_argument_of_a_compiled_function(backend: str) -> None:
-    def function(t: Tensor) -> Tensor:
-        return (t * 2).view(-1) + t.view(-1).sin()
-
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    for _ in range(2):
-        x, work = asynchronous(LEAF)
-        torch.testing.assert_close(compiled(x), function(LEAF))
-        assert work.waits == 1
-    leaf = LEAF.clone().requires_grad_()
-    for _ in range(2):
-        x, work = asynchronous(leaf)
-        compiled(x).sum().backward()
-    torch.testing.assert_close(leaf.grad, 2 * (2 + LEAF.cos()))
-    assert not counters["aot_autograd"]["autograd_cache_bypass"]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("select", [lambda t: t, lambda t: t[1:]], ids=["all", "row"])
-def test_a_compiled_function_changes_its_argument(select: Function, backend: str) -> None:
-    torch._dynamo.reset()
-    x, work = asynchronous(LEAF)
-    torch.compile(lambda t: t.mul_(3), backend=backend, fullgraph=True)(select(x))
-    expected = LEAF.clone()
-    select(expected).mul_(3)
-    assert torch.equal(waited(x), expected) and work.waits == 1
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

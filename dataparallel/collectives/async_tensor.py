@@ -241,13 +241,14 @@ class AsyncCollectiveTensor(_TorchAsync):
         elem = inner_tensors["elem"]
         return _make(elem, pending.nothing(elem.device))
 
-    def _view_func_unsafe(self, new_base: Tensor, *visitors: Any) -> Tensor:
+    def _view_func_unsafe(self, new_base: Tensor, on_int: Any = None, on: Any = None) -> Tensor:
         """The same view of another base, as a compiler makes it of a fake one.
 
         Torch's own replays what autograd recorded, and so returns a plain view. Torch 2.11 would
-        compile for that, and hand the code the tensor that has no memory.
+        compile for that, and hand the code the tensor that has no memory. Numbers stay as they are:
+        for unknowns in their place, torch may find no value later, and fail.
         """
-        view = torch_internals.replay_view(self, new_base, *visitors)
+        view = torch_internals.replay_view(self, new_base, None, on)
         return _waiting_view(view, pending.nothing(view.device))
 
     def __coerce_same_metadata_as_tangent__(
