@@ -89,7 +89,7 @@ def write(
     header = safetensors_header.plan(tensors, metadata)
     start = safetensors_header.encode(header)
     size = len(start) + header.data_bytes
-    hasher = _Hasher() if size >= _WORTH_A_THREAD else _HasherInline()
+    hasher = _hasher_for(size)
     try:
         for piece, owner in _pieces(start, header, tensors):
             hasher.update(piece, owner)
@@ -240,6 +240,18 @@ class _Hasher(_HasherInline):
                 self._hash.update(item[0])
             except BaseException as error:
                 self._error = error
+
+
+def _hasher_for(size: int) -> _HasherInline:
+    """What hashes a file of so many bytes."""
+    if size < _WORTH_A_THREAD:
+        return _HasherInline()
+    try:
+        return _Hasher()
+    except RuntimeError:
+        # The interpreter waits at its end for what is being written. From Python 3.12 on, no other
+        # thread can start then.
+        return _HasherInline()
 
 
 def _pieces(
