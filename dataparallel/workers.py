@@ -102,8 +102,8 @@ class _Job(Generic[T]):
         except BaseException as error:
             # Without this frame, which holds the job, which holds the error.
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            _leave_checkpoints(error)
             self.error = error
+            _leave_checkpoints(error)
         finally:
             self._task = None
             self.finished = True
@@ -116,14 +116,26 @@ def _leave_checkpoints(error: BaseException) -> None:
     Up to torch 2.11 they are left when the last reference to the error goes, and by then their
     saved-tensor hooks would have acted on whatever this thread ran next.
     """
-    if error.__context__ is not None:
-        _leave_checkpoints(error.__context__)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            for value in frame.f_locals.values():
-                if isinstance(value, types.GeneratorType):
-                    value.close()
+    chain: dict[int, BaseException] = {}
+    each: BaseException | None = error
+    while each is not None and id(each) not in chain:
+        chain[id(each)] = each
+        each = each.__context__
+    for cause in reversed(chain.values()):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        for frame in reversed(frames):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                for value in frame.f_locals.values():
+                    if isinstance(value, types.GeneratorType):
+                        _leave(value, error)
+
+
+def _leave(generator: types.GeneratorType[Any, Any, Any], error: BaseException) -> None:
+    """Leave the blocks of a generator; what that raises is told beside the error."""
+    try:
+        generator.close()
+    except Exception as another:
+        add_note(error, f"leaving an activation checkpoint failed as well: {another!r}")
 
 
 def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -203,3 +204,40 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
     model(x).pow(2).sum().backward()
     bare(x).pow(2).sum().backward()
     assert_all_close(grads_of(net), grads_of(bare))
+
+
+class _Leaves:
+    """A context that cannot be left after an error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            raise OSError("of the context")
+
+
+def _long_chain(length: int) -> ValueError:
+    error = ValueError("of the body")
+    last: BaseException = error
+    for _ in range(length):
+        last.__context__ = ValueError("before")
+        last = last.__context__
+    return error
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, _Leaves])
+@pytest.mark.parametrize("length", [0, 3000])
+def test_an_error_arrives_whatever_else_fails(context: Callable[[], Any], length: int) -> None:
+    class Failing(nn.Linear):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            raise _long_chain(length)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(
+                self.body, x, use_reentrant=False, context_fn=lambda: (context(), context())
+            )
+            return y
+
+    with pytest.raises((ValueError, OSError), match=r"of the (body|context)"):
+        DataParallel(Failing(3, 3), ["cpu"] * 2)(torch.randn(4, 3))
