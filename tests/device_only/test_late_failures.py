@@ -68,9 +68,7 @@ def fail_late(rank: int, size: int, then: str, folder: str) -> str:
 
 @pytest.mark.parametrize("then", ["the same link", "another link", "a checkpoint", "a forward"])
 def test_whoever_comes_next_is_told(cluster: Cluster, tmp_path: pathlib.Path, then: str) -> None:
-    begin = time.monotonic()
     texts = cluster.run(fail_late, 2, then, str(tmp_path), virtual=True, backend="vccl")
-    assert time.monotonic() - begin < 20
     for text in texts:
         assert "all_reduce of a tensor (collective 1)" in text and "'extra'" in text, text
 
@@ -134,3 +132,28 @@ def test_a_rank_that_ends_in_a_step(cluster: Cluster) -> None:
     first, second = cluster.run(die_in_a_step, 2, virtual=True, backend="vccl", expect_errors=True)
     assert isinstance(second, RankDied)
     assert isinstance(first, str) and "rank 1" in first and "ended" in first
+
+
+def train_and_read(rank: int, size: int, path: str) -> str:
+    """What torch writes on the standard error in some steps; it warns there without Python."""
+    torch.set_warn_always(True)
+    kept = os.dup(2)
+    with open(f"{path}-{rank}", "w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            model = wrap(make_net(), rank, 1)
+            for step in range(3):
+                x, y = share(step, rank)
+                mean_loss(model(x.to(f"virtual:{rank}")), y).backward()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            torch.set_warn_always(False)
+        file.seek(0)
+        return file.read()
+
+
+def test_looking_for_failures_warns_of_nothing(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "said")
+    for said in cluster.run(train_and_read, 2, path, virtual=True, backend="vccl"):
+        assert "deprecated" not in said

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <c10/core/Event.h>
 
@@ -36,6 +37,9 @@ struct Collective {
   int64_t turn = 0;
   Body body;
   c10::Event end{kVirtual};
+  // How it has ended, as c10d::WorkResult.
+  c10::intrusive_ptr<c10::ivalue::Future> result =
+      c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
   // These two under comm->mutex.
   bool done = false;
   std::exception_ptr error;
@@ -70,6 +74,8 @@ struct Collective {
     if (what && comm->failure.empty()) {
       comm->failure = text;
     }
+    result->markCompleted(
+        static_cast<int64_t>(what ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS));
     comm->finished = turn + 1;
     comm->changed.notify_all();
   }

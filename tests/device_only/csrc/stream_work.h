@@ -61,6 +61,9 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     return future_;
   }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    return collective_->result;
+  }
   Tensors result() override {
     return results_;
   }
