@@ -125,6 +125,15 @@ def test_a_process_that_is_cut_off_gives_up(channel: Channel, launcher: Launcher
         launcher.wait(PLACE, time.monotonic(), after(nothing))
 
 
+def test_who_does_not_wait_for_rank_0_needs_no_store(channel: Channel) -> None:
+    channel.is_cut_off = True
+    reports: Any = SimpleNamespace(channel=channel)
+    checks: Any = SimpleNamespace(sequence=0, hear=lambda seconds: None)
+    launcher = Launcher("gradients/1", [1, 2], 0, 60.0, reports, {}, checks)
+    launcher.wait(PLACE, time.monotonic(), after(nothing, nothing))
+    assert launcher.broken is None
+
+
 def test_the_others_read_where_a_process_waits(channel: Channel, launcher: Launcher) -> None:
     places: list[str | None] = []
     launcher.wait(

@@ -112,7 +112,7 @@ class GroupFailures:
         Args:
             place: What is waited for, for the others to read.
         """
-        return Watch(self._channel, self.known, place)
+        return Watch(self._channel, self._members, self.known, place)
 
     def find(self, watch: Watch) -> Failure | None:
         """Why nobody should wait any more; None if nothing speaks against it.

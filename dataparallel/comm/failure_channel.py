@@ -249,7 +249,7 @@ class FailureChannel:
         return self._peers[rank].describe() if rank in self._peers else ""
 
     def gone(self) -> Failure | None:
-        """That the process that holds the store has ended, as far as can be seen; None if not."""
+        """The failure to report if the process that holds the store seems to have ended."""
         lost = self.unanswered()
         return self.cut_off(lost, self._refusal) if self._refusal and lost > _REFUSING else None
 

@@ -286,7 +286,7 @@ class Launcher:
 
     def _watch(self, place: Place) -> Watch:
         text = f"{place} for {purpose_of(self._name)!r}"
-        return Watch(self._reports.channel, self.known, text)
+        return Watch(self._reports.channel, self._ranks, self.known, text)
 
     def _hear(self, seconds: float = 0.0) -> None:
         """Raise a CollectiveMismatch that was found after a launch."""

@@ -123,23 +123,25 @@ class _Unbound:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._device: Any = None
+        self._hidden: tuple[Any, Any] = (None, None)
 
     @contextlib.contextmanager
     def default_group(self) -> Iterator[None]:
         """See Note [Groups that are bound]."""
-        world: Any = dist.group.WORLD
         with self._lock:
             self._count += 1
             if self._count == 1:
-                self._device, world.bound_device_id = world.bound_device_id, None
+                world: Any = dist.group.WORLD
+                self._hidden = world, world.bound_device_id
+                world.bound_device_id = None
         try:
             yield
         finally:
             with self._lock:
                 self._count -= 1
                 if self._count == 0:
-                    world.bound_device_id = self._device
+                    world, world.bound_device_id = self._hidden
+                    self._hidden = None, None
 
 
 _unbound = _Unbound()
