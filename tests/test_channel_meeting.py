@@ -87,6 +87,18 @@ def test_who_does_not_come_is_quoted() -> None:
     channels[1].stop()
 
 
+def test_who_is_waited_for_is_said_once_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_errors, "PATIENCE", 0.05)
+    store = HashStore()
+    with pytest.raises(CollectiveTimeout):
+        meet(store, channel_over(store), 0, timeout=0.5)
+    said = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
+    where = "the making of the process group 'test/1'"
+    assert said == [f"rank 0 waits for rank 1 in {where}, since 0.05 s and for at most 0.5 s"]
+
+
 # --- stores that are gone --------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import logging.handlers
 import os
 import pathlib
 import socket
@@ -19,6 +21,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed import constants
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dataparallel.comm import process_errors
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.process_start import init_process_group, start, stores
 from dataparallel.process_start.agreement import Agreement
@@ -331,7 +334,21 @@ def test_a_store_that_others_have_used(cluster: Cluster, tmp_path: pathlib.Path)
 def start_without_one(rank: int, world_size: int, method: str, missing: int) -> str:
     if rank == missing:
         return ""
-    begin = time.monotonic()
+    begin, said = time.monotonic(), logging.handlers.BufferingHandler(100)
+    logger = logging.getLogger(process_errors.__name__)
+    logger.addHandler(said)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_errors, "PATIENCE", 0.2)
+            return _start_without_one(rank, world_size, method, begin)
+    finally:
+        logger.removeHandler(said)
+        waits = [each.getMessage() for each in said.buffer if "since 0.2 s" in each.getMessage()]
+        for_whom = "rank 1 in" if missing else "a store at"
+        assert len(waits) == 1 and f"rank {rank} waits for {for_whom}" in waits[0], waits
+
+
+def _start_without_one(rank: int, world_size: int, method: str, begin: float) -> str:
     try:
         init_process_group(init_method=method, rank=rank, world_size=world_size, timeout=1)
     except CollectiveTimeout as error:

@@ -18,6 +18,7 @@ meets one who has gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
@@ -28,7 +29,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataparallel.comm.failure import Failure
 from dataparallel.comm.failure_channel import FailureChannel
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, name_ranks
+from dataparallel.comm.process_errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    Reminder,
+    name_ranks,
+)
 from dataparallel.comm.store_requests import ask
 
 if TYPE_CHECKING:
@@ -106,6 +112,7 @@ class Meeting:
         """
         deadline = time.monotonic() + self._timeout
         pause = 0.001
+        reminder = Reminder(self._timeout)
         try:
             self._ask(lambda: self._want(self._last_wanted(self._rank) + 1))
             while missing := self._ask(self._advance):
@@ -113,6 +120,7 @@ class Meeting:
                     raise self._given_up(self._failure)
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(self._too_late(missing))
+                reminder.look(functools.partial(self._waits_for, missing))
                 # A wait of the store itself could not be interrupted.
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)
@@ -201,6 +209,10 @@ class Meeting:
         )
         error.failure = failure
         return error
+
+    def _waits_for(self, missing: Sequence[int]) -> str:
+        ranks = name_ranks([self._ranks[i] for i in missing])
+        return f"rank {self._ranks[self._rank]} waits for {ranks} in {self.place()}"
 
     def _too_late(self, missing: Sequence[int]) -> str:
         # Who has come and given up is not why.

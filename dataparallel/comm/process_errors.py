@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,11 @@ _STORE_TIMEOUT = 2.0
 # The same where it has not answered for a while already.
 _AWAY = 0.2
 _POLL = 0.02
+
+#: Seconds that a process waits for others at its start before it says so.
+PATIENCE = 60.0
+
+_logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "every process must run the same collectives in the same order; look for an earlier error of "
@@ -282,6 +288,30 @@ def _who(
         else:
             parts.append(f"rank {ranks[i]} came and failed too")
     return "; ".join(parts)
+
+
+class Reminder:
+    """Says once in the log for whom a process waits, when it has done so for a minute.
+
+    Args:
+        limit: Seconds for which it waits at most.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._due = time.monotonic() + PATIENCE
+
+    def look(self, describe: Callable[[], str]) -> None:
+        """Called now and then by who waits.
+
+        Args:
+            describe: Returns who waits for whom.
+        """
+        if time.monotonic() > self._due:
+            self._due = float("inf")
+            _logger.warning(
+                "%s, since %.3g s and for at most %.4g s", describe(), PATIENCE, self._limit
+            )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataparallel.comm.process_errors import CollectiveTimeout, name_ranks
+from dataparallel.comm.process_errors import CollectiveTimeout, Reminder, name_ranks
 from dataparallel.process_start.membership import Membership
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class _Attendee:
         self._member = member
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
+        self._reminder = Reminder(timeout)
         self._pause = 0.0
         self._nonce = uuid.uuid4().hex
 
@@ -245,11 +246,21 @@ class _Attendee:
 
     def _is_late(self) -> bool:
         """Wait a moment, and tell whether the time is over."""
+        self._reminder.look(self._waits_for)
         if time.monotonic() > self._deadline:
             return True
         time.sleep(self._pause)
         self._pause = min(2 * self._pause + 0.0005, _LONGEST_PAUSE)
         return False
+
+    def _waits_for(self) -> str:
+        member = self._member
+        everybody = range(member.world_size)
+        hellos = self._hellos(everybody)
+        absent = [rank for rank in everybody if rank not in hellos]
+        # All have come once, but one of them does not go on.
+        whom = name_ranks(absent or [rank for rank in everybody if rank != member.rank])
+        return f"rank {member.rank} waits for {whom} in {member.place}"
 
     def _timed_out(self, absent: list[int] | None) -> CollectiveTimeout:
         """The error that says who did not join the plan; None: there is no plan."""

@@ -98,8 +98,8 @@ def init_process_group(
         backend: As for torch, for example ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: gloo,
             and on machines with accelerators also their own backend, for tensors there. All that
             is passed with ``"mpi"`` or ``"fake"``, which have their own ways, goes to torch.
-        timeout: Seconds, or a timedelta, that a process waits for the others. Default: torch's own
-            for the backend: 30 minutes, and 10 where NCCL is one of them.
+        timeout: Seconds, or a timedelta, that a process waits for the others. Default: torch's own,
+            10 minutes for ``"nccl"`` alone and 30 otherwise.
         init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or a scheme that was
             registered with torch. Default: ``"env://"`` if RANK, WORLD_SIZE, MASTER_ADDR or
             MASTER_PORT is set, or rank or world_size is passed.

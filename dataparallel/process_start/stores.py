@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Reminder
 from dataparallel.process_start.membership import Membership
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def _await_server(member: Membership, host: str, port: int, timeout: float) -> N
     """Wait until somebody listens; the store's own wait ignores Ctrl-C and takes twice the time."""
     deadline = time.monotonic() + timeout
     pause = 0.005
+    reminder = Reminder(timeout)
     while True:
+        reminder.look(lambda: f"rank {member.rank} waits for a store at {host}:{port}")
         try:
             remaining = deadline - time.monotonic()
             socket.create_connection((host, port), max(0.001, min(_ATTEMPT, remaining))).close()
