@@ -29,8 +29,8 @@ _CPU = torch.device("cpu")
 def accelerators() -> tuple[torch.device, ...]:
     """The accelerators that this process can use.
 
-    A build of torch for CUDA names ``cuda`` as its accelerator on every machine; without a GPU, or
-    without a driver that works, there is none.
+    A build of torch for CUDA names ``cuda`` as its accelerator on every machine; where it counts no
+    device there is none. A process that is forked afterwards can still use CUDA.
 
     Example::
 
@@ -39,9 +39,11 @@ def accelerators() -> tuple[torch.device, ...]:
     Returns:
         One device with its index per accelerator, in index order; empty when there are none.
     """
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = torch.accelerator.current_accelerator()
     if kind is None:
         return ()
+    # Whether the accelerator is available would be asked of CUDA itself, which no fork survives;
+    # the number is asked of the driver.
     count = torch.accelerator.device_count()
     return tuple(torch.device(kind.type, index) for index in range(count))
 

@@ -1056,13 +1056,15 @@ def keep_guard_of_compiler() -> None:
     first; where the name is missing, torch has found another way.
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if make is None or torch.version.cuda is None or torch.cuda.is_available():
+    if make is None or torch.version.cuda is None or torch.cuda.device_count():
         return
     made = threading.Event()
 
     def hold() -> None:
-        make()
-        made.set()
+        try:
+            make()
+        finally:
+            made.set()
         threading.Event().wait()
 
     threading.Thread(target=hold, name="dataparallel-guard", daemon=True).start()

@@ -98,17 +98,18 @@ def share_of_accelerators() -> tuple[torch.device, ...]:
     Where there are more processes than accelerators, they take them in turn.
     """
     devices = dataparallel.accelerators()
-    if not devices or "LOCAL_WORLD_SIZE" not in os.environ:
+    if not devices or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return devices
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if size <= len(devices):
         begin, end = len(devices) * rank // size, len(devices) * (rank + 1) // size
     else:
         begin, end = rank % len(devices), rank % len(devices) + 1
-        console.print(
-            f"{size} processes take {len(devices)} accelerators in turn; NCCL refuses to share a "
-            f"GPU, so for GPUs start at most {len(devices)}"
-        )
+        if rank == 0:
+            console.print(
+                f"{size} processes take {len(devices)} accelerators in turn; NCCL refuses to share "
+                f"a GPU, so for GPUs start at most {len(devices)}"
+            )
     # What is queued for no device in particular goes to the current one, which is the first of the
     # machine in every process.
     torch.accelerator.set_device_index(devices[begin].index)

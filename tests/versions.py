@@ -108,7 +108,8 @@ def find_pythons() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in candidates:
         # pyenv has commands in the path for Pythons that are not chosen; these fail.
-        asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        # A Python without ensurepip makes no environment.
+        asked = [path, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
         version = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         if version in PYTHONS:
             found.setdefault(version, path)
