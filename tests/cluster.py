@@ -340,6 +340,8 @@ def _run(received: bytes, stray: list[str]) -> bytes:
     stray.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # As in pyproject.toml.
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
         reply = _call(received)
         gc.collect()
     if stray and reply.error is None:
