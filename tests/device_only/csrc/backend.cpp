@@ -100,6 +100,12 @@ class DeviceOnly final : public Backend {
   }
   ~DeviceOnly() override {
     stop();
+    // gloo joins its threads, which may have to let go of objects of Python's.
+    std::optional<pybind11::gil_scoped_release> release;
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      release.emplace();
+    }
+    comm_->gloo.reset();
   }
   const std::string getBackendName() const override {
     return "vccl";
