@@ -189,7 +189,7 @@ class CompiledCalls:
         )
         if rendezvous.current_rendezvous() is None:
             turns.let_pass()
-        with _kept_flag(), turns.paused():
+        with _kept_state(), turns.paused():
             if in_turn:
                 order = _Order(len(calls))
                 yield [_InTurn(call, made, order, index) for index, call in enumerate(calls)]
@@ -342,31 +342,31 @@ class _PausingRendezvous(rendezvous.Rendezvous):
             super()._await(*args)
 
 
-# --- torch's own flag ------------------------------------------------------------------------
+# --- torch's own variables -------------------------------------------------------------------
 
 
-class _Flag:
-    """The compiler notes in a global variable that a compiled module runs.
+class _State:
+    """Each call of compiled code changes variables of the process and restores what it found.
 
-    Each call sets it and then restores what it found, which is wrong for calls that overlap. So the
-    first of the calls that overlap restores what it found when the last has ended.
+    That is wrong for calls that overlap. So the first of the calls that overlap restores what it
+    found when the last has ended.
     """
 
     lock = threading.Lock()
     calls = 0
-    before = False
+    write_back: Callable[[], None]
 
 
 @contextlib.contextmanager
-def _kept_flag() -> Iterator[None]:
-    with _Flag.lock:
-        if _Flag.calls == 0:
-            _Flag.before = torch_internals.runs_compiled_module()
-        _Flag.calls += 1
+def _kept_state() -> Iterator[None]:
+    with _State.lock:
+        if _State.calls == 0:
+            _State.write_back = torch_internals.state_of_compiled_calls()
+        _State.calls += 1
     try:
         yield
     finally:
-        with _Flag.lock:
-            _Flag.calls -= 1
-            if _Flag.calls == 0:
-                torch_internals.note_compiled_module(_Flag.before)
+        with _State.lock:
+            _State.calls -= 1
+            if _State.calls == 0:
+                _State.write_back()

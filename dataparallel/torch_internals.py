@@ -800,17 +800,32 @@ def backends_in_use() -> list[Any]:
     return list(backends.values())
 
 
-def runs_compiled_module() -> bool:
-    """What the compiler has noted in a variable of the process: a compiled module runs."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return bool(getattr(compiler, "_in_optimized_module", False))
+def state_of_compiled_calls() -> Callable[[], None]:
+    """What a call of compiled code changes and then sets back, in variables of the whole process.
 
+    A flag, that a compiled module runs, and with ``dynamic=`` two settings, which belong to a
+    thread since torch 2.13. What this torch lacks is left out.
 
-def note_compiled_module(runs: bool) -> None:
-    """Write what :func:`runs_compiled_module` reads."""
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if hasattr(compiler, "_in_optimized_module"):
-        compiler._in_optimized_module = runs
+    Returns:
+        A function that writes what was found.
+    """
+    names = {
+        "torch._dynamo.eval_frame": ("_in_optimized_module",),
+        "torch._dynamo.config": ("automatic_dynamic_shapes", "assume_static_by_default"),
+    }
+    found = [
+        (sys.modules[module], name, getattr(sys.modules[module], name))
+        for module, its in names.items()
+        for name in its
+        if hasattr(sys.modules.get(module), name)
+    ]
+
+    def write_back() -> None:
+        for module, name, value in found:
+            if getattr(module, name) != value:
+                setattr(module, name, value)
+
+    return write_back
 
 
 def compile_lock() -> Any:
