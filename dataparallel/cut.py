@@ -31,6 +31,7 @@ import torch
 
 from dataparallel import torch_internals
 from dataparallel.compiled import untraced
+from dataparallel.ending import NO_TASK, Ending
 from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
 from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
@@ -51,8 +52,10 @@ class Rounds(Protocol):
         weight: float,
         task: int,
         last: bool,
+        passes: bool = ...,
+        ending: weakref.ref[Ending] | None = ...,
     ) -> list[MaybeTensor]:
-        """Run ``backward`` and return the gradients of the originals."""
+        """Run ``backward`` and return what the engine is to add to gradients of the originals."""
 
 
 @dataclass
@@ -106,6 +109,8 @@ class CutGraphs:
     weight: float = 1.0
     outside: Sequence[torch.Tensor] = ()
     node: weakref.ref[Any] | None = None
+    #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
+    ending: weakref.ref[Ending] | None = None
     #: The backward in which this cut has run last.
     task: int | None = None
     #: Whether it runs now.
@@ -127,6 +132,8 @@ class CutGraphs:
             self, self.terms.anchor, *behind_own_nodes([*flat, *self.originals], first)
         )
         self.terms.outstanding.add(self)
+        if self.synchronise and torch_internals.current_graph_task_id() != NO_TASK:
+            self.ending = Ending.given_to_the_engine()
         left = iter(results if isinstance(results, tuple) else (results,))
         return [[next(left) for _ in replica] for replica in self.outputs]
 
@@ -206,6 +213,8 @@ class _Backward:
             weight=graphs.weight,
             task=task,
             last=not self._others and task != graphs.terms.attached_task,
+            passes=True,
+            ending=graphs.ending,
         )
         return self._of_inputs(found), parameters
 

@@ -48,6 +48,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "parts",
             "context",
             "distributed_autograd",
+            "ending",
             "error_location",
             "functions",
             "generators",

@@ -2,13 +2,28 @@
 
 Note [Gradients from before a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A round reduces what its backward computes, and the result is added to ``.grad``. What was there is
-reduced already and the same in all processes, except after a backward under ``no_sync``: what that
-left is this process's own, and goes into the next round.
+A round reduces what its backward computes, and what ``.grad`` held before. That may be this
+process's own: from a backward under ``no_sync``, from one through the bare module, or written by
+the user. Or it is reduced already and the same in all processes; then it does no harm to send it
+again, since the average of equal parts is the part itself. This is torch's way.
 
-Where the processes' gradients are averaged it does no harm to send both parts again, since the
-average of equal parts is the part itself. In a sum it does. So for ``average="none"`` a copy of the
-reduced part is set aside, and only the difference is sent.
+In a sum it does harm. So for ``average="none"`` only what a backward under ``no_sync`` has added is
+sent, as the difference to a copy of what was there before. If ``.grad`` was changed in another way
+since the last round, nobody knows what is to be sent, and that is an error.
+
+Note [Gradients from outside of the wrapper]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Parameters may be used beside the forward of the wrapper: in a penalty, or in a head that is called
+by itself. What they get from there comes before or after the cut, in the same backward, and must be
+reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
+before it are set aside and ``.grad`` is None. The cut passes nothing on to the originals; what is
+in ``.grad`` when the whole backward has ended is from outside. It goes into its bucket if that was
+not sent yet, else it is reduced by itself; and from then on that bucket waits for the end.
+
+A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
+have computed for such a parameter is passed on to the engine, and comes back as if from outside.
+
+If the backward fails, gradients from before it are put back, so ``.grad`` is as it was.
 
 All of this holds for the gradients in a distributed autograd context in the same way, and for each
 context by itself: see Note [Gradients in a context].
@@ -16,7 +31,8 @@ context by itself: see Note [Gradients in a context].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +68,10 @@ class Accumulated:
         self._originals = originals
         self._summed = summed
         self.home = home
+        #: What the gradients were when the round began that is under way.
+        self._aside: list[torch.Tensor | None] | None = None
+        #: For sums, where the last round has left each gradient, and its version.
+        self._left: dict[int, tuple[int, int]] = {}
         #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
         self._unreduced: dict[int, torch.Tensor | None] = {}
         #: What is not finite in the unreduced part, see :mod:`dataparallel.reducer.guard`.
@@ -84,12 +104,74 @@ class Accumulated:
         return index in self._unreduced and self._gradient(index) is not None
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """What a parameter's ``.grad`` holds that is still to be reduced; new, or a view."""
-        grad = self._gradient(index) if index in self._unreduced else None
-        if grad is None:
+        """What a parameter's ``.grad`` holds that is to be sent; new, or a view.
+
+        See Note [Gradients from before a round].
+        """
+        if self._summed and index not in self._unreduced:
             return None
-        reduced = self._unreduced[index]
-        return grad.detach() if reduced is None else grad.detach() - reduced
+        grad = self._gradient(index)
+        reduced = self._unreduced.get(index)
+        if grad is None or reduced is None:
+            return None if grad is None else grad.detach()
+        return grad.detach() - reduced
+
+    @property
+    def sends(self) -> bool:
+        """Whether some ``.grad`` may hold something that is to be sent."""
+        if self._summed:
+            return bool(self._unreduced)
+        grads = self.home.read(self._originals) if self._aside is None else self._aside
+        return any([grad is not None for grad in grads])
+
+    def sent(self) -> list[bool]:
+        """Per parameter, whether its ``.grad`` may hold something that is to be sent."""
+        if self._summed:
+            return [self.has_unreduced(index) for index in range(len(self._originals))]
+        return [grad is not None for grad in self.home.read(self._originals)]
+
+    def changed(self) -> list[int]:
+        """For sums, parameters of which nobody knows how much of ``.grad`` is reduced."""
+        if not self._summed:
+            return []
+        return [
+            index
+            for index, grad in enumerate(self.home.read(self._originals))
+            if grad is not None
+            and index not in self._unreduced
+            and not self._is_left(index, grad)
+            and bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
+        ]
+
+    # --- while a round is under way --------------------------------------------------------------
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether gradients from before the round are set aside."""
+        return self._aside is not None
+
+    def put_aside(self) -> None:
+        """Let ``.grad`` be None, so that what comes there in this backward is from outside."""
+        self._aside = self.home.read(self._originals)
+        for original, grad in zip(self._originals, self._aside, strict=True):
+            if grad is not None:
+                self.home.write(original, None)
+
+    def take_outside(self) -> dict[int, torch.Tensor]:
+        """What has come into ``.grad`` since :meth:`put_aside`, which ends."""
+        came = self.home.read(self._originals)
+        self.put_back()
+        return {index: grad.detach() for index, grad in enumerate(came) if grad is not None}
+
+    def put_back(self) -> None:
+        """Let ``.grad`` be what it was when the round began."""
+        before, self._aside = self._aside, None
+        if before is None:
+            return
+        now = self.home.read(self._originals)
+        for original, grad, other in zip(self._originals, before, now, strict=True):
+            if grad is not other:
+                self.home.write(original, grad)
 
     def replace(self, index: int, result: torch.Tensor) -> None:
         """Set ``.grad`` to the reduced part and the result of the round, in place."""
@@ -97,7 +179,7 @@ class Accumulated:
         assert grad is not None
         with torch.no_grad():
             grad.copy_(result)
-            reduced = self._unreduced[index]
+            reduced = self._unreduced.get(index)
             if reduced is not None:
                 grad.add_(reduced)
         self.home.write(self._originals[index], grad)
@@ -119,6 +201,29 @@ class Accumulated:
         """Everything is reduced now."""
         self._unreduced.clear()
 
+    def after_delivery(self) -> None:
+        """Note what the gradients are that a round has left."""
+        if self._summed:
+            grads = enumerate(self.home.read(self._originals))
+            self._left = {i: (_address(g), g._version) for i, g in grads if g is not None}
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """A ``with`` block in which gradients may get other memory, and the same content."""
+        left = [
+            index
+            for index in self._left
+            if (grad := self._gradient(index)) is not None and self._is_left(index, grad)
+        ]
+        yield
+        for index in left:
+            grad = self._gradient(index)
+            if grad is not None:
+                self._left[index] = (_address(grad), grad._version)
+
+    def _is_left(self, index: int, grad: torch.Tensor) -> bool:
+        return self._left.get(index) == (_address(grad), grad._version)
+
     def state(self) -> AccumulatedState:
         """What is known now, for :meth:`use_state`; it does not change."""
         return AccumulatedState(dict(self._unreduced), list(self.findings), self.magnitude)
@@ -133,8 +238,19 @@ class Accumulated:
         """Whether something may be unreduced."""
         return bool(self._unreduced)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether something is known that a further round needs."""
+        return bool(self._unreduced or self._left)
+
     def _gradient(self, index: int) -> torch.Tensor | None:
+        if self._aside is not None:
+            return self._aside[index]
         return self.home.read([self._originals[index]])[0]
+
+
+def _address(grad: torch.Tensor) -> int:
+    return id(grad) if grad.is_sparse else grad.data_ptr()
 
 
 class Accumulations:
@@ -159,6 +275,11 @@ class Accumulations:
             self._in_contexts[home.context_id] = Accumulated(self._originals, self._summed, home)
         return self._in_contexts[home.context_id]
 
+    @property
+    def in_grad(self) -> Accumulated:
+        """What is accumulated in ``.grad``."""
+        return self._in_grad
+
     def after_round(self) -> Accumulated:
         """Forget what no further round needs; returns what is accumulated in ``.grad``."""
         for accumulated in self._in_contexts.values():
@@ -167,6 +288,6 @@ class Accumulations:
             self._in_contexts = {
                 context: accumulated
                 for context, accumulated in self._in_contexts.items()
-                if accumulated.any and not accumulated.home.has_ended
+                if accumulated.remembers and not accumulated.home.has_ended
             }
         return self._in_grad

@@ -168,11 +168,17 @@ class Buckets:
             self._arrivals[number] = torch.empty_like(total)
         return self._arrivals[number].copy_(term)
 
-    def complete_views(self, number: int, used: Sequence[bool], user_hooks: OriginalHooks) -> None:
+    def complete_views(
+        self,
+        number: int,
+        used: Sequence[bool],
+        user_hooks: OriginalHooks,
+        through: Collection[int] = (),
+    ) -> None:
         """Run hooks on the sum of a viewed bucket, and add what ``.grad`` held before."""
         views = self._views[number]
         assert views is not None
-        views.complete(used, user_hooks)
+        views.complete(used, user_hooks, through)
 
     def sendable(self, number: int, sums: Sequence[MaybeTensor]) -> list[MaybeTensor]:
         """Gradients in the layout that the bucket expects: dense, or sparse."""
@@ -224,7 +230,7 @@ class Buckets:
             used: Per parameter of the module, whether any process has a gradient.
 
         Returns:
-            Tensors in the dtype of the originals, in ``sums`` where that is possible, else views;
+            Tensors in the dtype of the originals, in ``sums`` where that is possible, else new;
             None where no process has a gradient.
         """
         bucket = self.plan.buckets[number]
@@ -239,10 +245,10 @@ class Buckets:
                 continue
             original, own = self._originals[index], sums[position]
             if own is not None and own.dtype == original.dtype and _is_dense(own):
-                # The engine can take over memory that is nobody else's; a view it would copy.
+                # Memory that is nobody else's can become ``.grad``; a view must be copied.
                 result[position] = into[position] = own
             else:
-                result[position] = view.to(original.dtype)
+                result[position] = view.to(original.dtype, copy=True)
         kernels.unflatten(flat, into, views=storage.layout)
         return result
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
+from dataparallel.ending import NO_TASK, Ending
 from dataparallel.reducer.local_sum import MaybeTensor
-from dataparallel.reducer.nonfinite import NonFiniteGradients
 from dataparallel.reducer.reducer import Reducer
 
 
@@ -23,6 +24,7 @@ class ChainedReducers:
         if reducer.guard is not None and local.guard is not None:
             # A gradient that stays here and is not finite spoils the step of all.
             reducer.guard.inner, local.guard.decides = local.guard, False
+        reducer.when_dropped = local.drop_gradients
 
     def reduce(
         self,
@@ -30,8 +32,10 @@ class ChainedReducers:
         *,
         synchronise: bool = True,
         weight: float = 1.0,
-        task: int = -1,
+        task: int = NO_TASK,
         last: bool = True,
+        passes: bool = False,
+        ending: weakref.ref[Ending] | None = None,
     ) -> list[MaybeTensor]:
         """Run ``backward``; see :meth:`Reducer.reduce`.
 
@@ -43,15 +47,16 @@ class ChainedReducers:
         def both() -> None:
             kept.extend(self._local.reduce(backward, task=task, last=last))
 
-        try:
-            gradients = self._reducer.reduce(
-                both, synchronise=synchronise, weight=weight, task=task, last=last
-            )
-        except NonFiniteGradients:
-            self._local.drop_gradients()
-            raise
+        gradients = self._reducer.reduce(
+            both,
+            synchronise=synchronise,
+            weight=weight,
+            task=task,
+            last=last,
+            passes=passes,
+            ending=ending,
+        )
         guard = self._reducer.guard
         if guard is not None and guard.dropped:
-            self._local.drop_gradients()
             kept = [None] * len(kept)
         return gradients + kept

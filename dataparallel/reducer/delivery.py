@@ -95,11 +95,12 @@ class Delivery:
             self._publish(number, used, extra)
         else:
             grads = self._buckets.received(number, flat, sums, used)
+            sends = self._accumulated.sends
             for index, grad in zip(self._buckets.plan.buckets[number], grads, strict=True):
                 grad = grad if not extra else add(grad, extra.get(index))
                 if grad is None:
                     continue
-                if self._accumulated.any and self._accumulated.unreduced(index) is not None:
+                if sends and self._accumulated.unreduced(index) is not None:
                     self._accumulated.replace(index, grad)
                     self.in_place.add(index)
                 else:
@@ -109,6 +110,25 @@ class Delivery:
             self.step(number, [self.result[index] for index in bucket])
             for index in bucket:
                 self.result[index] = None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Add the results to ``.grad``, as the engine would."""
+        home = self._accumulated.home
+        before = home.read(self.originals)
+        for index, grad in enumerate(self.result):
+            if grad is None:
+                continue
+            held = before[index]
+            if held is None:
+                held = grad
+            elif held.is_sparse and not grad.is_sparse:
+                held = grad + held
+            else:
+                held = held.add_(grad)
+            home.write(self.originals[index], held)
+            self.in_place.add(index)
+        self.result = [None] * len(self.result)
 
     def _publish(self, number: int, used: Sequence[int], extra: dict[int, torch.Tensor]) -> None:
         self._buckets.add_to_views(number, extra)

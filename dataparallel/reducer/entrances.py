@@ -1,4 +1,4 @@
-"""Which backwards of replicas make up one round.
+"""Which backwards of replicas make up one round, and when it ends.
 
 Note [Several cuts in one round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,23 +11,19 @@ Between two cuts of one backward, a re-entrant checkpoint may run a backward of 
 wrapper was called, too. It becomes a part of the round that is under way. A round of a backward
 that has failed is never continued; whether a backward still runs is known from an object that
 nothing but the engine holds, as long as it runs.
+
+A round that is reduced over processes ends when the whole backward does: the parameters may get
+gradients from other parts of the graph before and after the cut, see
+Note [Gradients from outside of the wrapper].
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 
-from dataparallel import torch_internals
+from dataparallel.ending import NO_TASK, Ending
 from dataparallel.reducer import messages
-
-#: Number of no backward.
-NO_TASK = -1
-
-
-class _Token:
-    """Held by the engine as long as a backward runs."""
 
 
 class Entrances:
@@ -42,14 +38,17 @@ class Entrances:
         self._computing = 0
         self._all_came = False
         self._task = NO_TASK
-        self._token: weakref.ref[_Token] | None = None
+        self._thread = 0
+        self._ending: weakref.ref[Ending] | None = None
 
-    def enter(self, task: int, *, last: bool) -> bool:
+    def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None = None) -> bool:
         """Begin the backward of one cut.
 
         Args:
             task: Number of the engine's backward.
             last: Whether no other cut follows in it.
+            ending: Ends the round, if there is one: that of an outer backward, in which the forward
+                of this one ran. Default: of the backward that runs, which is told by ``last``.
 
         Returns:
             Whether it belongs to the round that is under way.
@@ -57,22 +56,34 @@ class Entrances:
         Raises:
             RuntimeError: Another backward runs.
         """
+        outer = None if ending is None else ending()
+        if outer is not None:
+            task = outer.task
+        here = threading.get_ident()
         with self._lock:
             same = task == self._task != NO_TASK
-            joins = same or (self._token is not None and self._token() is not None)
-            if self._inside and not joins:
+            alive = self.ending is not None
+            joins = same or (alive and self._thread == here)
+            if (self._inside or alive) and not joins:
                 raise RuntimeError(messages.PRIOR_NOT_FINISHED)
             if not joins:
-                self._task, self._all_came = task, False
-                self._token = None if last or task == NO_TASK else _given_to_the_engine()
+                self._task, self._thread, self._all_came = task, here, False
+                self._ending = ending
+                if outer is None and task != NO_TASK:
+                    self._ending = Ending.given_to_the_engine()
             if same or not joins:
                 self._all_came |= last
             self._inside += 1
             self._computing += 1
             return joins
 
+    @property
+    def ending(self) -> Ending | None:
+        """What the engine calls at the end of the backward; None if none runs."""
+        return None if self._ending is None else self._ending()
+
     def computed(self) -> bool:
-        """Note that one has its gradients; returns whether the round is to be finished now."""
+        """Note that one has its gradients; returns whether all have."""
         with self._lock:
             self._computing -= 1
             return self._all_came and not self._computing
@@ -87,11 +98,10 @@ class Entrances:
             self._inside -= 1
             if not self._inside:
                 self._computing = 0
-            if ended:
-                self._task, self._token = NO_TASK, None
+        if ended:
+            self.end()
 
-
-def _given_to_the_engine() -> weakref.ref[_Token]:
-    token = _Token()
-    torch_internals.when_backward_ends(functools.partial(id, token))
-    return weakref.ref(token)
+    def end(self) -> None:
+        """Note that the round has ended."""
+        with self._lock:
+            self._task, self._ending = NO_TASK, None

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dataparallel.comm.processes import ProcessLink
     from dataparallel.reducer.delivery import Delivery
     from dataparallel.reducer.exchange import Outcome
+    from dataparallel.reducer.processes import ReducerProcesses
 
 #: What stands for the largest number of a dtype where parts of it are added up: 2**20 processes may
 #: say that much without an overflow of int64.
@@ -52,6 +53,8 @@ _TOO_MUCH = _WHOLE // 2
 _HOOK = "what a hook on a parameter has returned"
 _COMM_HOOK = "what the communication hook has returned"
 _UNREDUCED = "what .grad held from under no_sync()"
+_BEFORE = "what .grad held before the backward"
+_OUTSIDE = "what came from outside of the wrapper's forward"
 
 
 class Said(NamedTuple):
@@ -118,9 +121,10 @@ class Guard:
         originals: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         devices: Sequence[torch.device],
-        link: ProcessLink | None,
+        processes: ReducerProcesses | None,
     ) -> Guard | None:
         """A guard, or None where nobody wants to know."""
+        link = None if processes is None else processes.control
         return Guard(policy, originals, names, devices, link) if policy.looks else None
 
     def use_devices(self, devices: Sequence[torch.device]) -> None:
@@ -152,7 +156,7 @@ class Guard:
             held = accumulated.home.read([finding.parameter for finding in accumulated.findings])
             pairs = zip(accumulated.findings, held, strict=True)
             accumulated.findings = [f for f, g in pairs if g is not None and kind_of(g.detach())]
-        if accumulated.any and not stays:
+        if not stays and accumulated.sends:
             self._look_at_unreduced()
 
     @torch.no_grad()
@@ -162,7 +166,13 @@ class Guard:
         for number, bucket in enumerate(self._buckets.plan.buckets):
             members = [index for index in bucket if id(self._originals[index]) not in known]
             grads = [self._accumulated.unreduced(index) for index in members]
-            self._look(_UNREDUCED, number, zip(members, grads, strict=True))
+            place = _UNREDUCED if self._accumulated.any else _BEFORE
+            self._look(place, number, zip(members, grads, strict=True))
+
+    @torch.no_grad()
+    def look_at_outside(self, index: int, grad: torch.Tensor) -> None:
+        """Look at what a parameter has got from outside of the wrapper's forward."""
+        self._look(_OUTSIDE, self._buckets.plan.bucket_of(index), [(index, grad)])
 
     def _limit_of(self, number: int) -> float:
         dtypes = {self._originals[index].dtype for index in self._buckets.plan.buckets[number]}
@@ -220,7 +230,9 @@ class Guard:
         original = self._originals[index]
         with self._lock:
             self.findings = [
-                f for f in self.findings if f.parameter is not original or f.place == _UNREDUCED
+                f
+                for f in self.findings
+                if f.parameter is not original or f.place in (_UNREDUCED, _BEFORE)
             ]
         held = [*self.findings, *self._accumulated.findings]
         if not any(finding.parameter is original for finding in held):

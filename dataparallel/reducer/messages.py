@@ -15,6 +15,19 @@ PRIOR_NOT_FINISHED = (
 FAILED_MEANWHILE = "another part of this backward failed, so its gradients were dropped"
 
 
+FAILED_OUTSIDE = "the backward failed in a part of the graph outside of the wrapper's forward"
+
+
+def changed_in_sum(names: Sequence[str]) -> str:
+    """Nobody knows how much of some gradients is reduced already."""
+    return (
+        "the gradients of these parameters have changed since they were reduced: "
+        f"{describe_names(names)}. With average='none' the processes' gradients are added up, and "
+        "nobody could tell what was changed outside of the wrapper's backward from what is reduced "
+        "already. Zero the gradients before the next backward, or use average='processes'"
+    )
+
+
 def outside_of_a_round(names: Sequence[str], index: int) -> str:
     """A replica's parameter got a gradient that was not asked for through the wrapper's outputs."""
     return (

@@ -3,9 +3,11 @@
 Note [Hooks on the originals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A hook sees the gradient of this process, summed over its replicas, before it is reduced over the
-processes; as in torch's wrapper. Where nothing is reduced and no bucket view is wanted, autograd's
-engine runs the hooks when it accumulates what the cut returns. Else the reducer runs them, and what
-the engine does afterwards must not run them again.
+processes; as in torch's wrapper. Autograd's engine runs the hooks when it accumulates what the cut
+returns; where that is reduced over processes see also Note [Gradients from outside of the wrapper].
+With bucket views, and in a round that does not belong to a backward of the engine, the reducer runs
+them, and what the engine does afterwards must not run them again. Hooks that run after accumulation
+see the reduced gradient: if the round ends after the engine is done, the reducer runs them.
 
 The engine also runs hooks of a parameter to which the cut returns nothing, since it was not used or
 since its gradient is in ``.grad`` already. In a bare module that never happens, and hooks do not
@@ -29,6 +31,10 @@ class _State:
     published = False
     #: Whether there is one, for the hooks that run after accumulation.
     arrives = False
+    #: Whether these wait for the end of the round.
+    waits = False
+    #: What a hook has raised.
+    failure: BaseException | None = None
 
 
 class _Recorder:
@@ -43,14 +49,21 @@ class _Recorder:
 
 
 class _GradientHook:
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], state: _State) -> None:
         self.hook = hook
+        self.state = state
         #: Whether the engine is to leave it out.
         self.has_run = False
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         has_run, self.has_run = self.has_run, False
-        return None if has_run or grad is None else self.hook(grad)
+        if has_run or grad is None:
+            return None
+        try:
+            return self.hook(grad)
+        except BaseException as error:
+            self.state.failure = error
+            raise
 
 
 class _AccumulatedHook:
@@ -59,7 +72,7 @@ class _AccumulatedHook:
         self.state = state
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self.state.arrives:
+        if self.state.arrives and not self.state.waits:
             self.hook(parameter)
 
 
@@ -98,9 +111,10 @@ class OriginalHooks:
             register: Any = original.register_hook
             register(recorders[0])
         state = self._states[index] = recorders[0].state
+        state.failure = None
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):
-                before[key] = _GradientHook(hook)
+                before[key] = _GradientHook(hook, state)
         for key, hook in after.items():
             if not isinstance(hook, _AccumulatedHook):
                 after[key] = _AccumulatedHook(hook, state)
@@ -125,6 +139,30 @@ class OriginalHooks:
         """:meth:`run` for those of several parameters that have a gradient."""
         pairs = zip(indices, grads, strict=True)
         return [None if grad is None else self.run(index, grad) for index, grad in pairs]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a hook has raised in this round, in the engine."""
+        failures = [state.failure for state in self._states.values()]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def wait(self, waits: bool) -> None:
+        """Whether hooks that run after accumulation are left to :meth:`delivered`."""
+        for state in self._states.values():
+            state.waits = waits
+
+    def delivered(self, indices: Collection[int]) -> None:
+        """Run the hooks that run after accumulation; the engine has nothing to do with it.
+
+        Args:
+            indices: The parameters whose ``.grad`` has got something.
+        """
+        for index in sorted(self._states.keys() & indices):
+            original = self._originals[index]
+            after = torch_internals.post_accumulate_grad_hooks(original) or {}
+            for hook in list(after.values()):
+                if isinstance(hook, _AccumulatedHook):
+                    hook.hook(original)
 
     def published(self, indices: Collection[int]) -> None:
         """End a round; the engine passes over what the reducer has done.

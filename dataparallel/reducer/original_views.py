@@ -89,19 +89,24 @@ class OriginalViews:
                     view.zero_()
         self._sources = {}
 
-    def complete(self, used: Sequence[bool], user_hooks: OriginalHooks) -> None:
+    def complete(
+        self, used: Sequence[bool], user_hooks: OriginalHooks, through: Collection[int] = ()
+    ) -> None:
         """Run hooks on the sum over the replicas, and add what ``.grad`` held before.
 
         Args:
             used: Per parameter of the bucket, whether it has a gradient.
             user_hooks: The hooks.
+            through: Parameters whose sum is not in the bucket, but on its way through the engine.
         """
         if not (self._before or user_hooks.with_gradient_hooks):
             return
         with torch.no_grad():
             members = zip(self._indices, self._storage.views, used, strict=True)
             for index, view, use in members:
-                if use and index in user_hooks.with_gradient_hooks:
+                if use and index in through:
+                    view.zero_()
+                elif use and index in user_hooks.with_gradient_hooks:
                     view.copy_(user_hooks.run(index, view.clone()))
                 if index in self._before:
                     view.add_(self._before[index])

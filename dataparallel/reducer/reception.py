@@ -78,7 +78,9 @@ class Reception:
             raise OtherRanksFailed(outcome.failed_ranks, reasons)
         used: Sequence[int] = [True] * len(usage.used)
         if outcome.num_unused:
-            used = processes.used_anywhere(usage.used)
+            # What an unused one holds may be this process's own.
+            sent = self._replica_sums.accumulated.sent()
+            used = processes.used_anywhere([a | b for a, b in zip(usage.used, sent, strict=True)])
         if outcome.num_late:
             originals = self._delivery.originals
             self.extra = processes.reduce_late(self.extra, originals, exchange.scale())

@@ -8,26 +8,31 @@ graphs off (see Note [The cut]), which is told what to pass on to the originals:
     leaves of replica 0..n-1 -> bucket ready -> sum over the replicas -> all-reduce over processes
         -> outcome of the round in all processes -> gradients of the originals
 
-What ``.grad`` of an original held before has no part in it; the autograd engine adds the result to
-that, as it does in a bare module. The exceptions are in Note [Gradients from before a round]. In a
-distributed autograd context its gradient takes the place of ``.grad``.
+The node passes the result on to the originals, if it is not to be reduced over processes. Else the
+round ends with the whole backward: see Note [Gradients from outside of the wrapper], and for what
+``.grad`` held before, Note [Gradients from before a round]. In a distributed autograd context its
+gradient takes the place of ``.grad``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from dataparallel.ending import NO_TASK, Ending
 from dataparallel.gradient_home import IN_GRAD, current_home
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.bucket_plan import whole_order
 from dataparallel.reducer.buckets import Buckets
-from dataparallel.reducer.delivery import Delivery
+from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
 from dataparallel.reducer.errors import OtherRanksFailed
 from dataparallel.reducer.guard import Guard, Said
@@ -50,6 +55,26 @@ if TYPE_CHECKING:
     from dataparallel.reducer.exchange import Exchange, Outcome
     from dataparallel.reducer.hooks import ResolvedHook
     from dataparallel.reducer.processes import ReducerProcesses
+
+
+@dataclass
+class _End:
+    """What is left to the end of a round.
+
+    Attributes:
+        later: Whether it ends with the whole backward, and not with that of the replicas.
+        held: Buckets that are not sent before it.
+        extra: Gradients that came after their bucket was sent, by the index of the parameter.
+    """
+
+    later: bool = False
+    held: frozenset[int] = frozenset()
+    extra: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Note a gradient that came late."""
+        before = self.extra.get(index)
+        self.extra[index] = grad if before is None else before + grad
 
 
 class Reducer:
@@ -95,11 +120,7 @@ class Reducer:
         verify_replicas(self._leaves, self.names, [self._expect_sparse] * len(self._leaves))
         if processes is not None:
             verify_across_processes(
-                self._originals,
-                self.names,
-                processes.control,
-                self._expect_sparse,
-                nonfinite=nonfinite.action,
+                originals, names, processes.control, self._expect_sparse, nonfinite=nonfinite.action
             )
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._accumulated = self.accumulations.of(IN_GRAD)
@@ -110,6 +131,7 @@ class Reducer:
         self._exchange: Exchange | None = None
         self._replica_sums: ReplicaSums | None = None
         self._sums: list[list[MaybeTensor]] = []
+        self._end_of = _End()
         self.usage = Usage(self.names, options)
         self._late_parameters: set[int] = set()
         #: The order of arrival in the first round, as all processes agreed; empty before that.
@@ -125,10 +147,11 @@ class Reducer:
         self.statistics = ReducerStatistics(devices=places)
         self._timeline = timeline or Timeline(places)
         #: Looks for gradients that are not finite; None where nobody wants to know.
-        link = None if processes is None else processes.control
-        self.guard = Guard.of(nonfinite, self._originals, self.names, places, link)
+        self.guard = Guard.of(nonfinite, self._originals, self.names, places, processes)
         #: What takes an optimizer's steps in backward; set by the wrapper.
         self.optimizers: InBackwardOptimizers | None = None
+        #: Called when gradients that are not finite were dropped, and with them all others.
+        self.when_dropped: Callable[[], None] = lambda: None
         #: Called when a round has ended; set by the wrapper.
         self.at_end: Callable[[], None] = lambda: None
         #: Called when a round has failed, with whether the other processes know.
@@ -177,8 +200,10 @@ class Reducer:
         *,
         synchronise: bool = True,
         weight: float = 1.0,
-        task: int = -1,
+        task: int = NO_TASK,
         last: bool = True,
+        passes: bool = False,
+        ending: weakref.ref[Ending] | None = None,
     ) -> list[MaybeTensor]:
         """Run the backward of the replicas, and reduce what their leaves got.
 
@@ -188,24 +213,26 @@ class Reducer:
             weight: The weight of this process in an average over samples.
             task: Number of the engine's backward; an unfinished round of another one has failed.
             last: Whether this ends the round; other forwards of the same backward follow if not.
+            passes: Whether the engine adds what is returned to gradients of the originals.
+            ending: The end of an outer backward, in which the forward ran, if there is one.
 
         Returns:
             Per parameter the gradient that is to be added to ``.grad`` of the original, None if
-            there is none or if it is there already.
+            there is none, if it is there already, or if it comes when the backward has ended.
 
         Raises:
             RuntimeError: Another backward of the same reducer runs, or one of another process
                 failed.
             BaseException: What ``backward`` raised. All gradients of the round are dropped.
         """
-        joins = self._entrances.enter(task, last=last)
+        joins = self._entrances.enter(task, last=last, ending=ending)
         ended = False
         try:
             if self._round is not None and not joins:
-                self._round.drop()
-                self._round = None
-            round_ = self._round or self._begin(synchronise, weight, eager=last)
+                self._forget(self._round)
+            round_ = self._round or self._begin(synchronise, weight, eager=last, passes=passes)
             try:
+                self._accumulated_is_known()
                 self.statistics.backward_begin()
                 backward()
                 self.statistics.backward_compute_end()
@@ -213,22 +240,21 @@ class Reducer:
                     raise RuntimeError(messages.FAILED_MEANWHILE) from round_.failure
                 if not self._entrances.computed():
                     return [None] * len(self._originals)
-                with self._timeline.span("reduce local"):
-                    result = self._finish(round_)
+                if self._end_of.later:
+                    return self._pass_on(round_)
+                delivery = self._finish(round_)
             except BaseException as error:
                 ended = True
                 self._fail(round_, error)
                 raise
             ended = True
-            self.num_ended += self._exchange is not None
-            self._round = self._exchange = self._replica_sums = None
-            self.statistics.backward_end()
-            self.at_end()
-            return result
+            self._user_hooks.published(delivery.in_place)
+            self._after_all()
+            return delivery.result
         finally:
             self._entrances.leave(ended=ended)
 
-    def _begin(self, synchronise: bool, weight: float, *, eager: bool) -> Round:
+    def _begin(self, synchronise: bool, weight: float, *, eager: bool, passes: bool) -> Round:
         self._accumulated = self.accumulations.of(current_home())
         if self.optimizers is not None:
             self.optimizers.begin(synchronised=synchronise, home=self._accumulated.home)
@@ -241,23 +267,16 @@ class Reducer:
         self._sums = [[] for _ in self.buckets.plan.buckets]
         if self.processes is not None and synchronise:
             self._accumulated.notice_zeroed()
-            members = (self.buckets.arranged(self._originals), self.buckets.arranged(self.names))
-            self._exchange = self.processes.exchange(
-                self.buckets.storages,
-                self.buckets.describe,
-                self.options.average,
-                weight=weight,
-                sender=self.hook and self.hook.sender(*members, self.processes.timeout),
-                statistics=self.statistics,
-                deterministic=self.options.deterministic,
-            )
+            self._exchange = self._make_exchange(self.processes, weight)
         elif self.processes is not None:
             self._accumulated.before_unsynchronised()
-        hooked = self._user_hooks.with_gradient_hooks
         reduces = self._exchange is not None
+        hooked = self._user_hooks.with_gradient_hooks
+        through = frozenset(hooked) if passes and reduces else frozenset()
         if self.guard is not None:
             self.guard.begin(self.buckets, self._accumulated, stays=not synchronise)
-        self.buckets.attach(self._accumulated, hooked, reduces=reduces)
+        with self.accumulations.in_grad.moving():
+            self.buckets.attach(self._accumulated, hooked, reduces=reduces)
         self._replica_sums = ReplicaSums(
             self.buckets,
             self._accumulated,
@@ -266,16 +285,47 @@ class Reducer:
             self.guard,
             has_processes=self.processes is not None,
             reduces=reduces,
+            through=through,
         )
+        left_to_the_end = frozenset(
+            map(self.buckets.plan.bucket_of, self._late_parameters | through)
+        )
+        every = frozenset(range(len(self.buckets.plan)))
+        self._end_of = _End(later=passes and reduces)
+        if self._end_of.later:
+            self._end_of.held = left_to_the_end if self.buckets.ordered else every
         self._round = Round(
             self.buckets.gradients,
             self._complete,
             look=None if self.guard is None else self.guard.look,
             # One thread at a time takes gradients of a replica that is on one device only.
             eager=eager and self.buckets.ordered and len(set(self.buckets.homes)) == 1,
-            left_to_the_end=frozenset(map(self.buckets.plan.bucket_of, self._late_parameters)),
+            left_to_the_end=left_to_the_end,
         )
+        if self._end_of.later:
+            self._end_later(self._round)
         return self._round
+
+    def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
+        members = (self.buckets.arranged(self._originals), self.buckets.arranged(self.names))
+        return processes.exchange(
+            self.buckets.storages,
+            self.buckets.describe,
+            self.options.average,
+            weight=weight,
+            sender=self.hook and self.hook.sender(*members, processes.timeout),
+            statistics=self.statistics,
+            deterministic=self.options.deterministic,
+        )
+
+    def _accumulated_is_known(self) -> None:
+        """Raise an error in a sum of which nobody knows the terms; here the others get to know."""
+        if self._exchange is not None and not self._accumulated.is_aside:
+            changed = self._accumulated.changed()
+            if changed:
+                raise RuntimeError(messages.changed_in_sum([self.names[i] for i in changed]))
+            if self._end_of.later:
+                self._accumulated.put_aside()
 
     def _complete(self, number: int, rows: list[list[MaybeTensor]]) -> None:
         """A bucket has come from all replicas: sum it up and send it."""
@@ -288,10 +338,8 @@ class Reducer:
             streams.enter_context(self._timeline.span_here("reduce local"))
             sums = self._replica_sums.of(number, rows)
             if self._exchange is not None:
-                viewed = self.buckets.is_viewed(number)
-                self._exchange.submit(
-                    number, None if viewed else self.buckets.sendable(number, sums)
-                )
+                if number not in self._end_of.held:
+                    self._submit(number, sums)
             elif self.optimizers is not None:
                 self._delivery().step(number, sums)
                 sums = []
@@ -299,14 +347,40 @@ class Reducer:
                 self.statistics.bucket_finished(number)
         self._sums[number] = sums
 
-    def _finish(self, round_: Round) -> list[MaybeTensor]:
+    def _submit(self, number: int, sums: list[MaybeTensor]) -> None:
+        assert self._exchange is not None
+        viewed = self.buckets.is_viewed(number)
+        self._exchange.submit(number, None if viewed else self.buckets.sendable(number, sums))
+
+    def _pass_on(self, round_: Round) -> list[MaybeTensor]:
+        """The sums that go through the engine; all others stay until the backward has ended."""
+        assert self._replica_sums is not None
+        self._take_all(round_)
+        passed, self._replica_sums.passed = self._replica_sums.passed, {}
+        round_.leave(set(self.buckets.homes))
+        return [passed.get(index) for index in range(len(self._originals))]
+
+    def _take_all(self, round_: Round) -> None:
         assert self._replica_sums is not None
         round_.finish()
         round_.wait_for_streams()
-        extra = self._replica_sums.late(round_)
+        for index, grad in self._replica_sums.late(round_).items():
+            self._end_of.add(index, grad)
+
+    def _finish(self, round_: Round) -> Delivery:
+        assert self._replica_sums is not None
+        self._take_all(round_)
+        if self._end_of.later:
+            self._take_outside()
+        extra = self._end_of.extra
         self.usage.end_round()
         if self.optimizers is not None and extra and self._exchange is None:
             raise RuntimeError(messages.late_in_step([self.names[i] for i in extra]))
+        with self._timeline.span("reduce local"):
+            return self._receive(extra)
+
+    def _receive(self, extra: dict[int, torch.Tensor]) -> Delivery:
+        assert self._replica_sums is not None
         delivery = self._delivery()
         reception = Reception(delivery, self._replica_sums, self._sums, extra)
         if self._exchange is None:
@@ -317,12 +391,87 @@ class Reducer:
                 said = reception.receive(self._exchange, self.processes)
         self._late_parameters |= reception.extra.keys()
         if self.guard is not None:
-            self.guard.judge(said, delivery)
+            try:
+                self.guard.judge(said, delivery)
+            finally:
+                if self.guard.dropped:
+                    self.when_dropped()
         # First, since the other processes wait for this one in it.
         self._after_round()
+        return delivery
+
+    def _take_outside(self) -> None:
+        """Send what was held back, with what has come from outside of the wrapper."""
+        outside = self._accumulated.take_outside()
+        hooked = self._user_hooks.with_gradient_hooks
+        for index, grad in outside.items():
+            self.usage.used[index] = 1
+            number = self.buckets.plan.bucket_of(index)
+            if index not in hooked:
+                self._late_parameters.add(index)
+            if self.guard is not None and index in hooked:
+                self.guard.look_after_hook(index, grad)
+            elif self.guard is not None:
+                self.guard.look_at_outside(index, grad)
+            if number not in self._end_of.held:
+                self._end_of.add(index, grad)
+            elif self.buckets.is_viewed(number):
+                self.buckets.add_to_views(number, {index: grad})
+            else:
+                position = self.buckets.plan.buckets[number].index(index)
+                self._sums[number][position] = add(self._sums[number][position], grad)
+        for number in sorted(self._end_of.held):
+            self._submit(number, self._sums[number])
+
+    def _after_all(self) -> None:
+        """Note that a round has ended well."""
+        self._accumulated.after_delivery()
         self._accumulated = self.accumulations.after_round()
-        self._user_hooks.published(delivery.in_place)
-        return delivery.result
+        self.num_ended += self._exchange is not None
+        self._round = self._exchange = self._replica_sums = None
+        self.statistics.backward_end()
+        self.at_end()
+
+    # --- a round that ends when the whole backward has ended -------------------------------------
+
+    def _end_later(self, round_: Round) -> None:
+        ending = self._entrances.ending
+        assert ending is not None
+        ending.end = functools.partial(self._end, round_)
+        ending.lost = functools.partial(self._lost, weakref.ref(round_))
+        self._user_hooks.wait(True)
+
+    @torch.no_grad()
+    def _end(self, round_: Round) -> None:
+        """The whole backward has ended: so does the round."""
+        if round_ is not self._round:
+            return
+        try:
+            delivery = self._finish(round_)
+            delivery.write()
+            self._user_hooks.wait(False)
+        except BaseException as error:
+            self._entrances.end()
+            self._fail(round_, error)
+            raise
+        self._entrances.end()
+        self._after_all()
+        with torch.enable_grad():
+            self._user_hooks.delivered(delivery.in_place)
+
+    def _lost(self, round_: weakref.ref[Round]) -> None:
+        """The backward has failed outside of the replicas: the other processes wait for this."""
+        lost = round_()
+        if lost is not None and lost is self._round:
+            self._entrances.end()
+            self._fail(lost, self._user_hooks.failure or RuntimeError(messages.FAILED_OUTSIDE))
+
+    def _forget(self, round_: Round) -> None:
+        """Drop a round that was left unfinished."""
+        round_.drop()
+        self._accumulated.put_back()
+        self._user_hooks.wait(False)
+        self._round = None
 
     def drop_gradients(self) -> None:
         """Let there be no gradients, neither of the last round nor from before it."""
@@ -362,6 +511,8 @@ class Reducer:
                 exchange.abandon([self._originals[b[0]] for b in self.buckets.plan.buckets], error)
         finally:
             round_.drop()
+            self._accumulated.put_back()
+            self._user_hooks.wait(False)
             self.buckets.forget_views(self._accumulated.home)
             self._accumulated = self.accumulations.after_round()
             self._round, self._replica_sums, self._sums = None, None, []
@@ -386,8 +537,8 @@ class Reducer:
     def reset(self) -> None:
         """Forget an unfinished round, as after a backward that failed outside of the replicas."""
         if self._round is not None:
-            self._round.drop()
-        self._round, self._entrances = None, Entrances()
+            self._forget(self._round)
+        self._entrances = Entrances()
 
     @property
     def unfinished(self) -> bool:

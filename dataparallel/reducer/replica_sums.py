@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,9 @@ class ReplicaSums:
         guard: Looks at gradients; None where nobody does.
         has_processes: Whether there are other processes.
         reduces: Whether the round reduces over them.
+        through: Parameters whose sums go through the engine, for hooks, before they are sent; see
+            Note [Gradients from outside of the wrapper].
+        passed: The sums of these, until they are handed to the engine.
     """
 
     buckets: Buckets
@@ -38,6 +41,8 @@ class ReplicaSums:
     guard: Guard | None
     has_processes: bool
     reduces: bool
+    through: Collection[int] = ()
+    passed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def of(self, number: int, rows: list[list[MaybeTensor]]) -> list[MaybeTensor]:
         """The sums of a bucket.
@@ -51,21 +56,40 @@ class ReplicaSums:
             self.buckets.sum_views(number)
             sums = list(rows[0])
             used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
-            self.buckets.complete_views(number, used, self.user_hooks)
+            if self.through:
+                views = self.buckets.views(number)
+                pairs = zip(views, used, strict=True)
+                self._pass(bucket, [view if use else None for view, use in pairs])
+            self.buckets.complete_views(number, used, self.user_hooks, self.through)
             self._look_after_hooks(bucket, self.buckets.views(number))
-            if self.accumulated.any:
-                pairs = zip(bucket, used, strict=True)
-                used = [use or self.accumulated.has_unreduced(i) for i, use in pairs]
         else:
             sums = local_sum(rows, self.buckets.homes[number])
             sums = self._hooked(bucket, sums, early=self.has_processes)
-            if self.reduces and self.accumulated.any:
-                terms = zip(bucket, sums, strict=True)
-                sums = [add(self.accumulated.unreduced(index), grad) for index, grad in terms]
             used = [grad is not None for grad in sums]
+            sums = self._pass(bucket, sums)
+            if self.reduces:
+                sums = self._with_unreduced(bucket, sums)
         for index, has_gradient in zip(bucket, used, strict=True):
-            self.usage.used[index] |= has_gradient
+            self.usage.used[index] |= has_gradient or self.accumulated.has_unreduced(index)
         return sums
+
+    def _pass(self, bucket: Sequence[int], sums: list[MaybeTensor]) -> list[MaybeTensor]:
+        """The sums without those that go through the engine first."""
+        left = list(sums)
+        for position, index in enumerate(bucket):
+            grad = left[position]
+            if grad is not None and index in self.through:
+                # A view is written to with its bucket.
+                before = self.passed.get(index)
+                self.passed[index] = grad.clone() if before is None else before + grad
+                left[position] = None
+        return left
+
+    @torch.no_grad()
+    def _with_unreduced(self, bucket: Sequence[int], sums: list[MaybeTensor]) -> list[MaybeTensor]:
+        """The sums and what the gradients from before the round add to them."""
+        before = [self.accumulated.unreduced(index) for index in bucket]
+        return [add(first, second) for first, second in zip(before, sums, strict=True)]
 
     def late(self, round_: Round) -> dict[int, torch.Tensor]:
         """The sums of what came after its bucket was taken, by the index of the parameter."""
@@ -74,24 +98,25 @@ class ReplicaSums:
             bucket = self.buckets.plan.buckets[number]
             sums = local_sum(rows, self.buckets.homes[number])
             early = self.has_processes or self.buckets.is_viewed(number)
-            for index, grad in zip(bucket, self._hooked(bucket, sums, early=early), strict=True):
-                if grad is not None:
-                    extra[index] = grad
+            sums = self._hooked(bucket, sums, early=early)
+            extra.update((i, g) for i, g in zip(bucket, sums, strict=True) if g is not None)
         self.usage.check_late(extra)
+        for index in extra.keys() & set(self.through):
+            self._pass([index], [extra.pop(index)])
         return extra
 
     def _hooked(
         self, bucket: Sequence[int], sums: list[MaybeTensor], *, early: bool
     ) -> list[MaybeTensor]:
         """What hooks make of sums, if they run before the engine would run them."""
-        if not early and self.guard is None:
+        if (not early and self.guard is None) or self.through:
             return sums
         sums = self.user_hooks.run_all(bucket, sums)
         self._look_after_hooks(bucket, sums)
         return sums
 
     def _look_after_hooks(self, bucket: Sequence[int], sums: Sequence[MaybeTensor]) -> None:
-        if self.guard is None or not self.user_hooks.with_gradient_hooks:
+        if self.guard is None or not self.user_hooks.with_gradient_hooks or self.through:
             return
         for index, grad in zip(bucket, sums, strict=True):
             if grad is not None and index in self.user_hooks.with_gradient_hooks:

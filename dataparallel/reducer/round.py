@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -68,6 +68,7 @@ class Round:
         ]
         #: Per replica, the stream on which its gradients were computed.
         self.streams: list[_devices.Stream | None] = [None] * len(gradients)
+        self._left: list[_devices.Stream] = []
         #: The first error of a replica; nothing is completed any more.
         self.failure: BaseException | None = None
 
@@ -113,9 +114,13 @@ class Round:
                     used.enter_context(_devices.use_stream(stream))
             yield
 
+    def leave(self, devices: Iterable[torch.device]) -> None:
+        """Note where the caller has queued work; the round goes on in another place."""
+        self._left += [_devices.current_stream(device) for device in devices]
+
     def wait_for_streams(self) -> None:
         """Let what the caller queues from now on come after what computed the gradients."""
-        for stream in self.streams:
+        for stream in (*self.streams, *self._left):
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
 

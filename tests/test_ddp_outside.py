@@ -1,0 +1,199 @@
+"""Gradients that come from outside of the wrapper's forward, against torch's wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dataparallel as dp
+from tests.cluster import Cluster
+
+Loss: TypeAlias = Callable[[nn.Module, Any, Tensor], None]
+
+
+class Net(nn.Module):
+    """Small integers in double precision: sums are exact in every order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+        self.head = nn.Linear(3, 2)
+        self.double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.relu(self.first(x)))
+        return output
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(-3, 4, (4, 3), generator=generator).double()
+
+
+# --- losses: the wrapper, its module, the input ----------------------------------------------
+
+
+def head(m: nn.Module, net: Any, x: Tensor) -> None:
+    net.head(m(x)).sum().backward()
+
+
+def head_and_encoder(m: nn.Module, net: Any, x: Tensor) -> None:
+    """The first layer is used before the wrapper, too, and gets the rest after the cut."""
+    net.head(m(torch.relu(net.first(x))[:, :3])).sum().backward()
+
+
+def penalty(m: nn.Module, net: Any, x: Tensor) -> None:
+    early = net.first.weight.pow(2).sum()
+    (m(x).sum() + early + net.second.weight.pow(2).sum() * (1 + dist.get_rank())).backward()
+
+
+def bare_backward_before(m: nn.Module, net: Any, x: Tensor) -> None:
+    net(x).sum().backward()
+    m(x).sum().backward()
+
+
+def written_by_hand(m: nn.Module, net: Any, x: Tensor) -> None:
+    for parameter in net.first.parameters():
+        parameter.grad = torch.full_like(parameter, 4.0 * (1 + dist.get_rank()))
+    m(x).sum().backward()
+
+
+def two_rounds(m: nn.Module, net: Any, x: Tensor) -> None:
+    net.head(m(x)).sum().backward()
+    net.head(m(x + 1)).sum().backward()
+
+
+def only_outside_in_one_rank(m: nn.Module, net: Any, x: Tensor) -> None:
+    output = m(x)
+    (net.head(output) if dist.get_rank() == 0 else output).sum().backward()
+
+
+def retained(m: nn.Module, net: Any, x: Tensor) -> None:
+    loss = net.head(m(x)).sum()
+    m.zero_grad()
+    loss.backward(retain_graph=True)
+    m(x).sum().backward()
+
+
+def chosen(m: nn.Module, net: Any, x: Tensor) -> None:
+    loss = net.head(m(x)).sum() + net.first.weight.sum() * 2
+    loss.backward(inputs=[*net.first.parameters(), *net.head.parameters()])
+
+
+def through_no_sync(m: Any, net: Any, x: Tensor) -> None:
+    with m.no_sync():
+        net.head(m(x)).sum().backward()
+    net.head(m(x + 2)).sum().backward()
+
+
+def under_a_checkpoint(m: nn.Module, net: Any, x: Tensor) -> None:
+    """The wrapper's backward is one inside of that of the encoder and the head."""
+    inner = torch.relu(net.first(x))[:, :3]
+    output: Any = checkpoint(m, inner, use_reentrant=True)
+    net.head(output).sum().backward()
+
+
+def around_a_checkpoint(m: nn.Module, net: Any, x: Tensor) -> None:
+    inner: Any = checkpoint(net.first, x, use_reentrant=False)
+    net.head(m(torch.relu(inner)[:, :3])).sum().backward()
+
+
+CASES: list[Loss] = [
+    head,
+    head_and_encoder,
+    penalty,
+    bare_backward_before,
+    written_by_hand,
+    two_rounds,
+    only_outside_in_one_rank,
+    retained,
+    chosen,
+    through_no_sync,
+    under_a_checkpoint,
+    around_a_checkpoint,
+]
+#: Torch's wrapper wants every parameter to be used.
+TORCHS: list[Loss] = [head, head_and_encoder, two_rounds, around_a_checkpoint]
+
+
+class Bare(nn.Module):
+    """A wrapper that does nothing; gradients are averaged after the step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.forward = module.forward
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+    def average(self) -> None:
+        for parameter in self.module.parameters():
+            used = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(used)
+            if used:
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(total)
+                parameter.grad = total / dist.get_world_size()
+
+
+def gradients_of(wrap: Callable[[nn.Module], nn.Module], loss: Loss, rank: int) -> list[Any]:
+    """The gradients after each of four steps."""
+    net = Net()
+    model = wrap(net)
+    found = []
+    for step in range(4):
+        loss(model, net, batch(rank, step))
+        if isinstance(model, Bare):
+            model.average()
+        found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        # Twice they stay and are zeros.
+        net.zero_grad(set_to_none=step < 2)
+    return found
+
+
+def _ours(net: nn.Module, replicas: int, options: dict[str, Any]) -> nn.Module:
+    return dp.DistributedDataParallel(net, ["cpu"] * replicas, **options)
+
+
+def _compare(rank: int, world_size: int, replicas: int, options: dict[str, Any]) -> list[str]:
+    """The names of the cases that differ."""
+    wrong = []
+    wrap = functools.partial(_ours, replicas=replicas, options=options)
+    oracles = [(Bare, CASES), (nn.parallel.DistributedDataParallel, TORCHS)]
+    for oracle, cases in oracles:
+        for loss in cases:
+            ours = gradients_of(wrap, loss, rank)
+            theirs = gradients_of(oracle, loss, rank)
+            for mine, other in zip(ours, theirs, strict=True):
+                if mine is None or other is None:
+                    same = mine is other
+                else:
+                    same = torch.allclose(mine, other, rtol=1e-12)
+                if not same:
+                    wrong.append(f"{loss.__name__} {oracle.__name__}: {mine}, not {other}")
+                    break
+    return wrong
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (2, 2), (3, 1)])
+def test_is_reduced_as_torch_does(
+    cluster: Cluster, world_size: int, replicas: int, view: bool
+) -> None:
+    options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0001}
+    wrong = cluster.run(_compare, world_size, replicas, options)
+    assert wrong == [[]] * world_size
