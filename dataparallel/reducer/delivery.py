@@ -42,6 +42,8 @@ class Delivery:
         self._step = step
         self.result: list[MaybeTensor] = [None] * len(originals)
         self.in_place: set[int] = set()
+        #: Parameters that got no gradient in this round, in any process.
+        self.without_gradient: set[int] = set()
 
     def keep(
         self,

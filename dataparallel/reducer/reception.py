@@ -80,7 +80,10 @@ class Reception:
         if outcome.num_unused:
             # What an unused one holds may be this process's own.
             sent = self._replica_sums.accumulated.sent()
-            used = processes.used_anywhere([a | b for a, b in zip(usage.used, sent, strict=True)])
+            found = processes.used_anywhere([*usage.used, *sent])
+            came, held = found[: len(sent)], found[len(sent) :]
+            self._delivery.without_gradient = {i for i, use in enumerate(came) if not use}
+            used = [use or hold for use, hold in zip(came, held, strict=True)]
         if outcome.num_late:
             originals = self._delivery.originals
             self.extra = processes.reduce_late(self.extra, originals, exchange.scale())

@@ -457,7 +457,7 @@ class Reducer:
         self._entrances.end()
         self._after_all()
         with torch.enable_grad():
-            self._user_hooks.delivered(delivery.in_place)
+            self._user_hooks.delivered(delivery.in_place - delivery.without_gradient)
 
     def _lost(self, round_: weakref.ref[Round]) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
