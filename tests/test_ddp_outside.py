@@ -197,3 +197,125 @@ def test_is_reduced_as_torch_does(
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0001}
     wrong = cluster.run(_compare, world_size, replicas, options)
     assert wrong == [[]] * world_size
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def _hooked(wrap: Callable[[nn.Module], Any], loss: Loss, rank: int) -> list[Any]:
+    """How often each hook has run, and the gradients; hooks are not linear."""
+    net = Net()
+    calls = {"before": 0, "after": 0}
+
+    def before(grad: Tensor) -> Tensor:
+        calls["before"] += 1
+        return grad.clamp(-20, 20)
+
+    def after(parameter: Tensor) -> None:
+        calls["after"] += 1
+
+    net.head.weight.register_hook(before)
+    net.first.weight.register_hook(before)
+    net.second.weight.register_post_accumulate_grad_hook(after)
+    net.head.weight.register_post_accumulate_grad_hook(after)
+    model = wrap(net)
+    found: list[Any] = []
+    for step in range(3):
+        loss(model, net, batch(rank, step))
+        if isinstance(model, Bare):
+            model.average()
+        found += [dict(calls), *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
+        net.zero_grad(set_to_none=step < 1)
+    return found
+
+
+def _compare_hooks(rank: int, world_size: int, replicas: int, options: dict[str, Any]) -> list[str]:
+    wrong = []
+    wrap = functools.partial(_ours, replicas=replicas, options=options)
+    for loss in (head, head_and_encoder, through_no_sync):
+        ours, theirs = _hooked(wrap, loss, rank), _hooked(Bare, loss, rank)
+        for mine, other in zip(ours, theirs, strict=True):
+            same = mine == other if isinstance(mine, dict) else torch.allclose(mine, other)
+            if not same:
+                wrong.append(f"{loss.__name__}: {mine}, not {other}")
+                break
+    return wrong
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"nonfinite": "raise"}])
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_hooks_run_once_with_everything(
+    cluster: Cluster, world_size: int, replicas: int, options: dict[str, Any]
+) -> None:
+    options = {**options, "bucket_cap_mb": 0.0001}
+    wrong = cluster.run(_compare_hooks, world_size, replicas, options)
+    assert wrong == [[]] * world_size
+
+
+# --- sums and failures -----------------------------------------------------------------------
+
+
+def _sums(rank: int, world_size: int) -> None:
+    def total(net: nn.Module, loss: Loss, model: Any) -> list[Tensor]:
+        loss(model, net, batch(rank, 0))
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+
+    for loss in (head, head_and_encoder, penalty, through_no_sync, only_outside_in_one_rank):
+        net, bare = Net(), Net()
+        model = dp.DistributedDataParallel(net, ["cpu"] * 2, average="none")
+        expected = total(bare, loss, Bare(bare))
+        for grad in expected:
+            dist.all_reduce(grad)
+        for mine, other in zip(total(net, loss, model), expected, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-12), loss.__name__
+        # Nobody knows what of it is reduced already.
+        text = r"have changed since they were reduced: first\.weight.*average='none'.*Zero the gr"
+        with pytest.raises(RuntimeError, match=text if rank == 0 else "backward of rank 0 failed"):
+            if rank == 0:
+                net(batch(rank, 1)).sum().backward()
+            model(batch(rank, 1)).sum().backward()
+        net.zero_grad(set_to_none=rank == 0)
+        model(batch(rank, 1)).sum().backward()
+        model.close()
+
+
+def test_of_a_sum_nothing_is_lost(cluster: Cluster) -> None:
+    cluster.run(_sums, 2)
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ValueError("the encoder says no")
+
+
+def _fails_after_the_cut(rank: int, world_size: int, view: bool) -> None:
+    net = Net()
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2, gradient_as_bucket_view=view)
+    model(batch(rank, 0)).sum().backward()
+    before = [p.grad.clone() for p in net.first.parameters() if p.grad is not None]
+    kept = net.first.weight.grad
+    encoder = nn.Linear(3, 3).double()
+    x = encoder(batch(rank, 1))
+    with pytest.raises(
+        *((ValueError,) if rank == 1 else (RuntimeError,)),
+        match="the encoder says no" if rank == 1 else "rank 1 failed.*outside of the wrapper",
+    ):
+        (model(_Refuse.apply(x) if rank == 1 else x) + net.head.bias[0]).sum().backward()
+    after = [p.grad for p in net.first.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after)) or view
+    assert view or net.first.weight.grad is kept
+    net.zero_grad()
+    model(batch(rank, 0)).sum().backward()
+    again = [p.grad for p in net.first.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, again))
+    model.close()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_an_error_outside_is_told_and_nothing_is_lost(cluster: Cluster, view: bool) -> None:
+    cluster.run(_fails_after_the_cut, 2, view)

@@ -122,6 +122,11 @@ class Buckets:
         assert storage is not None
         return storage.views
 
+    @property
+    def any_viewed(self) -> bool:
+        """Whether some gradients are views of a flat tensor."""
+        return any(self._viewed)
+
     def is_viewed(self, number: int) -> bool:
         """Whether the gradients of a bucket are views of its flat tensor."""
         return self._viewed[number]

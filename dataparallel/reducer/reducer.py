@@ -272,7 +272,10 @@ class Reducer:
             self._accumulated.before_unsynchronised()
         reduces = self._exchange is not None
         hooked = self._user_hooks.with_gradient_hooks
-        through = frozenset(hooked) if passes and reduces else frozenset()
+        # Hooks that see gradients before the engine would must see all of them, too.
+        seen = bool(hooked) and self.optimizers is None and (self.guard or self.buckets.any_viewed)
+        later = passes and (reduces or bool(seen))
+        through = frozenset(hooked) if later else frozenset()
         if self.guard is not None:
             self.guard.begin(self.buckets, self._accumulated, stays=not synchronise)
         with self.accumulations.in_grad.moving():
@@ -283,7 +286,6 @@ class Reducer:
             self.usage,
             self._user_hooks,
             self.guard,
-            has_processes=self.processes is not None,
             reduces=reduces,
             through=through,
         )
@@ -291,8 +293,8 @@ class Reducer:
             map(self.buckets.plan.bucket_of, self._late_parameters | through)
         )
         every = frozenset(range(len(self.buckets.plan)))
-        self._end_of = _End(later=passes and reduces)
-        if self._end_of.later:
+        self._end_of = _End(later)
+        if later:
             self._end_of.held = left_to_the_end if self.buckets.ordered else every
         self._round = Round(
             self.buckets.gradients,
@@ -302,7 +304,7 @@ class Reducer:
             eager=eager and self.buckets.ordered and len(set(self.buckets.homes)) == 1,
             left_to_the_end=left_to_the_end,
         )
-        if self._end_of.later:
+        if later:
             self._end_later(self._round)
         return self._round
 
@@ -320,12 +322,13 @@ class Reducer:
 
     def _accumulated_is_known(self) -> None:
         """Raise an error in a sum of which nobody knows the terms; here the others get to know."""
-        if self._exchange is not None and not self._accumulated.is_aside:
-            changed = self._accumulated.changed()
-            if changed:
-                raise RuntimeError(messages.changed_in_sum([self.names[i] for i in changed]))
-            if self._end_of.later:
-                self._accumulated.put_aside()
+        if self._accumulated.is_aside:
+            return
+        changed = self._accumulated.changed() if self._exchange is not None else []
+        if changed:
+            raise RuntimeError(messages.changed_in_sum([self.names[i] for i in changed]))
+        if self._end_of.later:
+            self._accumulated.put_aside()
 
     def _complete(self, number: int, rows: list[list[MaybeTensor]]) -> None:
         """A bucket has come from all replicas: sum it up and send it."""
@@ -420,7 +423,7 @@ class Reducer:
             else:
                 position = self.buckets.plan.buckets[number].index(index)
                 self._sums[number][position] = add(self._sums[number][position], grad)
-        for number in sorted(self._end_of.held):
+        for number in sorted(self._end_of.held if self._exchange is not None else ()):
             self._submit(number, self._sums[number])
 
     def _after_all(self) -> None:

@@ -27,8 +27,7 @@ class ReplicaSums:
         usage: Is told which parameters have a gradient.
         user_hooks: Hooks of the user on the originals.
         guard: Looks at gradients; None where nobody does.
-        has_processes: Whether there are other processes.
-        reduces: Whether the round reduces over them.
+        reduces: Whether the round reduces over processes.
         through: Parameters whose sums go through the engine, for hooks, before they are sent; see
             Note [Gradients from outside of the wrapper].
         passed: The sums of these, until they are handed to the engine.
@@ -39,7 +38,6 @@ class ReplicaSums:
     usage: Usage
     user_hooks: OriginalHooks
     guard: Guard | None
-    has_processes: bool
     reduces: bool
     through: Collection[int] = ()
     passed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class ReplicaSums:
             self._look_after_hooks(bucket, self.buckets.views(number))
         else:
             sums = local_sum(rows, self.buckets.homes[number])
-            sums = self._hooked(bucket, sums, early=self.has_processes)
+            sums = self._hooked(bucket, sums, early=self.reduces)
             used = [grad is not None for grad in sums]
             sums = self._pass(bucket, sums)
             if self.reduces:
@@ -97,7 +95,7 @@ class ReplicaSums:
         for number, rows in round_.late().items():
             bucket = self.buckets.plan.buckets[number]
             sums = local_sum(rows, self.buckets.homes[number])
-            early = self.has_processes or self.buckets.is_viewed(number)
+            early = self.reduces or self.buckets.is_viewed(number)
             sums = self._hooked(bucket, sums, early=early)
             extra.update((i, g) for i, g in zip(bucket, sums, strict=True) if g is not None)
         self.usage.check_late(extra)
