@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
+from dataparallel.reducer.exchange import Exchange
+from dataparallel.reducer.guard import Said
 from tests.cluster import Cluster
 from tests.test_ddp_graphs import Net, backward, batch, grads, two_layers
 from tests.test_ddp_local import FailInBackward
@@ -258,7 +261,8 @@ def _fails(rank: int, world_size: int, view: bool) -> float:
             began = time.monotonic()
             own = rank in bad
             error = ArithmeticError if own else RuntimeError
-            match = "on purpose" if own else f"the backward of rank {bad[0]}.* failed"
+            who = ", ".join(map(str, bad))
+            match = "on purpose" if own else f"the backward of rank {who} failed"
             with pytest.raises(error, match=match):
                 backward(loss)
             for was, now in zip(before, grads(net), strict=True):
@@ -278,6 +282,49 @@ def _fails(rank: int, world_size: int, view: bool) -> float:
 def test_all_ranks_learn_of_a_failure_and_go_on(cluster: Cluster, view: bool) -> None:
     # The time limit of the wrapper is 20 s.
     assert max(cluster.run(_fails, 3, view)) < 10
+
+
+class Numbered:
+    """One rank's side of a link whose all-reduce adds up what all ranks have said before."""
+
+    def __init__(self, rank: int, said: list[Tensor]) -> None:
+        self.rank, self.world_size, self._said = rank, len(said), said
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Any:
+        self._said[self.rank] = tensor
+        return SimpleNamespace(wait=lambda: tensor.copy_(torch.stack(self._said).sum(0)))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "failing"),
+    [
+        (62, [61]),
+        (63, [62]),
+        (63, [61, 62]),
+        (64, [0, 63]),
+        (64, list(range(64))),
+        (1000, [0, 61, 62, 63, 998, 999]),
+        (1000, []),
+    ],
+)
+def test_ranks_that_failed_are_named_however_many_there_are(
+    world_size: int, failing: list[int]
+) -> None:
+    nothing: Any = None
+    said = [torch.empty(0)] * world_size
+    exchanges = [
+        Exchange([], [], nothing, nothing, cast(Any, Numbered(rank, said)), lambda: 1.0, nothing)
+        for rank in range(world_size)
+    ]
+    pending = [
+        one.conclude(unused=rank, late=1, failed=rank in failing, said=Said(2, 3))
+        for rank, one in enumerate(exchanges)
+    ]
+    outcome = pending[0].wait()
+    assert outcome.failed_ranks == failing
+    assert outcome.num_unused == world_size * (world_size - 1) // 2
+    assert (outcome.num_late, outcome.num_nonfinite) == (world_size, 2 * world_size)
+    assert outcome.magnitude == 3 * world_size
 
 
 # --- the order of sums ---------------------------------------------------------------------------

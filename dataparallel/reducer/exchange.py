@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from dataparallel.reducer.failed_rounds import FailedRounds
     from dataparallel.reducer.guard import Guard, Said
 
-_MOST_MARKS = 61
-
 
 class Sent(Protocol):
     """A bucket on its way."""
@@ -327,9 +325,10 @@ class Exchange:
     ) -> PendingOutcome:
         """Tell the other processes how the round went here, and learn how it went there."""
         self.concluded = True
-        # A bit per rank; those beyond the last bit share it.
-        mark = 1 << min(self._control.rank, _MOST_MARKS)
-        counts = torch.tensor([unused, late, mark if failed else 0, *(said or (0, 0))])
+        # Each rank has an entry of its own: one number for all of them would overflow.
+        has_failed = [0] * self._control.world_size
+        has_failed[self._control.rank] = int(failed)
+        counts = torch.tensor([unused, late, *(said or (0, 0)), *has_failed])
         return PendingOutcome(self._control.all_reduce(counts, what="the end of a round"), counts)
 
 
@@ -343,8 +342,8 @@ class PendingOutcome:
     def wait(self) -> Outcome:
         """The outcome, once every process has said its part."""
         self._pending.wait()
-        unused, late, marks, nonfinite, magnitude = map(int, self._counts.tolist())
-        failed = [rank for rank in range(_MOST_MARKS + 1) if marks >> rank & 1]
+        unused, late, nonfinite, magnitude, *has_failed = map(int, self._counts.tolist())
+        failed = [rank for rank, count in enumerate(has_failed) if count]
         return Outcome(unused, late, failed, nonfinite, magnitude)
 
 
