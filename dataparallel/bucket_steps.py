@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import kernel_steps, torch_internals
+from dataparallel.listing import listed
 from dataparallel.optimizer_part import Group, OptimizerPart, same, view_of
 
 _MARK = "_dataparallel_of_a_bucket"
@@ -63,7 +64,7 @@ class PerBucket:
                 part.give(self._whole)
         written = part.written()
         if written:
-            names = ", ".join(str(name) for _, name in written)
+            names = listed(str(name) for _, name in written)
             raise RuntimeError(
                 f"{type(self._whole).__name__}.step keeps {names} for all parameters together, "
                 "and would do so once per bucket; step this optimizer after backward"

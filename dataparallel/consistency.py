@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.kernels.bits import bits_of
 from dataparallel.kernels.fingerprint import fingerprint
+from dataparallel.listing import lines, listed
 from dataparallel.reducer.agreement import gather_if_different
 from dataparallel.torch_internals import is_wrapper
 
@@ -24,9 +25,6 @@ _Tensors: TypeAlias = Mapping[str, torch.Tensor]
 _WHAT = "check_replicas()"
 
 _MISSING = "no tensor of this name"
-
-#: How many mismatches a message shows; the exception has all of them.
-_MAX_LINES = 50
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,9 @@ def check_replicas(
         link: The processes to compare with. Default: this one alone.
 
     Raises:
-        ReplicaMismatch: Something differs. The message names all tensors, replicas and ranks that
-            do, with both fingerprints, and the largest difference where both are in one process.
+        ReplicaMismatch: Something differs. The message names the first tensors that do, with
+            replica, rank and both fingerprints, and the largest difference where both are in one
+            process; ``mismatches`` has all of them.
     """
     several = link is not None and link.world_size > 1
     first = _contents(tensors)
@@ -96,20 +95,17 @@ def check_replicas(
         f"{name!r} ({content.look})" for name, content in first.items() if content.tensor is None
     ]
     if skipped:
-        _log.warning("replicas are compared by dtype and shape alone in %s", ", ".join(skipped))
+        _log.warning("replicas are compared by dtype and shape alone in %s", listed(skipped))
     others = [_contents(replica) for replica in replicas]
     _read(first, others, all_of_first=several)
     found = _compare_locally(link.rank if link is not None else 0, first, others)
     if link is not None and several:
         found = _compare_processes(first, found, link)
     if found:
-        lines = [f"\n  {_line(mismatch, several)}" for mismatch in found]
-        if len(lines) > _MAX_LINES:
-            lines[_MAX_LINES:] = [f"\n  and {len(lines) - _MAX_LINES} more"]
         count = len({mismatch.name for mismatch in found})
         raise ReplicaMismatch(
             f"the replicas are not the same; {count} of {len(first)} tensors differ:"
-            f"{''.join(lines)}",
+            f"{lines(_line(mismatch, several) for mismatch in found)}",
             found,
         )
 

@@ -23,6 +23,7 @@ from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
 from dataparallel.prefix import without_prefix
 from dataparallel.replica_changes import ReplicaChanges
 from dataparallel.replica_loss import LossCall
+from dataparallel.replicate import place
 from dataparallel.scatter_gather import gather, move, plan_scatter
 from dataparallel.timeline import Timeline
 
@@ -54,8 +55,8 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
             optimizer.zero_grad()
 
     Args:
-        module: The module; its parameters and buffers are on the first device when it is called
-            (with a single device it is moved there at once).
+        module: The module. From the CPU the constructor moves it to the first device, in place as
+            ``module.to`` does; parameters on another accelerator are refused when it is called.
         device_ids: One device per replica: ints, strings or ``torch.device``, repeats allowed.
             Default: every accelerator, or one replica on the CPU where there is none.
         output_device: Where outputs are gathered, ``-1`` for the CPU, or ``"each"`` to get the
@@ -119,11 +120,10 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
         self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
         self._splitter: BatchSplitter | None = None
         self._keeper: ForwardKeeper | None = None
-        if len(devices) == 1:
-            self._place(module, devices[0])
+        self._place(module, devices)
 
-    def _place(self, module: ModuleT, device: torch.device) -> None:
-        module.to(device)
+    def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
+        place(module, devices)
 
     # --- forward ---------------------------------------------------------------------------
 

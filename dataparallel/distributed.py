@@ -53,7 +53,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             optimizer.zero_grad()
 
     Args:
-        module: The module, on the first device.
+        module: The module. From the CPU the constructor moves it to the first device, in place as
+            ``module.to`` does; parameters on another accelerator are refused.
         device_ids: One device per replica of this process, repeats allowed. A module whose layers
             are on several devices is one replica, and stays where it is. Default: without a
             process group as for :class:`DataParallel`; with one, and several processes on the
@@ -270,11 +271,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             return list(outputs) if output_device == "each" else outputs[0]
         return move(outputs[0], output_device)
 
-    def _place(self, module: ModuleT, device: torch.device) -> None:
+    def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
         # A module whose layers are on several devices moves its activations itself.
-        self._spread = is_spread(module)
+        self._spread = len(devices) == 1 and is_spread(module)
         if not self._spread:
-            super()._place(module, device)
+            super()._place(module, devices)
 
     def _is_lost(self, reduces: bool) -> bool:
         """Whether a forward needs other processes, and the links to them are broken."""

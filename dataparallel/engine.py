@@ -18,6 +18,7 @@ from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
+from dataparallel.listing import listed
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
 from dataparallel.timeline import Phase, Timeline, mark_backward
@@ -171,14 +172,14 @@ class ReplicaEngine:
             written = clones.written_parameters()
             if written:
                 raise RuntimeError(
-                    f"the forward changed parameters in place: {', '.join(written)}; replicas run "
+                    f"the forward changed parameters in place: {listed(written)}; replicas run "
                     "at the same time and would each change their own copy, so change parameters "
                     "outside of forward, or make them buffers"
                 )
             created = clones.created_parameters() if len(replicas) > 1 else []
             if created:
                 raise RuntimeError(
-                    f"the forward created parameters: {', '.join(created)}; each replica would "
+                    f"the forward created parameters: {listed(created)}; each replica would "
                     "have its own, so call the module once with an example before wrapping it"
                 )
             if self._policy == "mean":

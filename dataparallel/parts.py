@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from dataparallel.listing import listed
 from dataparallel.remap import OPAQUE, may_refer, tensors_in
 
 #: Where a module keeps its named parts.
@@ -90,7 +91,7 @@ def _refuse(root: nn.Module) -> NoReturn:
         if isinstance(module, torch.jit.ScriptModule)
     ]
     raise TypeError(
-        f"cannot replicate {', '.join(found)}: scripted modules hold on to their own parameters, "
+        f"cannot replicate {listed(found)}: scripted modules hold on to their own parameters, "
         "so a clone cannot have others; wrap the module before it is scripted, or use "
         "torch.compile"
     )

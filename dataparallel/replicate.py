@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -10,8 +11,12 @@ from torch import nn
 
 from dataparallel.clones import ModuleClones
 from dataparallel.devices import DeviceLike, parse_devices
+from dataparallel.error_location import add_note
+from dataparallel.listing import listed
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_log = logging.getLogger("dataparallel")
 
 
 def replicate(
@@ -43,7 +48,7 @@ def replicate(
     Raises:
         TypeError: A submodule cannot be cloned (a ScriptModule).
         ValueError: Parameters or buffers are on other devices than ``devices[0]``, or are not
-            initialised yet; the message lists all of them.
+            initialised yet; the message names the first of them.
 
     Gradient edges are those of ``replicate`` in torch's C++ ``data_parallel``.
     """
@@ -60,8 +65,54 @@ def is_spread(module: nn.Module) -> bool:
     return len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1
 
 
+def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Move a module to its first device: from the CPU, and where it is the only one from anywhere.
+
+    Parameters stay the objects that they are, so an optimizer made before goes on with them. What
+    somebody has put on another accelerator is left there, for :func:`check_placement` to refuse.
+    """
+    there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    first = devices[0]
+    if not there - {first} or (len(devices) > 1 and there != {torch.device("cpu")}):
+        return
+    _move(module, first)
+    _log.info(
+        "the module was on %s and is on %s now, the first of its devices",
+        listed(sorted(map(str, there))),
+        first,
+    )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    # Between types of devices that are strange to each other torch makes new parameters, unless it
+    # is told to swap what is in them: an optimizer would go on with those that nobody uses.
+    torch.__future__.set_swap_module_params_on_conversion(before or not _takes_memory_of(device))
+    try:
+        module.to(device)
+    except RuntimeError as error:
+        add_note(
+            error,
+            f"while the wrapper moved the module to {device}, the first of its devices; call "
+            f"module.to({str(device)!r}) before there are optimizers, graphs or other users of it",
+        )
+        raise
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _takes_memory_of(device: torch.device) -> bool:
+    """Whether a tensor on the CPU can become one on ``device``, as the same object."""
+    tensor = torch.empty(0)
+    try:
+        tensor.data = torch.empty(0, device=device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_placement(module: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError that lists every parameter and buffer that is not on ``device``."""
+    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
     if _is_placed(module, device):
         return
     misplaced: list[str] = []
@@ -77,13 +128,13 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
                 misplaced.append(f"{kind} {name!r} is on {tensor.device}")
     if uninitialised:
         raise ValueError(
-            f"cannot replicate parameters that are not initialised: {', '.join(uninitialised)}; "
+            f"cannot replicate parameters that are not initialised: {listed(uninitialised)}; "
             "call the module once with an example input first"
         )
     if misplaced:
         raise ValueError(
             f"the module must be on {device}, the first of its devices, but "
-            f"{'; '.join(misplaced)}; call module.to({str(device)!r}) first"
+            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
         )
 
 

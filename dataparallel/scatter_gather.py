@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import devices as _devices
 from dataparallel.functions import Gather, ReduceAddCoalesced, apply_function, behind_own_nodes
+from dataparallel.listing import listed
 from dataparallel.scatter_plan import (
     Replicate,
     ScatterPlan,
@@ -186,7 +187,9 @@ def gather(
         if (fault := _fault(path, column, how)) is not None
     ]
     if faults:
-        raise ValueError("the outputs of the replicas cannot be put together: " + "; ".join(faults))
+        raise ValueError(
+            f"the outputs of the replicas cannot be put together: {listed(faults, '; ')}"
+        )
     return structure.rebuild([_gather_leaf(column, how) for column in columns])
 
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dataparallel import devices as _devices
 from dataparallel.chunk_sizes import ChunkSizesOf, settle
 from dataparallel.functions import Broadcast, Scatter, apply_function, behind_own_nodes
+from dataparallel.listing import listed
 from dataparallel.tree import Structure, flatten
 
 
@@ -259,7 +260,7 @@ def plan_trees(
         trees.append((_unmarked(structure), leaves))
     if faults:
         raise ValueError(
-            f"{'; '.join(faults)}; give such an argument another dim, or None, through in_dims"
+            f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
         )
     batch_size = _batch_size([leaf for _, leaves in trees for leaf in leaves])
     sizes = settle(batch_size, num_slots, chunk_sizes)
@@ -368,12 +369,12 @@ def _batch_size(leaves: Sequence[_Leaf]) -> int | None:
     size: Callable[[_Leaf], int] = lambda leaf: leaf.value.size(leaf.dim)  # noqa: E731
     others = [leaf for leaf in split if size(leaf) != size(split[0])]
     if others:
-        listed = ", ".join(
+        sizes = listed(
             f"{leaf.path} has {size(leaf)} along dim {leaf.dim} (shape {tuple(leaf.value.shape)})"
             for leaf in (split[0], *others)
         )
         raise ValueError(
-            f"tensors that are split must agree on the batch size, but {listed}; mark what belongs "
+            f"tensors that are split must agree on the batch size, but {sizes}; mark what belongs "
             "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
         )
     return size(split[0])

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from dataparallel.comm.processes import ProcessLink
+from dataparallel.listing import lines
 from dataparallel.reducer.agreement import gather_if_different
 from dataparallel.torch_internals import foreach_copy_, is_wrapper
 
@@ -147,7 +148,7 @@ def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: 
         what: What messages call this.
 
     Raises:
-        ValueError: They have not; the message has all differences.
+        ValueError: They have not; the message has the first differences.
     """
     looks = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
     gathered = gather_if_different(list(looks.items()), link, what=what)
@@ -155,13 +156,13 @@ def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: 
         return
     sides = [dict(entries) for entries, _ in gathered]
     names = list(dict.fromkeys(name for side in sides for name in side))
-    lines = []
+    differences = []
     for name in names:
         found = [side.get(name, "not there") for side in sides]
         if len(set(found)) > 1:
             shown = ", ".join(f"{look} in rank {rank}" for rank, look in enumerate(found))
-            lines.append(f"\n  {name!r}: {shown}")
-    difference = "".join(lines) or "\n  only the order in which they are registered"
+            differences.append(f"{name!r}: {shown}")
+    difference = lines(differences) or "\n  only the order in which they are registered"
     raise ValueError(
         f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
         "same model in every process; or let each process keep its own tensor with "

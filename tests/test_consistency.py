@@ -211,7 +211,7 @@ def test_what_cannot_be_compared_is_named_in_the_log(caplog: pytest.LogCaptureFi
     assert caplog.messages == [
         "replicas are compared by dtype and shape alone in 'sparse' (sparse_coo float32 of shape "
         "(2, 2)), 'rows' (sparse_csr float32 of shape (2, 2)), 'meta' (meta float32 of shape "
-        "(3,)), 'lazy' (an uninitialised tensor)"
+        "(3,)) and 1 more"
     ]
     with pytest.raises(ReplicaMismatch, match="'sparse': replica 1 has float32 of shape"):
         check_replicas(special(), [special() | {"sparse": torch.eye(2)}])
@@ -243,8 +243,8 @@ def test_a_long_message_ends_and_the_exception_has_all() -> None:
     other = {f"t{i}": torch.ones(1) for i in range(60)}
     error = caught(lambda: check_replicas(first, [other]))
     assert len(error.mismatches) == 60
-    assert str(error).count("\n") == 51
-    assert str(error).endswith("\n  and 10 more")
+    assert str(error).count("\n") == 4
+    assert str(error).endswith("\n  and 57 more")
 
 
 def test_the_error_survives_pickling() -> None:

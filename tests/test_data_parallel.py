@@ -7,13 +7,14 @@ import io
 import logging
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, data_parallel
+from dataparallel import DataParallel, DistributedDataParallel, data_parallel
 from tests.models import Shared, assert_all_close, grads_of, twins
 
 
@@ -200,11 +201,63 @@ def test_a_module_in_the_wrong_place_is_listed_and_works_once_moved() -> None:
     with pytest.raises(
         ValueError,
         match=r"must be on virtual:0.*parameter '0.weight' is on virtual:1.*"
-        r"buffer '1.running_mean' is on cpu.*module.to\('virtual:0'\)",
+        r"parameter '1.weight' is on cpu.*module.to\('virtual:0'\)",
     ):
         model(torch.randn(4, 2))
     module.to("virtual:0")
     assert model(torch.randn(4, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("num_devices", [1, 2, None])
+def test_a_module_on_the_cpu_is_moved_to_the_first_device(
+    wrapper: Any, num_devices: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In place, so an optimizer that was made before trains it, as it does the bare module."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
+        return net.eval(), torch.optim.Adam(net.parameters(), 0.1)
+
+    net, optimizer = build()
+    bare, its_optimizer = build()
+    devices = None if num_devices is None else ["virtual:1", "virtual:2"][:num_devices]
+    with caplog.at_level(logging.INFO, "dataparallel"):
+        model = wrapper(net, devices)
+    first = "virtual:0" if devices is None else "virtual:1"
+    text = f"the module was on cpu and is on {first} now, the first of its devices"
+    assert caplog.messages == [text]
+    assert {str(t.device) for t in (*net.parameters(), *net.buffers())} == {first}
+    for _ in range(3):
+        x, y = torch.randn(6, 3), torch.randn(6, 2)
+        model.loss(nn.MSELoss(), x, y).backward()
+        nn.functional.mse_loss(bare(x), y).backward()
+        for one in (optimizer, its_optimizer):
+            one.step()
+            one.zero_grad()
+    for moved, parameter in zip(net.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(moved.cpu(), parameter)
+
+
+def test_what_cannot_be_moved_in_place_says_so() -> None:
+    net = nn.Linear(2, 2)
+    watched = weakref.ref(net.weight)
+    with pytest.raises(RuntimeError, match="swap") as caught:
+        DataParallel(net, ["virtual:0", "virtual:1"])
+    assert "call module.to('virtual:0') before" in "".join(caught.value.__notes__)
+    del watched
+    assert DataParallel(net.to("virtual:0"))(torch.randn(4, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_a_message_about_many_tensors_is_short(wrapper: Any) -> None:
+    layers = [nn.Linear(2, 2) for _ in range(200)]
+    net = nn.Sequential(*layers).to("virtual:1")
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is .*; and 397 more; ") as caught:
+        wrapper(net, ["virtual:0", "virtual:1"])(torch.randn(4, 2))
+    assert len(str(caught.value)) < 300
+    assert "'1.weight'" in str(caught.value) and "'1.bias'" not in str(caught.value)
 
 
 # --- the functional form ---------------------------------------------------------------------

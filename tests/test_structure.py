@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "interpreter_end",
             "intra_op",
             "kernels",
+            "listing",
             "native",
             "remap",
             "torch_internals",

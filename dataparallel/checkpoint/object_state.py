@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dataparallel.listing import listed
+
 
 class ObjectState:
     """Saves and loads what has ``state_dict()`` and ``load_state_dict()``.
@@ -131,5 +133,4 @@ def void(_: object) -> None:
 
 
 def _some(names: set[Any]) -> str:
-    listed = sorted(map(repr, names))
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+    return listed(sorted(map(repr, names)))

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dataparallel import torch_internals
 from dataparallel.checkpoint.tensor_forms import name_of_dtype
+from dataparallel.listing import listed
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 
 # Added to groups by others than the optimizer itself.
@@ -331,5 +332,4 @@ def _in_order(saved: Any, ours: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _some(names: set[Any]) -> str:
-    listed = sorted(map(str, names))
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+    return listed(sorted(map(str, names)))

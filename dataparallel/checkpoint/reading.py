@@ -18,10 +18,9 @@ from dataparallel.checkpoint.optimizer_state import OptimizerState
 from dataparallel.checkpoint.parts import RNG, USER, Part
 from dataparallel.checkpoint.saver import FORMAT, file_of
 from dataparallel.checkpoint.values import JSON, decode, references
+from dataparallel.listing import listed
 
 _log = logging.getLogger("dataparallel")
-# So many reasons are told at once.
-_SHOWN = 10
 
 
 class Reading:
@@ -104,15 +103,14 @@ class Reading:
                 f"{', '.join(missing)} is to be loaded; leave that out, or pass strict=False"
             )
         problems = [
-            problem
+            listed(found, "; ")
             for name, part, value in self._present()
-            for problem in part.problems(value, strict)
+            if (found := part.problems(value, strict))
         ]
         if problems:
-            more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             raise CheckpointError(
                 f"generation {self.number} does not fit, and nothing was loaded: "
-                f"{'; '.join([*problems[:_SHOWN], *more])}"
+                f"{'; '.join(problems)}"
             )
 
     def apply(self, devices: Sequence[torch.device], strict: bool) -> None:

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
 from dataparallel.collectives.groups import Group, resolve
+from dataparallel.listing import listed
 from dataparallel.torch_internals import BatchNorm
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -147,7 +148,7 @@ class SyncBatchNorm(BatchNorm):
             if (fault := _fault(layer)) is not None
         ]
         if faults:
-            raise TypeError(f"cannot synchronise batch norm: {'; '.join(faults)}")
+            raise TypeError(f"cannot synchronise batch norm: {listed(faults, '; ')}")
         for name, layer in layers.items():
             _become(cls, layer, name, group)
         return module

@@ -11,6 +11,7 @@ from dataparallel.comm.copies import Copies, SharedMemory, arrive, copy_to, may_
 from dataparallel.comm.kernel_sums import KernelSums
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.transport import choose
+from dataparallel.listing import listed
 
 _TRANSPORTS = (SharedMemory(), KernelSums(), Nccl(), Copies())
 
@@ -267,7 +268,7 @@ def check_same_device(tensors: Sequence[torch.Tensor]) -> None:
     found = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     if len(found) > 1:
         raise ValueError(
-            f"the tensors must be on one device, but they are on {', '.join(found)}; "
+            f"the tensors must be on one device, but they are on {listed(found)}; "
             "call once per device"
         )
 
@@ -285,7 +286,7 @@ def _check_terms(terms: Sequence[torch.Tensor]) -> None:
         if term.dtype != first.dtype
     ]
     if faults:
-        raise ValueError(f"tensors to add must have one size and dtype: {'; '.join(faults)}")
+        raise ValueError(f"tensors to add must have one size and dtype: {listed(faults, '; ')}")
 
 
 def _check_lengths(
@@ -322,7 +323,7 @@ def _check_out_sizes(out: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) 
         if target.shape != shape
     ]
     if faults:
-        raise ValueError("; ".join(faults))
+        raise ValueError(listed(faults, "; "))
 
 
 def _concatenated_shape(parts: Sequence[torch.Tensor], dim: int) -> torch.Size:
@@ -334,7 +335,7 @@ def _concatenated_shape(parts: Sequence[torch.Tensor], dim: int) -> torch.Size:
     ]
     if faults:
         raise ValueError(
-            f"tensors to gather must agree in every dimension but {dim}: {'; '.join(faults)}"
+            f"tensors to gather must agree in every dimension but {dim}: {listed(faults, '; ')}"
         )
     length = sum(part.size(dim) for part in parts)
     return torch.Size((*parts[0].shape[:dim], length, *parts[0].shape[dim + 1 :]))

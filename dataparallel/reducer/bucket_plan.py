@@ -26,6 +26,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from dataparallel.listing import listed
+
 #: The limit of a bucket that has none: that of a gradient which is expected to be sparse.
 NO_LIMIT = 0
 
@@ -274,7 +276,7 @@ def _check_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
     ]
     if sparse:
         raise ValueError(
-            f"No support for sparse tensors, but sparse are {', '.join(sparse)}; a dense parameter "
+            f"No support for sparse tensors, but sparse are {listed(sparse)}; a dense parameter "
             "may have sparse gradients, which are announced by expecting them"
         )
 
@@ -295,7 +297,7 @@ def _checked_limits(limits: int | Sequence[int], name: str) -> tuple[int, ...]:
     if wrong:
         raise ValueError(
             f"{name} are whole numbers of bytes, 0 or more, but among them are "
-            f"{', '.join(map(repr, wrong))}; MiB are to be multiplied by 2**20 and rounded"
+            f"{listed(map(repr, wrong))}; MiB are to be multiplied by 2**20 and rounded"
         )
     return tuple(limits)
 
@@ -313,13 +315,13 @@ def _check_indices(indices: Sequence[int], bound: int, name: str) -> None:
     repeated = [index for index, times in Counter(indices).items() if times > 1]
     if repeated:
         raise ValueError(
-            f"{name} has {', '.join(map(str, sorted(repeated)))} more than once; each tensor has "
+            f"{name} has {listed(map(str, sorted(repeated)))} more than once; each tensor has "
             "an index of its own"
         )
     outside = [index for index in indices if not 0 <= index < bound]
     if outside:
         upper = "" if bound == sys.maxsize else f" and below {bound}"
         raise ValueError(
-            f"{name} has {', '.join(map(str, outside))}, but the index of a tensor is at least 0"
+            f"{name} has {listed(map(str, outside))}, but the index of a tensor is at least 0"
             f"{upper}"
         )

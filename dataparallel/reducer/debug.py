@@ -12,10 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from dataparallel.listing import MOST, listed
 from dataparallel.reducer.bucket_plan import BucketPlan
-
-#: How many parameters a message names, unless the level is ``DETAIL``.
-MAX_NAMES = 10
 
 _log = logging.getLogger("dataparallel")
 
@@ -39,23 +37,22 @@ def describe_parameters(indices: Iterable[int], names: Sequence[str]) -> str:
         names: The names of all parameters.
 
     Returns:
-        The first ten, and how many more there are; all of them at level ``DETAIL``.
+        The first three, and how many more there are; all of them at level ``DETAIL``.
     """
     return _listed([f"{index} ({names[index]})" for index in indices])
 
 
 def describe_names(names: Iterable[str]) -> str:
-    """Names for a message: the first ten, and how many more; all of them at level ``DETAIL``."""
+    """Names for a message: the first three, and how many more; all of them at level ``DETAIL``."""
     return _listed(list(names))
 
 
 def _listed(entries: Sequence[str]) -> str:
-    if len(entries) <= MAX_NAMES or level() == "DETAIL":
+    if len(entries) <= MOST:
+        return listed(entries)
+    if level() == "DETAIL":
         return ", ".join(entries)
-    return (
-        f"{', '.join(entries[:MAX_NAMES])} and {len(entries) - MAX_NAMES} more "
-        "(TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"
-    )
+    return f"{listed(entries)} (TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"
 
 
 def log_plan(plan: BucketPlan, names: Sequence[str], why: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
+from dataparallel.listing import MOST, listed
 from dataparallel.reducer.debug import describe_names
 
 PRIOR_NOT_FINISHED = (
@@ -70,10 +72,11 @@ def graph_changed(names: Sequence[str]) -> str:
 
 def others_failed(ranks: Sequence[int], reasons: Mapping[int, tuple[str, str]]) -> str:
     """The backward of other processes failed, each maybe with a message and a traceback."""
-    which = ", ".join(str(rank) for rank in ranks)
-    told = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in reasons.items())
+    which = listed(map(str, ranks))
+    told = listed((f"rank {rank}: {message}" for rank, (message, _) in reasons.items()), "; ")
     traces = "".join(
-        f"\nTraceback of rank {rank}:\n{trace.rstrip()}\n" for rank, (_, trace) in reasons.items()
+        f"\nTraceback of rank {rank}:\n{trace.rstrip()}\n"
+        for rank, (_, trace) in itertools.islice(reasons.items(), MOST)
     )
     return (
         f"the backward of rank {which} failed, so no gradient of this step was reduced and .grad "

@@ -9,14 +9,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from dataparallel.listing import MOST, listed
+
 #: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
 #: processes raise :class:`NonFiniteGradients`.
 NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 _log = logging.getLogger("dataparallel")
-
-# So many names of one replica are told; the others are counted.
-_MOST_NAMES = 8
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -128,7 +127,7 @@ def to_json(findings: Sequence[Finding]) -> list[Any]:
     by_place: dict[str, list[str]] = {}
     for finding in findings:
         by_place.setdefault(finding.place, []).append(f"{finding.name} ({finding.kind})")
-    return [[place, names[:_MOST_NAMES], len(names)] for place, names in sorted(by_place.items())]
+    return [[place, names[:MOST], len(names)] for place, names in sorted(by_place.items())]
 
 
 def describe(told: Sequence[Sequence[Any]]) -> str:
@@ -138,12 +137,11 @@ def describe(told: Sequence[Sequence[Any]]) -> str:
     for rank, entries in enumerate(told):
         process = f"rank {rank} of {len(told)}, " if len(told) > 1 else ""
         for place, names, number in entries:
-            more = f" and {number - len(names)} more" if number > len(names) else ""
-            listed = ", ".join(names) + more
+            text = listed(names, number=number)
             if place != SUM:
-                places.append(f"{process}{place}: {listed}")
-            elif listed not in sums:
-                sums.append(listed)
+                places.append(f"{process}{place}: {text}")
+            elif text not in sums:
+                sums.append(text)
     if places:
         return f"gradients are not finite on {'; on '.join(places)}"
     return (

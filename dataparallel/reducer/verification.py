@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from dataparallel.comm.processes import ProcessLink
+from dataparallel.listing import lines, listed
 from dataparallel.reducer.agreement import gather_if_different
 
 #: What messages call the comparison across processes.
 _WHAT = "the comparison of parameters"
-
-#: How many parameters with other names a message shows: with a prefix, all of them have.
-_MAX_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -215,15 +213,15 @@ def _read(fields: dict[str, Any]) -> _Description:
 
 
 def _first_fault(place: str, entries: Sequence[Sequence[_Description]]) -> str | None:
-    """All differences of the first kind of which there are any, one parameter on each line."""
+    """Differences of the first kind of which there are any, one parameter on each line."""
     for kind in _KINDS:
-        lines = []
+        differences = []
         for sides in zip(*entries, strict=True):
             if len({kind.key(side) for side in sides}) > 1:
                 shown = _by_value(place, [kind.show(side) for side in sides])
-                lines.append(f"\n  {_named(place, sides)}: {shown}")
-        if lines:
-            return f"{kind.title}:{''.join(lines)}"
+                differences.append(f"{_named(place, sides)}: {shown}")
+        if differences:
+            return f"{kind.title}:{lines(differences)}"
     return None
 
 
@@ -242,8 +240,7 @@ def _renamed(entries: Sequence[Sequence[_Description]]) -> str:
         for sides in zip(*entries, strict=True)
         if len({side.name for side in sides}) > 1
     ]
-    others = f" and {len(renamed) - _MAX_NAMES} others" if len(renamed) > _MAX_NAMES else ""
-    return f"{', '.join(renamed[:_MAX_NAMES])}{others}"
+    return listed(renamed)
 
 
 def _only_somewhere(entries: Sequence[Sequence[_Description]]) -> str:
@@ -251,11 +248,8 @@ def _only_somewhere(entries: Sequence[Sequence[_Description]]) -> str:
     names = [[entry.name for entry in each] for each in entries]
     everywhere = set.intersection(*map(set, names))
     once = dict.fromkeys(name for each in names for name in each if name not in everywhere)
-    lines = []
-    for name in once:
-        where = [rank for rank, each in enumerate(names) if name in each]
-        lines.append(f"\n  {name!r} only in {_numbers('rank', where)}")
-    return "".join(lines)
+    where = {name: [rank for rank, each in enumerate(names) if name in each] for name in once}
+    return lines(f"{name!r} only in {_numbers('rank', ranks)}" for name, ranks in where.items())
 
 
 def _by_value(place: str, values: Sequence[object]) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 
 from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.listing import listed
 from dataparallel.tree import flatten
 
 
@@ -81,7 +82,7 @@ class Obstacles:
             )
         written = [tensor for tensor, version in self._versions if tensor._version != version]
         if written:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in written)
+            shapes = listed(str(tuple(tensor.shape)) for tensor in written)
             return (
                 f"The forward has written inputs in place (of shape {shapes}), so it cannot be run "
                 "again with what they were: let it write to copies, or make the inputs anew and "
