@@ -64,7 +64,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             forward to forward. Default: True.
         init_sync: Whether parameters and buffers of rank 0 are used everywhere at the beginning.
         forward_sync_buffers: As ``broadcast_buffers``, but only from forward to forward.
-        process_group: The processes. Default: the default group where there is one.
+        process_group: The processes. Default: the default group. ``False``: this process trains by
+            itself, whether there are others or not.
         bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
             several processes; 4 with one, which has nothing to send.
         find_unused_parameters: Parameters without a gradient need no flag: the default, ``None``,
@@ -102,6 +103,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         ValueError: An option has no such value, options contradict each other, no parameter
             requires grad, or processes have different modules.
         TypeError: A device or an option is of another type.
+        RuntimeError: A launcher has started several processes (``WORLD_SIZE``), and there is no
+            process group; see ``process_group``.
     """
 
     require_backward_grad_sync = True
@@ -114,7 +117,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Literal[False] | None = None,
         bucket_cap_mb: float | Sequence[float] | None = None,
         find_unused_parameters: bool | None = None,
         check_reduction: bool = False,
@@ -139,8 +142,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         in_dims: Mapping[str | int, Any] | None = None,
         split_lists: bool = False,
     ) -> None:
-        process_group = chosen_group(process_group, device_mesh)
-        device_ids = chosen_devices(device_ids, module, process_group)
+        group = chosen_group(process_group, device_mesh)
+        device_ids = chosen_devices(device_ids, module, group)
         super().__init__(
             module,
             device_ids,
@@ -151,7 +154,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             in_dims=in_dims,
             split_lists=split_lists,
         )
-        self.process_group = process_group
+        self._set_processes(group, device_mesh, is_separate=process_group is False)
         self.average: AverageKind = check_average(average)
         self.timeout = timeout
         self.bucket_cap_mb = chosen_caps(bucket_cap_mb, bucket_cap_mb_list)
@@ -168,6 +171,15 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
 
     # --- the reduction ---------------------------------------------------------------------------
+
+    def _set_processes(
+        self, group: dist.ProcessGroup | None, mesh: Any, *, is_separate: bool
+    ) -> None:
+        self.process_group = group
+        self._is_separate = is_separate
+        if mesh is not None:
+            # As in torch, there is no such attribute otherwise.
+            self.device_mesh = mesh
 
     def _build(self) -> None:
         """Make all that belongs to the module as it is now; a collective call."""
@@ -292,6 +304,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
+        self._check_alone()
         self._open()
         reduces = self._will_reduce
         if self._is_lost(reduces) or not self._reduction.engine.fits():
@@ -335,10 +348,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
+        state.pop("device_mesh", None)
         del state["process_group"], state["_reduction"], state["_buffer_futures"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.process_group = default_group()
+        self.process_group = None if self._is_separate else default_group()
         self._build()

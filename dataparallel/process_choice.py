@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,62 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def chosen_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup | None:
-    """The group that was passed, that of a mesh of one dimension, or the default one.
+def check_alone() -> None:
+    """Refuse to train without a process group where there are several processes.
 
     Raises:
-        ValueError: Both were passed, or the mesh has several dimensions.
+        RuntimeError: The launcher has started several, or a group of several was made meanwhile.
     """
+    separate = (
+        "pass process_group=False to train separately in each process: nothing is reduced or "
+        "compared between them then"
+    )
+    world = default_group()
+    if world is not None and world.size() > 1:
+        raise RuntimeError(
+            f"this wrapper was made before the process group of {world.size()} processes, so it "
+            "would train by itself; call dp.init_process_group() first and make the wrapper after "
+            f"it, in every process, or {separate}"
+        )
+    launched = os.environ.get("WORLD_SIZE", "")
+    if world is None and launched.isdecimal() and int(launched) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {launched}, so this process is one of several, but there is no process "
+            "group: each process would train by itself. Call dp.init_process_group() before the "
+            f"module is wrapped, or {separate}"
+        )
+
+
+def chosen_group(
+    group: dist.ProcessGroup | Literal[False] | None, mesh: Any
+) -> dist.ProcessGroup | None:
+    """The group that was passed, that of a mesh of one dimension, or the default one.
+
+    Returns:
+        None where this process trains by itself.
+
+    Raises:
+        TypeError: The group is something else.
+        ValueError: Both were passed, the mesh has several dimensions, or this process is not a
+            member of the group.
+        RuntimeError: There is no group, but there are several processes.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group that was passed; make "
+            "the wrapper in the processes of the group only"
+        )
+    if not (group is None or group is False or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "process_group is a torch.distributed.ProcessGroup (such as that of "
+            "torch.distributed.new_group()), None for the default group, or False for none, but "
+            f"got {group!r} of type {type(group).__name__}"
+        )
     if mesh is None:
-        return group or default_group()
+        chosen = default_group() if group is None else group or None
+        if chosen is None and group is None:
+            check_alone()
+        return chosen
     if group is not None:
         raise ValueError("pass process_group or device_mesh, not both")
     if mesh.ndim != 1:
@@ -34,8 +82,8 @@ def chosen_group(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGrou
             f"device_mesh must have one dimension, but has {mesh.ndim}; pass the part of it over "
             "which gradients are to be reduced, such as mesh['dp']"
         )
-    chosen: dist.ProcessGroup = mesh.get_group()
-    return chosen
+    of_mesh: dist.ProcessGroup = mesh.get_group()
+    return of_mesh
 
 
 def chosen_devices(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dataparallel.consistency import check_replicas
 from dataparallel.kernels.warm_up import warm_up
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.process_choice import check_alone, chosen_group
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.hooks import ResolvedHook, resolve_hook
 from dataparallel.reducer.nonfinite import NonFinitePolicy
@@ -28,6 +29,8 @@ class ReductionMethods:
     deterministic: bool
     _reduction: Reduction
     _hook: ResolvedHook | None = None
+    # Whether this process trains by itself on purpose.
+    _is_separate = False
     _optimizers: InBackwardOptimizers | None
     _nonfinite: NonFinitePolicy
 
@@ -151,7 +154,9 @@ class ReductionMethods:
 
         Raises:
             ReplicaMismatch: Something differs; the message names tensors, replicas and ranks.
+            RuntimeError: There are several processes, but the wrapper has no process group.
         """
+        self._check_alone()
         leaves, processes = self._reduction.leaves, self._reduction.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.refresh(read_values=False)
@@ -167,9 +172,15 @@ class ReductionMethods:
         link = None if processes is None else processes.buckets
         check_replicas(replicas[0], replicas[1:], link)
 
-    def update_process_group(self, process_group: dist.ProcessGroup) -> None:
+    def _check_alone(self) -> None:
+        """Refuse to go on without a process group where there are several processes."""
+        if self.process_group is None and not self._is_separate:
+            check_alone()
+
+    def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Reduce over other processes from now on; every process of the new group calls it."""
-        self.process_group = process_group
+        self.process_group = chosen_group(process_group, None)
+        self._is_separate = False
         self._rebuild()
 
     def reset_state(self) -> None:

@@ -245,7 +245,7 @@ def test_what_cannot_be_moved_in_place_says_so() -> None:
     watched = weakref.ref(net.weight)
     with pytest.raises(RuntimeError, match="swap") as caught:
         DataParallel(net, ["virtual:0", "virtual:1"])
-    assert "call module.to('virtual:0') before" in "".join(caught.value.__notes__)
+    assert "call module.to('virtual:0') before" in "".join(vars(caught.value)["__notes__"])
     del watched
     assert DataParallel(net.to("virtual:0"))(torch.randn(4, 2)).shape == (4, 2)
 

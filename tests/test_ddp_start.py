@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pathlib
+import pickle
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 import dataparallel as dp
 from dataparallel.reducer.ignored import ignored_names
@@ -22,6 +29,96 @@ from tests.ddp_buffer_cases import (
     state_of,
     wrap,
 )
+
+# --- which processes there are -------------------------------------------------------------------
+
+
+def test_several_processes_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch, where there is no group; what torch has no name for is process_group=False."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        TorchsDDP(net)
+    text = r"WORLD_SIZE is 2, .* dp.init_process_group\(\) before .* process_group=False"
+    with pytest.raises(RuntimeError, match=text):
+        dp.DistributedDataParallel(net, ["cpu", "cpu"])
+    alone = dp.DistributedDataParallel(net, ["cpu", "cpu"], process_group=False)
+    for model in (alone, pickle.loads(pickle.dumps(alone))):
+        assert model.process_group is None
+        model(torch.randn(4, 3)).sum().backward()
+        model.check_replicas()
+    # Torch's own does not ask for processes either.
+    assert dp.DataParallel(net, ["cpu", "cpu"])(torch.randn(4, 3)).shape == (4, 2)
+    # One process that torchrun has started, and several that it has not.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dp.DistributedDataParallel(net, ["cpu"])
+    monkeypatch.delenv("WORLD_SIZE")
+    early = dp.DistributedDataParallel(net, ["cpu"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call in (lambda: early(torch.randn(4, 3)), early.check_replicas):
+        with pytest.raises(RuntimeError, match=text):
+            call()
+
+
+def gradient_of(model: dp.DistributedDataParallel[nn.Linear]) -> float:
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad.item()
+
+
+def _group_made_later(rank: int, world_size: int, store: str) -> list[float]:
+    early = dp.DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu", "cpu"])
+    alone = dp.DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"], process_group=False)
+    x = torch.full((2, 1), float(rank + 1))
+    # While there is one process, as far as the wrapper knows, it trains.
+    early(x).mean().backward()
+    dist.init_process_group(
+        "gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    try:
+        for call in (lambda: early(x), early.check_replicas):
+            with pytest.raises(RuntimeError, match="made before the process group of 2 processes"):
+                call()
+        late = dp.DistributedDataParallel(early.module, ["cpu", "cpu"])
+        # What was told to train by itself does so in a group, too.
+        for model in (late, alone):
+            model.zero_grad()
+            model(x).mean().backward()
+        other = dp.DistributedDataParallel(alone.module, ["cpu"], process_group=False)
+        assert other.process_group is None
+        found = [gradient_of(model) for model in (late, alone)]
+        alone.update_process_group(dist.group.WORLD)
+        alone.zero_grad()
+        alone(x).mean().backward()
+        found.append(gradient_of(alone))
+        part = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(ValueError, match="rank 1 is not a member of the process group"):
+                dp.DistributedDataParallel(nn.Linear(1, 1), ["cpu"], process_group=part)
+        mesh = init_device_mesh("cpu", (world_size,))
+        ours = dp.DistributedDataParallel(early.module, ["cpu"], device_mesh=mesh)
+        assert ours.device_mesh is TorchsDDP(nn.Linear(1, 1), device_mesh=mesh).device_mesh
+        assert pickle.loads(pickle.dumps(ours)).process_group is dist.group.WORLD
+        assert not hasattr(late, "device_mesh")
+        for model in (late, alone, ours):
+            model.close()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_is_made_after_the_wrapper(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    results = cluster.run(_group_made_later, 2, str(tmp_path / "store"), init_group=False)
+    assert results == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]]
+
+
+@pytest.mark.parametrize("group", ["gloo", 1, True, [0, 1]])
+def test_what_is_no_process_group(group: Any) -> None:
+    text = "process_group is a torch.distributed.ProcessGroup .*None for .*or False .* but got "
+    with pytest.raises(TypeError, match=text + re.escape(repr(group))):
+        dp.DistributedDataParallel(nn.Linear(3, 2), ["cpu"], process_group=group)
+
+
+# --- what is sent at first -----------------------------------------------------------------------
 
 
 def _at_first(rank: int, world_size: int, replicas: int, options: dict[str, Any]) -> State:
