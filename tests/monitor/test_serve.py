@@ -236,7 +236,7 @@ def test_a_name_that_was_made_to_lead_here_is_refused(
 
 
 def test_other_interfaces_have_any_name() -> None:
-    with site(host="0.0.0.0") as server:
+    with site(host="0.0.0.0", for_anyone=True) as server:
         assert not server.is_loopback
         assert ask(server, "/api/about", headers={"Host": "gpu-box:8377"}).status == 200
 
@@ -295,7 +295,7 @@ def test_a_port_in_use_is_explained(machine: MonitorServer) -> None:
 )
 def test_an_address_that_is_not_ours_is_explained(host: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MonitorServer(host, 0, {})
+        MonitorServer(host, 0, {}, token="geheim")
 
 
 @pytest.mark.parametrize(

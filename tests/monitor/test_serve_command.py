@@ -118,9 +118,39 @@ def test_a_token_is_taken_from_the_environment(
 def test_everyone_on_the_network_is_warned_of(
     failing: MadeUpSampler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["monitor", "serve", "--port", "0", "--host", "0.0.0.0"]) == 1
-    message = r"warning: everyone who reaches http://\S+:\d+/ may read .* set DATAPARALLEL_MONITOR_"
-    assert re.search(message, capsys.readouterr().err)
+    command = ["monitor", "serve", "--port", "0", "--host", "0.0.0.0"]
+    assert main([*command, "--no-token"]) == 1
+    message = r"warning: everyone who reaches http://\S+:\d+/ may read .*; DATAPARALLEL_MONITOR_"
+    printed = capsys.readouterr()
+    assert "metrics: http://" in printed.out and re.search(message, printed.err)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_beyond_loopback_there_is_no_server_without_a_token(
+    host: str, failing: MadeUpSampler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["monitor", "serve", "--port", "0", "--host", host]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"whoever reaches {host} could read names of processes" in printed.err
+    assert "DATAPARALLEL_MONITOR_TOKEN" in printed.err and "--no-token" in printed.err
+    # The loopback address needs none, by whatever name.
+    assert main(["monitor", "serve", "--port", "0", "--host", "localhost"]) == 1
+    assert "metrics: http://" in capsys.readouterr().out
+
+
+def test_a_token_and_none_are_not_both_asked_for(
+    failing: MadeUpSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["monitor", "serve", "--token", "geheim", "--no-token"])
+    assert "--no-token: not allowed with argument --token" in capsys.readouterr().err
+    # What the environment has for other runs does not count where the option says no.
+    monkeypatch.setenv(serve_command.TOKEN_VARIABLE, "geheim")
+    assert main(["monitor", "serve", "--port", "0", "--no-token"]) == 1
+    assert "token:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("token", ["", "  "])

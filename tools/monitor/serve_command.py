@@ -51,10 +51,17 @@ def add_to(commands: Subparsers) -> None:
         default=8377,
         help="port; 0 for any that is free (default: %(default)s)",
     )
-    parser.add_argument(
+    access = parser.add_mutually_exclusive_group()
+    access.add_argument(
         "--token",
         help="what readers must show; other users see options, so better set the environment "
-        f"variable {TOKEN_VARIABLE} (default: none is needed)",
+        f"variable {TOKEN_VARIABLE} (default: none is needed on the loopback address, and without "
+        "one there is no other address)",
+    )
+    access.add_argument(
+        "--no-token",
+        action="store_true",
+        help="answer whoever reaches the address, which need not be loopback (default: off)",
     )
 
 
@@ -72,10 +79,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from dataparallel.tools.monitor.server import MonitorServer
     from dataparallel.tools.monitor.site import routes
 
-    token = arguments.token if arguments.token is not None else os.environ.get(TOKEN_VARIABLE)
+    open_to_all: bool = arguments.no_token
+    given = arguments.token if arguments.token is not None else os.environ.get(TOKEN_VARIABLE)
+    token = None if open_to_all else given
     store = SampleStore()
     site = routes(store, arguments.interval)
-    with MonitorServer(arguments.host, arguments.port, site, token=token) as server:
+    with MonitorServer(
+        arguments.host, arguments.port, site, token=token, for_anyone=open_to_all
+    ) as server:
         sampler = opening.open_sampler(arguments)
         _say_where(server)
         try:
@@ -146,7 +157,7 @@ def _say_where(server: MonitorServer) -> None:
     elif not server.is_loopback:
         print(
             f"dataparallel: warning: everyone who reaches {url} may read names of processes and "
-            f"users; set {TOKEN_VARIABLE} to let only those read who know it",
+            f"users, as --no-token says; {TOKEN_VARIABLE} lets only those read who know it",
             file=sys.stderr,
             flush=True,
         )

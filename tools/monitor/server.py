@@ -108,11 +108,13 @@ class MonitorServer(ThreadingHTTPServer):
         port: Its port; 0 for any that is free.
         routes: What answers, by path.
         token: What readers must show; None if they need nothing. Default: None.
+        for_anyone: Whether it answers beyond the loopback address without a token. Default: no.
         deadline: Seconds that a connection may last. Default: 15.
         max_connections: How many there may be at a time. Default: 32.
 
     Raises:
-        ValueError: The token is empty, or the address cannot be used.
+        ValueError: The token is empty, the address cannot be used, or whoever reaches it could
+            read, which ``for_anyone`` does not allow.
     """
 
     daemon_threads = True
@@ -126,6 +128,7 @@ class MonitorServer(ThreadingHTTPServer):
         routes: Mapping[str, Route],
         *,
         token: str | None = None,
+        for_anyone: bool = False,
         deadline: float = DEADLINE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -139,12 +142,22 @@ class MonitorServer(ThreadingHTTPServer):
         self._open: dict[socket.socket, float] = {}
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self.address_family = found[0]
-            super().__init__((str(found[4][0]), port), _Handler)
         except OSError as error:
             raise ValueError(_why_not(host, port, error)) from error
-        address = str(self.server_address[0])
+        address = str(found[4][0])
         self.is_loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
+        if not (self.is_loopback or for_anyone or token is not None):
+            # Before anybody can connect.
+            raise ValueError(
+                f"whoever reaches {host} could read names of processes and users; set the "
+                "environment variable DATAPARALLEL_MONITOR_TOKEN (or pass --token), to let those "
+                "read who know it, or pass --no-token to let everybody read"
+            )
+        try:
+            self.address_family = found[0]
+            super().__init__((address, port), _Handler)
+        except OSError as error:
+            raise ValueError(_why_not(host, port, error)) from error
         self._names = {"localhost", "127.0.0.1", "::1", address, host.lower()}
 
     def server_bind(self) -> None:
