@@ -51,7 +51,7 @@ class WrapperLogger:
         self._wrapper._has_joined = True
 
     def _get_ddp_logging_data(self) -> TorchData:
-        flat = self._wrapper.get_ddp_logging_data().as_dict()
+        flat = self._wrapper._get_ddp_logging_data()
         return TorchData(
             {name: value for name, value in flat.items() if isinstance(value, str)},
             {name: value for name, value in flat.items() if not isinstance(value, str)},
@@ -112,7 +112,7 @@ class LoggedState(UnevenInputs, ReductionMethods):
             **_of_buckets(reducer, trained),
             join_uneven_inputs=self._has_joined,
             comm_hook=self._logged_hook or ("" if hook is None else hook.name),
-            error=self._logged_error,
+            error=self._logged_error or reducer.last_error,
             sample_rate=statistics.sample_rate,
             timings=statistics.snapshot(),
             environment=environment(backend),
@@ -120,7 +120,9 @@ class LoggedState(UnevenInputs, ReductionMethods):
 
     def _get_ddp_logging_data(self) -> dict[str, LoggingValue]:
         """The same as torch has it: a dictionary of numbers and strings."""
-        return self.get_ddp_logging_data().as_dict()
+        flat = self.get_ddp_logging_data().as_dict()
+        # Torch looks when a forward begins, and so does not count the iteration after that.
+        return {**flat, "iteration": self.reducer.statistics.reported}
 
     def set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Measure more or fewer iterations from the next one on.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -247,3 +249,23 @@ def _within_join(rank: int, world_size: int) -> tuple[Any, Any]:
 def test_how_inputs_may_be_uneven(cluster: Cluster) -> None:
     during, after = cluster.run(_within_join, 1)[0]
     assert during == (True, False, True) and not after[0]
+
+
+def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For code that finds torch's classes by name; what is theirs by inheritance goes on."""
+    torchs = nn.parallel.DistributedDataParallel, nn.DataParallel
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", dp.DistributedDataParallel)
+    monkeypatch.setattr(nn.parallel, "DataParallel", dp.DataParallel)
+    monkeypatch.setattr(nn, "DataParallel", dp.DataParallel)
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel, nn.DataParallel):
+        net = make_net()
+        wrapper_class: Any = wrapper
+        assert wrapper_class not in torchs
+        dp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.bias"])
+        model = wrapper_class(net, ["cpu", "cpu"])
+        assert isinstance(model, nn.DataParallel) and isinstance(model, torchs[1])
+        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            one.zero_grad()
+            assert all(gradient.isfinite().all() for gradient in step(one))
+            assert list(one.state_dict()) == list(net.state_dict())
+    assert torchs[1](make_net().to("virtual:0"), [0])(torch.randn(4, 3)).shape == (4, 2)

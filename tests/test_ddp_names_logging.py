@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
+import dataparallel as dp
 from dataparallel.reducer.logging_data import LoggingData
 from tests.cluster import Cluster
 from tests.ddp_name_cases import step, wrap
@@ -31,7 +34,6 @@ _DIFFERENT = {
     "bucket_sizes",
     "initial_bucket_size_limits",
     "gloo_num_threads",
-    "iteration",
 }
 
 
@@ -45,7 +47,59 @@ def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
             assert all(mine.get(name, -1) >= 0 for name in timed)
         after = ours[1]
         assert after["forward_compute_time"] > 0 and after["backward_compute_time"] > 0
-        assert after["iteration"] == 3 and after["num_buckets_reduced"] == 1
+        assert after["iteration"] == 2 and after["num_buckets_reduced"] == 1
+
+
+def _iterations(rank: int, world_size: int, replicas: int) -> list[Any]:
+    """What is called the iteration after each step, and after forwards that are no iteration."""
+    model = wrap(replicas)
+    model._set_ddp_runtime_logging_sample_rate(4)
+    found = []
+    for number in range(14):
+        step(model, rank)
+        found.append(model._get_ddp_logging_data()["iteration"])
+        if number % 5 == 0:
+            with torch.no_grad():
+                model(torch.randn(4, 3))
+            with model.no_sync():
+                step(model, rank)
+            found.append(model._get_ddp_logging_data()["iteration"])
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_iterations_are_counted_as_torch_does(cluster: Cluster, replicas: int) -> None:
+    assert cluster.run(_iterations, 2, replicas) == cluster.run(_iterations, 2, 0)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)  # type: ignore[no-any-return]
+
+
+def _unused(rank: int, world_size: int, ours: bool) -> list[Any]:
+    """The logging data before and after a parameter has had no gradient, against what was said."""
+    options: dict[str, Any] = {"device_ids": ["cpu", "cpu"]} if ours else {}
+    wrapper: Any = dp.DistributedDataParallel if ours else TorchsDDP
+    model = wrapper(Branch(), find_unused_parameters=False, **options)
+    x = torch.randn(4, 3)
+    model(x, True).sum().backward()
+    before = model._get_ddp_logging_data()
+    # Ours notices in the backward, torch's in the forward after that.
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior"):
+        for _ in range(2):
+            model(x, False).sum().backward()
+    after = model._get_ddp_logging_data()
+    prior = "Expected to have finished reduction in the prior iteration"
+    return [before.get("has_error"), after.get("has_error"), prior in after.get("error", "")]
+
+
+def test_a_round_that_has_failed_is_an_error_in_logging_data(cluster: Cluster) -> None:
+    assert cluster.run(_unused, 2, True) == cluster.run(_unused, 2, False)
 
 
 def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]:

@@ -141,6 +141,8 @@ class Reducer:
         self.num_rounds = 0
         #: Rounds with other processes that have ended, well or not.
         self.num_ended = 0
+        #: Why the last round that failed did, for logging data; empty if none has.
+        self.last_error = ""
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
         places = [leaf[0].device for leaf in self._leaves]
@@ -504,6 +506,7 @@ class Reducer:
     def _fail(self, round_: Round, error: BaseException) -> None:
         """Drop the round; let the other processes know instead of letting them wait."""
         round_.failure = error
+        self.last_error = str(error)
         self.statistics.abandon()
         exchange, self._exchange = self._exchange, None
         told = self.processes is None

@@ -181,7 +181,7 @@ class ReducerStatistics:
         self.set_sample_rate(sample_rate)
         self._devices = list(dict.fromkeys(devices))
         self._lock = threading.Lock()
-        self._iteration = 0
+        self._iteration = self._reported = 0
         self._sample: _Sample | None = None
         self._unread: deque[_Sample] = deque()
         self._latest = Timings()
@@ -232,6 +232,11 @@ class ReducerStatistics:
         return self._iteration
 
     @property
+    def reported(self) -> int:
+        """What torch calls the iteration: the last that is sampled of those before the current."""
+        return self._reported
+
+    @property
     def is_sampled(self) -> bool:
         """Whether the current iteration is measured, and its backward has not ended."""
         return self._sample is not None
@@ -239,6 +244,8 @@ class ReducerStatistics:
     def forward_begin(self) -> None:
         """An iteration begins."""
         with self._lock:
+            if self._samples(self._iteration):
+                self._reported = self._iteration
             self._iteration += 1
             number = self._iteration
             if self._sample is not None:
@@ -247,9 +254,12 @@ class ReducerStatistics:
                 self._sample = None
             if self._unread:
                 self._read(wait=False)
-            if number <= ALWAYS_SAMPLED or number % self._sample_rate == 0:
+            if self._samples(number):
                 self._sample = _Sample(number, time.time_ns() - time.perf_counter_ns())
         self._mark("forward_begin")
+
+    def _samples(self, number: int) -> bool:
+        return number <= ALWAYS_SAMPLED or number % self._sample_rate == 0
 
     def forward_end(self) -> None:
         """The outputs of all replicas are there."""
