@@ -268,6 +268,20 @@ def test_virtual_devices_need_a_compiler_and_headers(tmp_path: pathlib.Path) -> 
     assert cache.detail == f"1 compiled in {tmp_path}"
 
 
+@pytest.mark.parametrize("chosen", ["no-such-compiler -O2", " ", "clang+"])
+def test_a_wrong_compiler_is_a_problem_although_there_is_another(chosen: str) -> None:
+    """The compilation takes what CXX says, and nothing else."""
+    probe = fake_probe(
+        environment={"CXX": chosen}.get,
+        which=lambda name: f"/usr/bin/{name}" if name in ("c++", "g++") else None,
+        output=lambda *command: "g++ 13",
+    )
+    first = next(iter(accelerators.virtual_devices(probe)))
+    assert (first.name, first.status) == ("C++ compiler", "problem")
+    assert f"CXX is {chosen!r}, and there is no such command" in first.detail
+    assert first.remedy == "set CXX to a C++ compiler, or unset it"
+
+
 def test_only_what_is_essential_decides_on_the_exit_status() -> None:
     problem = Check("Devices", "driver", "problem", "too old")
     assert command.exit_status([problem]) == 0

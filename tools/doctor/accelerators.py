@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,17 +166,26 @@ def nccl(probe: Probe) -> Check:
     )
 
 
+def _compiler(probe: Probe, purpose: str) -> Check:
+    """The C++ compiler: what CXX says and nothing else, if it is set."""
+    group, name = "Virtual devices", "C++ compiler"
+    chosen = probe.environment("CXX")
+    wanted = shlex.split(chosen)[:1] if chosen else ["c++", "g++", "clang++"]
+    path = next(filter(None, map(probe.which, wanted)), None)
+    if path is None and chosen:
+        detail = f"CXX is {chosen!r}, and there is no such command; it {purpose}"
+        return Check(group, name, "problem", detail, "set CXX to a C++ compiler, or unset it")
+    if path is None:
+        remedy = "apt install g++, or dnf install gcc-c++, or xcode-select --install"
+        return Check(group, name, "missing", purpose, remedy)
+    first = ((probe.output(path, "--version") or path).splitlines() or [path])[0]
+    return Check(group, name, "ok", f"{first}, {purpose}")
+
+
 def virtual_devices(probe: Probe) -> Iterator[Check]:
     """What compiles the virtual devices, and whether that has been done."""
     purpose = "compiles the virtual devices, once"
-    wanted = (probe.environment("CXX") or "c++").split()[0]
-    path = next(filter(None, map(probe.which, (wanted, "c++", "g++", "clang++"))), None)
-    if path is None:
-        remedy = "apt install g++, or dnf install gcc-c++, or xcode-select --install"
-        yield Check("Virtual devices", "C++ compiler", "missing", purpose, remedy)
-    else:
-        first = ((probe.output(path, "--version") or path).splitlines() or [path])[0]
-        yield Check("Virtual devices", "C++ compiler", "ok", f"{first}, {purpose}")
+    yield _compiler(probe, purpose)
     headers = probe.python_header()
     if headers is None:
         remedy = "apt install python3-dev, or dnf install python3-devel"
