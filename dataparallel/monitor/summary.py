@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -136,6 +137,14 @@ class Summary:
 
     def __str__(self) -> str:
         return describe(self)
+
+    def __repr__(self) -> str:
+        # The numbers of each replica would fill a screen.
+        return f"<Summary: {self.num_steps} steps, {self.step_seconds:.3g} s each>"
+
+    def _repr_html_(self) -> str:
+        # What a notebook shows of the last value of a cell.
+        return f"<pre>{html.escape(describe(self))}</pre>"
 
 
 def summarize(steps: Sequence[StepRecord], info: RunInfo) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import time
 
 import pytest
@@ -108,6 +109,14 @@ def test_the_text_has_a_column_per_replica_and_ends_with_the_advice() -> None:
     assert "Replica 1 on virtual:1 is the slowest, in 100 % of the steps" in text
     assert "Change first: Replica 1 on virtual:1 takes 2.0 times" in text
     assert max(map(len, lines)) <= 100
+
+
+def test_a_notebook_shows_the_text_and_a_list_one_line() -> None:
+    summary = summarize(make_steps(20, [BUSY, SLOW]), DDP)
+    shown = summary._repr_html_()
+    assert shown == f"<pre>{html.escape(str(summary))}</pre>" and "Change first: " in shown
+    assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
+    assert "no step has ended" in summarize([], DDP)._repr_html_().lower()
 
 
 def test_many_replicas_are_in_several_tables() -> None:
