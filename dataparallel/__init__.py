@@ -1,6 +1,14 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
+from importlib import metadata as _metadata
+
 from dataparallel import virtual as virtual
+
+#: The version of the package; of a copy that nobody has installed, nobody knows it.
+try:
+    __version__ = _metadata.version("dataparallel")
+except _metadata.PackageNotFoundError:
+    __version__ = "0+unknown"
 
 virtual.enable_from_environment()
 

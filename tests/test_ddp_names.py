@@ -268,4 +268,3 @@ def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPat
             one.zero_grad()
             assert all(gradient.isfinite().all() for gradient in step(one))
             assert list(one.state_dict()) == list(net.state_dict())
-    assert torchs[1](make_net().to("virtual:0"), [0])(torch.randn(4, 3)).shape == (4, 2)

@@ -282,3 +282,8 @@ def test_types_as_a_user_sees_them(tmp_path: pathlib.Path) -> None:
     assert not [line for line in complaints if not line.startswith("misuse.py")]
     for number, (line, about) in enumerate(MISUSE.items(), start=3):
         assert [c for c in complaints if c.startswith(f"misuse.py:{number}:") and about in c], line
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{dataparallel.__version__}"\n' in project
