@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,6 +22,7 @@ from dataparallel.denominators import (
     per_sample,
     wide,
 )
+from dataparallel.joining import read_weight
 
 Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
 
@@ -144,16 +144,7 @@ class PreparedCriterion:
 
     def _own_weight(self, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         assert callable(self.weight)
-        found = self.weight(output, *args, **kwargs)
-        if isinstance(found, Tensor) and found.numel() != 1:
-            raise TypeError(
-                f"weight= must return a number or a 0-d tensor for each chunk, but returned a "
-                f"tensor of shape {tuple(found.shape)}"
-            )
-        weight = float(found.detach() if isinstance(found, Tensor) else found)
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a chunk is finite and not negative, but is {weight}")
-        return weight
+        return read_weight("weight=", self.weight(output, *args, **kwargs))
 
     def combine(self, parts: Sequence[Part], device: torch.device) -> Tensor:
         """Turn the contributions of the replicas into the loss of the batch.

@@ -14,17 +14,26 @@ from torch import Tensor, nn
 
 from dataparallel import interpreter_end
 from dataparallel.buffers import BufferPolicy, check_policy
-from dataparallel.chunk_sizes import BatchSplitter, ForwardKeeper
+from dataparallel.chunk_sizes import BatchSplitter, ChunkSizesOf, ForwardKeeper
 from dataparallel.compiled import untraced
 from dataparallel.context import refuse_transforms
 from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
-from dataparallel.engine import PerReplica, ReplicaEngine, sizes_of
+from dataparallel.engine import PerReplica, ReplicaEngine
+from dataparallel.joining import (
+    Joining,
+    ScalarsOption,
+    check_scalars,
+    count_samples,
+    join_scalars,
+    nothing_to_split,
+    tell_of_vectors,
+)
 from dataparallel.prefix import without_prefix
 from dataparallel.replica_changes import ReplicaChanges
 from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import place
-from dataparallel.scatter_gather import gather, move, plan_scatter
+from dataparallel.scatter_gather import ScatterPlan, gather, move, plan_scatter
 from dataparallel.timeline import Timeline
 
 T = TypeVar("T")
@@ -64,8 +73,12 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
         dim: The batch dimension of inputs and outputs. Default: 0.
         buffers: Which buffers are kept after a forward, ``"replica0"`` (default), ``"mean"`` or
             ``"sync"``; see :data:`dataparallel.buffers.BufferPolicy`.
-        scalars: What becomes of 0-d outputs: ``"stack"`` (default) makes a vector with one element
-            per replica, as torch does; ``"mean"`` one scalar, weighted by samples; ``"sum"``.
+        scalars: What becomes of 0-d outputs, such as a loss. ``"stack"`` (default) makes a vector
+            with one element per replica, as torch does; its ``backward()`` needs a gradient.
+            ``"mean"`` makes one scalar, weighted by samples, ``"sum"`` their sum. A function is
+            called with the arguments of each chunk, as its forward is, and returns what the chunk
+            counts in the mean (a number or a 0-d tensor, for which the host waits): the number of
+            labels, say. Or it returns None for all chunks, and they are added up.
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
             argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
         split_lists: Whether lists without tensors whose length is the batch are split too.
@@ -89,15 +102,13 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
         dim: int = 0,
         *,
         buffers: BufferPolicy = "replica0",
-        scalars: Literal["stack", "mean", "sum"] = "stack",
+        scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
         split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
-        if scalars not in ("stack", "mean", "sum"):
-            raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
         devices = parse_devices(device_ids)
         if device_ids is None and not accelerators():
             _log.warning(
@@ -113,7 +124,8 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
         self.src_device_obj = devices[0]
         self.dim = dim
         self.buffer_policy = check_policy(buffers)
-        self.scalars = scalars
+        self.scalars = check_scalars(scalars)
+        self._told_of_vectors = False
         self.in_dims = dict(in_dims) if in_dims is not None else None
         self.split_lists = split_lists
         self.timeline = Timeline(devices)
@@ -124,6 +136,11 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
 
     def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
         place(module, devices)
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether it matters what this process's chunks count among those of other processes."""
+        return False
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -155,19 +172,22 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
     def _forward_once(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self.timeline.span("scatter"), self._engine.between_replicas():
             args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-        sizes = sizes_of(args, keywords, self.dim)
+        weighs = self._weighs
+        must = weighs and not callable(self.scalars)
+        sizes = self._sizes(args, keywords, len(inputs), must=must)
         self._begin_call(sizes)
         if self._engine.is_direct:
             return self._single(args[0], keywords[0])
         with self.timeline.span("scatter"):
-            call = self._engine.enter(args, keywords, sizes)
+            joining = join_scalars(self.scalars, args, keywords, sizes, weighs=weighs)
+            call = self._engine.enter(args, keywords, joining.counts)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
         with self._engine.finishing(replicas, sizes):
             outputs = self.parallel_apply(replicas, call.args, call.kwargs)
         with self.timeline.span("gather"):
             outputs = call.leave(outputs)
             with self._engine.between_replicas():
-                result = self.gather(PerReplica(outputs, sizes=sizes), self.output_device)
+                result = self.gather(PerReplica(outputs, joining=joining), self.output_device)
         return self._engine.leave(result)
 
     def _attempt(self, call: Callable[[], T], inputs: Any, criterion: nn.Module | None = None) -> T:
@@ -203,19 +223,46 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
             per replica that takes part.
         """
         owner, num_own = _scattering.get()
-        in_dims = self._in_dims_of(num_own if owner is self else len(inputs), kwargs or {})
-        options: dict[str, Any] = {"in_dims": in_dims, "split_lists": self.split_lists}
-        if self._splitter is not None:
-            options["chunk_sizes"] = self._splitter.chunk_sizes
-        plan = plan_scatter(inputs, kwargs, len(device_ids), self.dim, **options)
+        plan = self._plan(
+            inputs,
+            kwargs or {},
+            num_own if owner is self else len(inputs),
+            len(device_ids),
+            None if self._splitter is None else self._splitter.chunk_sizes,
+        )
         if plan.batch_size is None and (inputs or kwargs):
-            kinds = [type(value).__name__ for value in (*inputs, *(kwargs or {}).values())]
             raise ValueError(
-                f"there is no tensor to split in the inputs ({', '.join(kinds)}); give at least "
-                "one with a batch dimension, or call .module, which splits nothing"
+                f"{nothing_to_split((*inputs, *(kwargs or {}).values()))}; give at least one "
+                "with a batch dimension, or call .module, which splits nothing"
             )
         args, keywords = plan.execute(parse_devices(device_ids))
         return PerReplica(args, sizes=plan.sizes), PerReplica(keywords, sizes=plan.sizes)
+
+    def _plan(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        num_own: int,
+        num_slots: int,
+        chunk_sizes: ChunkSizesOf | None = None,
+    ) -> ScatterPlan:
+        """How arguments are split, of which ``num_own`` by position are the module's."""
+        in_dims = self._in_dims_of(num_own, kwargs)
+        return plan_scatter(
+            inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, self.split_lists
+        )
+
+    def _sizes(
+        self, args: Sequence[Any], kwargs: Sequence[Any], num_own: int, *, must: bool
+    ) -> tuple[int, ...]:
+        """Number of samples of each replica, from the plan or else from a plan of each chunk."""
+        sizes: tuple[int, ...] | None = getattr(args, "sizes", None)
+        if sizes is not None and len(sizes) == len(args):
+            return sizes
+        return tuple(
+            count_samples(functools.partial(self._plan, *chunk, num_own, 1), chunk, must=must)
+            for chunk in zip(args, kwargs, strict=True)
+        )
 
     def _in_dims_of(self, num_own: int, kwargs: Mapping[str, Any]) -> Mapping[str | int, Any]:
         """``in_dims`` of the module's arguments, names of those given by position resolved."""
@@ -244,12 +291,24 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs of the replicas together; override to do it in another way."""
+        joining: Joining | None = getattr(outputs, "joining", None)
+        if joining is None:
+            if callable(self.scalars):
+                raise ValueError(
+                    "scalars= is a function of the chunks, and these outputs come without them; "
+                    "hand on the list that gather was called with"
+                )
+            return gather(outputs, output_device, dim=self.dim, scalars=self.scalars)
+        stacks = joining.scalars == "stack" and len(outputs) > 1 and output_device != "each"
+        if stacks and torch.is_grad_enabled() and not self._told_of_vectors:
+            self._told_of_vectors = True
+            tell_of_vectors(outputs[0])
         return gather(
             outputs,
             output_device,
             dim=self.dim,
-            scalars=self.scalars,
-            weights=getattr(outputs, "sizes", None),
+            scalars=joining.scalars,
+            weights=joining.counts,
         )
 
     # --- loss ------------------------------------------------------------------------------
@@ -312,7 +371,7 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
             chunks, keywords = context.run(
                 self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
             )
-        sizes = sizes_of(chunks, keywords, self.dim)
+        sizes = self._sizes(chunks, keywords, len(args), must=self._weighs)
         self._begin_call(sizes)
         with self.timeline.span("scatter"):
             call = self._engine.enter(chunks, keywords, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from dataparallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.devices import DeviceLike
 from dataparallel.distributed_names import TorchNames
 from dataparallel.gradient_clipping import GradientClipping
+from dataparallel.joining import ScalarsOption
 from dataparallel.mixed_precision import MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group, default_group
@@ -82,7 +83,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             them: delayed parameters are sent when they are there, copies are made bucket by bucket,
             and buckets keep their memory.
         average: ``"processes"`` (default) is the mean over processes, as in torch; ``"samples"``
-            weights each process by its number of samples; ``"none"`` is the sum.
+            weights each process by its number of samples, or by the sum of its chunks' weights if
+            ``scalars`` is a function; ``"none"`` is the sum.
         deterministic: Whether the sum over processes is made in rank order, so that it does not
             depend on ``bucket_cap_mb``. Not together with communication hooks.
         timeout: Seconds that a collective waits for other processes. Default: the time limit of the
@@ -138,7 +140,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         timeout: float | None = None,
         nonfinite: NonFiniteAction = "ignore",
         buffers: BufferPolicy = "replica0",
-        scalars: Literal["stack", "mean", "sum"] = "stack",
+        scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
         split_lists: bool = False,
     ) -> None:
@@ -282,6 +284,13 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         if output_device == "each" or self._spread:
             return list(outputs) if output_device == "each" else outputs[0]
         return move(outputs[0], output_device)
+
+    @property
+    def _weighs(self) -> bool:
+        reduction = self._reduction
+        several = reduction.processes is not None and reduction.processes.world_size > 1
+        told = reduction.engine.weight is not None
+        return self.average == "samples" and several and self._will_reduce and not told
 
     def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
         # A module whose layers are on several devices moves its activations itself.

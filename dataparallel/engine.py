@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from dataparallel import intra_op, kernels, torch_internals
+from dataparallel import intra_op, kernels
 from dataparallel.batch_norm import synchronise
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
@@ -19,6 +19,7 @@ from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
 from dataparallel.listing import listed
+from dataparallel.joining import Joining
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
 from dataparallel.timeline import Phase, Timeline, mark_backward
@@ -37,6 +38,7 @@ class PerReplica(list[T]):
     Attributes:
         sizes: Number of samples of each replica; None where the user's own scatter split the
             batch.
+        joining: Where the entries are outputs, how they are put together.
         clones: Where the entries are clones, what keeps them.
     """
 
@@ -45,10 +47,12 @@ class PerReplica(list[T]):
         entries: Iterable[T],
         *,
         sizes: tuple[int, ...] | None = None,
+        joining: Joining | None = None,
         clones: ModuleClones | None = None,
     ) -> None:
         super().__init__(entries)
         self.sizes = sizes
+        self.joining = joining
         self.clones = clones
 
 
@@ -113,14 +117,14 @@ class ReplicaEngine:
         check_placement(module, self._devices[0])
 
     def enter(
-        self, args: Sequence[Any], kwargs: Sequence[Any], sizes: Sequence[int]
+        self, args: Sequence[Any], kwargs: Sequence[Any], counts: Sequence[float]
     ) -> ReplicaCall:
         """Begin a forward with what was scattered.
 
         Args:
             args: Positional arguments per replica.
             kwargs: Keyword arguments per replica.
-            sizes: Number of samples of each replica.
+            counts: What each replica's chunk counts in an average over processes.
         """
         return ReplicaCall(args, kwargs)
 
@@ -231,16 +235,3 @@ class ReplicaEngine:
                     return clones
         # A mean is written to the original, which must not be what a replica saved for backward.
         return ModuleClones(module, self._devices, "none" if self._policy == "mean" else "first")
-
-
-def sizes_of(args: Sequence[Any], kwargs: Sequence[Any], dim: int) -> tuple[int, ...]:
-    """Number of samples of each replica, from the plan or else from the arguments themselves."""
-    sizes = getattr(args, "sizes", None)
-    if sizes is not None and len(sizes) == len(args):
-        return cast("tuple[int, ...]", sizes)
-    counted = []
-    for chunk in zip(args, kwargs, strict=True):
-        leaves = torch_internals.tree_leaves(chunk)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim)
-        counted.append(next((tensor.size(dim) for tensor in tensors), 1))
-    return tuple(counted)

@@ -88,7 +88,7 @@ class ReducingEngine(ReplicaEngine):
         )
         self._outside = OutsideTensors([leaves.of(i) for i in range(len(devices))])
         self.synchronise = True
-        #: The weight of the next forward in an average over samples; None counts samples.
+        #: The weight of the next forward in an average over samples; None adds up its chunks'.
         self.weight: float | None = None
         self._together = policy == "sync" or any(has_backward_thread(d) for d in devices)
 
@@ -120,7 +120,7 @@ class ReducingEngine(ReplicaEngine):
             super().check(module)
 
     def enter(
-        self, args: Sequence[Any], kwargs: Sequence[Any], sizes: Sequence[int]
+        self, args: Sequence[Any], kwargs: Sequence[Any], counts: Sequence[float]
     ) -> ReplicaCall:
         """Begin a forward; where gradients are computed, its graph begins at the inputs."""
         weight, self.weight = self.weight, None
@@ -129,7 +129,7 @@ class ReducingEngine(ReplicaEngine):
             kwargs = [map_leaves(self._convert, one) for one in kwargs]
         if self._direct or not torch.is_grad_enabled() or not self._originals:
             return ReplicaCall(args, kwargs)
-        weight = float(sum(sizes)) if weight is None else weight
+        weight = float(sum(counts)) if weight is None else weight
         return _CutCall(self, args, kwargs, weight)
 
     def _borrow(self, module: nn.Module) -> ModuleClones:

@@ -97,6 +97,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "functional",
             "gradient_clipping",
             "join",
+            "joining",
             "join_obstacles",
             "logged_state",
             "mixed_precision",

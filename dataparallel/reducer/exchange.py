@@ -194,14 +194,18 @@ class Exchange:
             bucket: Number of the bucket.
             sums: One per parameter, None for no gradient; None if they lie in the bucket already.
         """
-        storage = self._storages[bucket]
+        storage, scale = self._storages[bucket], self.scale()
+        # What weighs nothing is nothing: the gradient of a mean over nothing may be NaN.
         if storage is None:
             assert sums is not None and sums[0] is not None
-            self._sparse[bucket] = (sums[0] * self.scale()).coalesce()
+            scaled = sums[0] * scale if scale else torch.zeros_like(sums[0])
+            self._sparse[bucket] = scaled.coalesce()
+        elif scale == 0:
+            storage.flat.zero_()
         elif sums is not None:
-            pack(storage, sums, self.scale())
-        elif self.scale() != 1:
-            storage.flat.mul_(self.scale())
+            pack(storage, sums, scale)
+        elif scale != 1:
+            storage.flat.mul_(scale)
         self._ready[bucket] = True
         self._launch()
 

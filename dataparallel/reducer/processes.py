@@ -154,7 +154,7 @@ class ReducerProcesses:
         result: dict[int, torch.Tensor] = {}
         for index in late:
             total = torch.zeros_like(originals[index], requires_grad=False)
-            if index in extra:
+            if index in extra and scale:
                 total.add_(extra[index], alpha=scale / self._times)
             self.buckets.all_reduce(total, what=f"late gradients of parameter {index}").wait()
             result[index] = total
