@@ -34,6 +34,7 @@ from dataparallel.replica_changes import ReplicaChanges
 from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import place
 from dataparallel.scatter_gather import ScatterPlan, gather, move, plan_scatter
+from dataparallel.signature import with_signature_of_module
 from dataparallel.timeline import Timeline
 
 T = TypeVar("T")
@@ -144,6 +145,7 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
 
     # --- forward ---------------------------------------------------------------------------
 
+    @with_signature_of_module
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs.

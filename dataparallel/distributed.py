@@ -27,6 +27,7 @@ from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reduction import Reduction, ReductionSettings
 from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
+from dataparallel.signature import with_signature_of_module
 from dataparallel.standing_clones import OtherParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -231,6 +232,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     # --- forward ---------------------------------------------------------------------------------
 
+    @with_signature_of_module
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs; see :class:`DataParallel`."""

@@ -52,10 +52,10 @@ class ReductionMethods:
             loss = model.loss(criterion, x, y)
 
         Args:
-            weight: Any finite number that is not negative, such as the number of tokens; with 0 this
-                process adds nothing, whatever its gradients are. Default, where this is not called:
-                the sum of its chunks' weights if ``scalars`` is a function and the forward is not
-                that of :meth:`loss`, else the number of samples.
+            weight: Any finite number that is not negative, such as the number of tokens; with 0
+                this process adds nothing, whatever its gradients are. Default, where this is not
+                called: the number of samples, or in a forward the sum of its chunks' weights if
+                ``scalars`` is a function.
 
         Raises:
             ValueError: It is no such number, or ``average`` is another one.

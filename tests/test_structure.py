@@ -108,6 +108,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "reduction",
             "replica_changes",
             "replica_loss",
+            "signature",
             "tensor_broadcast",
         }
     ),
