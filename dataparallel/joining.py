@@ -78,8 +78,7 @@ def join_scalars(
         sizes: Number of samples of each chunk.
         weighs: Whether it matters what this process counts among others.
     """
-    if len(args) > 1:
-        _refuse_to_divide_twice(scalars, kwargs)
+    _check_divisors(scalars, [one.get(_DIVISOR) for one in kwargs])
     if not callable(scalars):
         return Joining(scalars, sizes)
     if len(args) == 1 and not weighs:
@@ -103,8 +102,18 @@ def join_scalars(
     return Joining("mean", [read_weight("the function of scalars=", one) for one in found])
 
 
-def _refuse_to_divide_twice(scalars: ScalarsOption, kwargs: Sequence[Mapping[str, Any]]) -> None:
-    if scalars in ("stack", "sum") or all(one.get(_DIVISOR) is None for one in kwargs):
+def _check_divisors(scalars: ScalarsOption, divisors: Sequence[Any]) -> None:
+    """Refuse to join losses that were divided by what the caller gave in another way than that."""
+    if all(divisor is None for divisor in divisors):
+        return
+    if any(isinstance(divisor, Tensor) and divisor.dim() for divisor in divisors):
+        raise ValueError(
+            f"the forward was given a vector as {_DIVISOR}: Trainer of Hugging Face does so for "
+            "torch.nn.DataParallel where arguments.n_gpu is more than 1, and its result depends on "
+            "the number of chunks. Set arguments._n_gpu = 1 before the Trainer is made; the "
+            "wrapper divides the batch itself"
+        )
+    if scalars in ("stack", "sum") or len(divisors) == 1:
         return
     if callable(scalars) and _DIVISOR in inspect.signature(scalars).parameters:
         return

@@ -58,6 +58,18 @@ def slots(request: pytest.FixtureRequest) -> list[str]:
     return [f"virtual:{i}" for i in range(4)]
 
 
+@pytest.fixture
+def accelerate_anew() -> Iterator[None]:
+    """Settings of accelerate, which are the process's, are those of the test alone."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.fixture(params=["torch for the CPU", "torch for CUDA without a GPU"])
 def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without accelerators, whatever torch was built for."""

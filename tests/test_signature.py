@@ -97,6 +97,7 @@ def test_the_wrapper_may_be_compiled(wrapper: Any, hooks: bool) -> None:
     torch.testing.assert_close(step(x), bare(torch.sin(x)) * 2)
 
 
+@pytest.mark.usefixtures("accelerate_anew")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_accelerate_keeps_it(wrapper: Any) -> None:
     from accelerate import Accelerator
