@@ -18,6 +18,7 @@ from dataparallel.devices import has_backward_thread
 from dataparallel.engine import ReplicaCall, ReplicaEngine
 from dataparallel.outside_tensors import OutsideTensors
 from dataparallel.rendezvous import count_meetings
+from dataparallel.replica_inputs import ReplicaInputs, follow_write
 from dataparallel.replica_parameters import ReplicaParameters
 from dataparallel.standing_clones import StandingClones
 from dataparallel.timeline import Timeline
@@ -200,47 +201,41 @@ class _CutCall(ReplicaCall):
         self._engine = engine
         self._weight = weight
         self._meetings = count_meetings()
-        self._outer: list[list[torch.Tensor]] = []
-        self._inner: list[list[torch.Tensor]] = []
-        pairs = [self._detached(pair) for pair in zip(args, kwargs, strict=True)]
-        super().__init__([args for args, _ in pairs], [kwargs for _, kwargs in pairs])
-
-    def _detached(self, arguments: Any) -> Any:
-        leaves, structure = flatten(arguments)
-        outer: list[torch.Tensor] = []
-        inner: list[torch.Tensor] = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                outer.append(leaf)
-                inner.append(leaf.detach().requires_grad_())
-                leaves[position] = inner[-1]
-        self._outer.append(outer)
-        self._inner.append(inner)
-        return structure.rebuild(leaves) if outer else arguments
+        pairs = zip(args, kwargs, strict=True)
+        self._inputs = [ReplicaInputs(pair) for pair in pairs]
+        given = [inputs.given for inputs in self._inputs]
+        super().__init__([args for args, _ in given], [kwargs for _, kwargs in given])
 
     def leave(self, outputs: list[T]) -> list[T]:
         """The outputs with the cut behind them."""
         flat = [flatten(output, name="outputs") for output in outputs]
-        followed = [
-            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            for leaves, _ in flat
+        written = [inputs.written() for inputs in self._inputs]
+        rows = [
+            [*leaves, *(given for _, given in pairs)]
+            for (leaves, _), pairs in zip(flat, written, strict=True)
         ]
-        if not any(followed):
+        followed = [[leaf for leaf in row if _is_followed(leaf)] for row in rows]
+        if not any(followed) and not any(written):
             return outputs
-        met = count_meetings() != self._meetings
-        connected = self._engine.cut(self._outer, self._inner, followed, self._weight, met=met)
-        result = []
-        for (leaves, structure), replica in zip(flat, connected, strict=True):
-            new = iter(replica)
-            result.append(
-                structure.rebuild(
-                    [
-                        next(new) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
-                        for leaf in leaves
-                    ]
-                )
-            )
-        return result
+        if any(followed):
+            met = count_meetings() != self._meetings
+            outer = [inputs.outer for inputs in self._inputs]
+            inner = [inputs.leaves for inputs in self._inputs]
+            connected = self._engine.cut(outer, inner, followed, self._weight, met=met)
+            for row, replica in zip(rows, connected, strict=True):
+                new = iter(replica)
+                row[:] = [next(new) if _is_followed(leaf) else leaf for leaf in row]
+        for row, pairs in zip(rows, written, strict=True):
+            for (tensor, _), result in zip(reversed(pairs), reversed(row), strict=False):
+                follow_write(tensor, result)
+        return [
+            structure.rebuild(row[: structure.num_leaves])
+            for (_, structure), row in zip(flat, rows, strict=True)
+        ]
+
+
+def _is_followed(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def map_leaves(function: Callable[[Any], Any], obj: Any) -> Any:

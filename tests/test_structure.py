@@ -67,6 +67,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "rendezvous",
             "replicate",
             "cut",
+            "replica_inputs",
             "replica_parameters",
             "scatter_gather",
             "scatter_plan",
