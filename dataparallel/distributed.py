@@ -28,6 +28,7 @@ from dataparallel.reduction import Reduction, ReductionSettings
 from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
 from dataparallel.signature import with_signature_of_module
+from dataparallel.scatter_plan import place
 from dataparallel.standing_clones import OtherParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -271,13 +272,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         kwargs: Mapping[str, Any] | None,
         device_ids: Sequence[DeviceLike],
     ) -> Any:
-        """Split the arguments; a single replica gets them whole, whatever they are."""
+        """Split the arguments; a single replica gets them whole."""
         if len(self.device_ids) > 1:
             return super().scatter(inputs, kwargs, device_ids)
-        if self._spread:
-            return [inputs], [dict(kwargs or {})]
-        device = self.device_ids[0]
-        return [move(inputs, device)], [move(dict(kwargs or {}), device)]
+        device = None if self._spread else self.device_ids[0]
+        return [place(inputs, device)], [place(dict(kwargs or {}), device)]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs together; those of a single replica are left as they are."""

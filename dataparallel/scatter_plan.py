@@ -173,6 +173,19 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved
 
 
+def place(arguments: Any, device: torch.device | None) -> Any:
+    """A container of arguments as a single replica gets it: whole, and without markers.
+
+    Args:
+        arguments: Any container.
+        device: Where its tensors shall be; ``None`` to leave them where they are.
+    """
+    values, structure = flatten(arguments, is_leaf=_is_empty)
+    if device is not None:
+        values = [move_tensor(v, device) if isinstance(v, torch.Tensor) else v for v in values]
+    return _unmarked(structure).rebuild(values)
+
+
 # --- planning ------------------------------------------------------------------------------------
 
 
@@ -302,8 +315,11 @@ def _spread(structure: Structure, spec: Any, path: str) -> list[Any]:
     """One entry of ``in_dims`` per leaf."""
     if structure.kind is Replicate:
         return [None] * structure.num_leaves
-    if spec is None or spec is _DEFAULT or isinstance(spec, int):
+    if spec is None or (structure.is_leaf and (spec is _DEFAULT or isinstance(spec, int))):
         return [spec] * structure.num_leaves
+    if spec is _DEFAULT or isinstance(spec, int):
+        # A marker further down says more than the dim of the container.
+        return [entry for child in structure.children for entry in _spread(child, spec, path)]
     positions = {key: i for i, key in enumerate(structure.keys)}
     if not structure.children and not spec:
         return [_DEFAULT] * structure.num_leaves

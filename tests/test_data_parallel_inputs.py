@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, Replicate, current_replica
+from dataparallel import DataParallel, DistributedDataParallel, Replicate, current_replica
 from tests.models import assert_all_close, grads_of, twins
 
 
@@ -51,6 +51,58 @@ def test_an_argument_that_goes_whole_to_each_replica_is_changed_in_place_once(
         weight = torch.ones(3, device=slots[0], requires_grad=True)
         model(x, weight.clone()).sum().backward()
         torch.testing.assert_close(weight.grad, 2 * x.sum(0))
+
+
+class Table(nn.Module):
+    """Looks at nested arguments of which some are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, rest: Any, *, table: Tensor) -> Tensor:
+        assert type(table) is type(rest["more"][0]) is Tensor
+        assert rest["name"] == "digits" and rest["none"] is None and rest["pair"] == (1, [2])
+        output: Tensor = self.linear(x) * table.sum(0) + rest["more"][0].sum()
+        return output
+
+
+def _loss(output: Tensor, target: Tensor, table: Tensor) -> Tensor:
+    return (output * table.sum(0) - target).pow(2).sum()
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_no_replica_gets_to_see_a_marker(wrapper: Any, count: int, size: int) -> None:
+    bare, inner = twins(Table, "cpu")
+    x, target = torch.randn(2, size, 3, dtype=torch.double).unbind(0)
+    table, more = torch.randn(2, 4, 3, dtype=torch.double).requires_grad_().unbind(0)
+
+    def results(model: Any, mark: Any) -> list[Tensor | None]:
+        rest = {"more": [mark(more)], "name": mark("digits"), "none": mark(None)}
+        rest["pair"] = mark((1, mark([2])))
+        with torch.no_grad():
+            outputs = [model(x, rest, table=mark(table))]
+        outputs.append(model(x, rest, table=mark(table)))
+        outputs[-1].pow(2).sum().backward(retain_graph=True)
+        inputs = {"x": x, "rest": rest, "table": mark(table)}
+        if model is bare:
+            outputs.append(_loss(bare(**inputs), target, table))
+        else:
+            chunks = max(min(len(model.device_ids), size), 1)
+            loss = model.loss(_loss, inputs, (target, mark(table)), weight=lambda *_: 1.0)
+            outputs.append(loss * chunks)
+        outputs[-1].backward()
+        return [*outputs, *grads_of(model)]
+
+    model = wrapper(inner, ["cpu"] * count)
+    expected = results(bare, lambda value: value)
+    assert_all_close(results(model, Replicate), expected)
+    for _ in range(count - 1):
+        model.drop_replica(1)
+    model.zero_grad()
+    assert_all_close(results(model, Replicate), expected)
 
 
 class Optional(nn.Module):

@@ -82,3 +82,11 @@ def test_training_in_two_processes(cluster: Cluster, view: bool) -> None:
     for rank in range(2):
         for mine, other in zip(ours[rank], theirs[rank], strict=True):
             torch.testing.assert_close(mine, other)
+
+
+def test_markers_are_taken_off() -> None:
+    net = Spread(*DEVICES)
+    model = dp.DistributedDataParallel(net)
+    x = torch.randn(5, 6)
+    net.eval()
+    assert torch.equal(model(dp.Replicate(x)).cpu(), net(x).cpu())
