@@ -133,12 +133,15 @@ class StandingClones(ModuleClones):
     def _fill_all(self) -> None:
         if not self._spread:
             check_placement(self.module, self._devices[0])
+        # Until all is filled nothing is known of the clones.
+        self._filled = False
         parts = self._parts = Parts(self.module)
         known = {id(module) for module in self._modules}
         before = self._all
         self._all = self._counterparts = [{} for _ in self._devices]
         self._modules = parts.modules
         if not self._leaves.stands_for(parts.parameters):
+            _refuse_replaced(self.module)
             raise OtherParameters
         self._leaves.refresh()
         for replica, counterparts in enumerate(self._all):
@@ -241,6 +244,20 @@ class StandingClones(ModuleClones):
         parameters = [self.parts.parameters[i] for i in written]
         ids = {id(parameter) for parameter in parameters if not is_being_stepped(parameter)}
         return [name for name, p in self.module.named_parameters() if id(p) in ids]
+
+
+def _refuse_replaced(module: nn.Module) -> None:
+    """Say what to do where ``torch.func.functional_call`` has put tensors for the parameters."""
+    replaced = [n for n, p in module.named_parameters() if not isinstance(p, nn.Parameter)]
+    if replaced:
+        listed = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+        raise RuntimeError(
+            f"torch.func.functional_call has replaced parameters of the wrapped module ({listed}) "
+            "by other tensors, but DistributedDataParallel computes with its own copies of the "
+            "parameters, and reduces the gradients of these alone; call functional_call on the "
+            "bare module (.module of the wrapper), or wrap it in DataParallel, which takes the "
+            "tensors"
+        )
 
 
 def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -86,6 +86,38 @@ def test_functional_call_on_the_wrapper_is_refused() -> None:
     assert output.shape == (2, 2)
 
 
+def test_functional_call_on_a_module_around_the_wrapper() -> None:
+    """Parameters that are replaced for a call are used, or refused; the next call is right."""
+    x = torch.randn(4, 3)
+    for wrapper in (DataParallel, DistributedDataParallel):
+        for count in (1, 2):
+            bare = net("cpu")
+            outer = nn.Sequential(wrapper(bare, ["cpu"] * count))
+            for trained in (False, True, False):
+                given = {
+                    name: torch.full_like(p, 0.5).requires_grad_(trained)
+                    for name, p in outer.named_parameters()
+                }
+                own = {n.removeprefix("0.module."): t.detach() for n, t in given.items()}
+                own = {n: t.requires_grad_(trained) for n, t in own.items()}
+                if wrapper is DistributedDataParallel and count == 2:
+                    with pytest.raises(
+                        RuntimeError, match=r"functional_call has .*\.module of the"
+                    ):
+                        torch.func.functional_call(outer, given, x)
+                else:
+                    output = torch.func.functional_call(outer, given, x)
+                    expected = torch.func.functional_call(bare, own, x)
+                    torch.testing.assert_close(output, expected)
+                    if trained:
+                        output.sum().backward()
+                        expected.sum().backward()
+                        assert_all_close(
+                            [t.grad for t in given.values()], [t.grad for t in own.values()]
+                        )
+                torch.testing.assert_close(outer(x), bare(x))
+
+
 # --- copies, pickles, life -------------------------------------------------------------------
 
 
