@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     of their own; their gradients are summed bucket by bucket while backward goes on, all-reduced
     over the processes, and added to ``.grad`` of the module's own parameters. In a backward of
     :mod:`dataparallel.distributed_autograd` they are reduced in its context in the same way, and
-    ``.grad`` is left alone; the module may call other workers in its forward.
+    ``.grad`` is left alone; the module may call other workers in its forward. Forwards may come
+    from several threads, and run one after another; of backwards one may run at a time.
 
     Example::
 
@@ -160,17 +163,17 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         )
         self._set_processes(group, device_mesh, is_separate=process_group is False)
         self.average: AverageKind = check_average(average)
-        self.timeout = timeout
         self.bucket_cap_mb = chosen_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.deterministic = deterministic
+        self.deterministic, self.timeout = deterministic, timeout
         self._delayed = frozenset(name for name, _ in delay_all_reduce_named_params or ())
         self.mixed_precision = MixedPrecision.of(mixed_precision)
         self.mixed_precision.convert_buffers(module)
         self._nonfinite = NonFinitePolicy.of(nonfinite)
         self._optimizers = InBackwardOptimizers.of(module.parameters())
+        self._forwards = threading.RLock()
         self._build()
         self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
 
@@ -222,8 +225,10 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     def _rebuild(self, weight: float | None = None) -> None:
         """Make everything anew, for other processes or other parameters; a collective call."""
+        pending = self._reduction.engine.pending
         self._reduction.close()
         self._build()
+        self._reduction.engine.pending = pending
         self._reduction.engine.weight = weight
 
     def _use_devices(self, devices: Sequence[torch.device]) -> None:
@@ -257,14 +262,20 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     def _with_own_parameters(self, call: Callable[[], T]) -> T:
         """Run a forward, after making everything anew if the module has other parameters now."""
-        weight = self._reduction.engine.weight
-        try:
+        with self._turn():
+            weight = self._reduction.engine.weight
+            try:
+                with self._around_forward():
+                    return call()
+            except OtherParameters:
+                self._rebuild(weight)
             with self._around_forward():
                 return call()
-        except OtherParameters:
-            self._rebuild(weight)
-        with self._around_forward():
-            return call()
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        """The clones are there once, so forwards of several threads come one after another."""
+        alone = self._reduction.engine.is_direct and not self._closed
+        return contextlib.nullcontext() if alone else self._forwards
 
     def scatter(
         self,
@@ -360,9 +371,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         # As in torch: the copy belongs to the default group of the process that makes it.
         state.pop("device_mesh", None)
         del state["process_group"], state["_reduction"], state["_buffer_futures"]
+        del state["_forwards"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = None if self._is_separate else default_group()
+        self._forwards = threading.RLock()
         self._build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -89,9 +90,18 @@ class ReducingEngine(ReplicaEngine):
         )
         self._outside = OutsideTensors([leaves.of(i) for i in range(len(devices))])
         self.synchronise = True
-        #: The weight of the next forward in an average over samples; None adds up its chunks'.
-        self.weight: float | None = None
+        #: What each thread has said of its next forward.
+        self.pending = threading.local()
         self._together = policy == "sync" or any(has_backward_thread(d) for d in devices)
+
+    @property
+    def weight(self) -> float | None:
+        """The weight of this thread's next forward in an average; None adds up its chunks'."""
+        return getattr(self.pending, "weight", None)
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self.pending.weight = weight
 
     def fits(self) -> bool:
         """Whether the leaves and rounds are right for the parameters as they are now."""

@@ -227,7 +227,7 @@ class Reduction:
                 reducer.use_leaves(self._leaves_of(trained))
         self.engine = self._make_engine(devices)
         self.engine.synchronise = before.synchronise
-        self.engine.weight = before.weight
+        self.engine.pending = before.pending
 
     @contextlib.contextmanager
     def telling(self, doing: str, *, reduces: bool) -> Iterator[None]:

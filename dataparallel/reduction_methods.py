@@ -44,7 +44,7 @@ class ReductionMethods:
         return self._reduction.reducer
 
     def set_weight(self, weight: float) -> None:
-        """Give this process's weight in ``average="samples"`` for the next forward.
+        """Give this process's weight in ``average="samples"`` for this thread's next forward.
 
         Example::
 
