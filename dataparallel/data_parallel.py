@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from dataparallel.joining import (
     nothing_to_split,
     tell_of_vectors,
 )
-from dataparallel.prefix import without_prefix
+from dataparallel.prefix import NamesOfModule
 from dataparallel.replica_changes import ReplicaChanges
 from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import place
@@ -47,7 +47,7 @@ _log = logging.getLogger("dataparallel")
 _scattering: ContextVar[tuple[object, int]] = ContextVar("scattering", default=(None, 0))
 
 
-class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
+class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
     """Run a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch.
@@ -108,6 +108,7 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
         split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
+        self._give_names_back()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
         devices = parse_devices(device_ids)
@@ -402,42 +403,6 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
                 raise
             return getattr(module, name)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters under the module's own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers under the module's own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, without a ``module.`` prefix."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the module's state, whose names may have a ``module.`` prefix or none."""
-        return self.module.load_state_dict(
-            without_prefix(state_dict, self.module), strict=strict, assign=assign
-        )
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Called where the wrapper is a part of a bigger module, whose state has no `module.` for
-        # it either; torch goes on to look for the children's names.
-        inner = prefix + "module."
-        names = [name for name in state_dict if name.startswith(prefix)]
-        if not any(name.startswith(inner) for name in names):
-            for name in names:
-                state_dict[inner + name[len(prefix) :]] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     # --- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -447,6 +412,7 @@ class DataParallel(nn.DataParallel[ModuleT], ReplicaChanges):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["_engine"], state["timeline"], state["_splitter"], state["_keeper"]
+        state.pop("_loading", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

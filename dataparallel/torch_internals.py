@@ -35,7 +35,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -444,6 +444,55 @@ def state_versions(state: Mapping[str, Any]) -> Any:
 def set_state_versions(state: Any, versions: Any) -> None:
     """Give a state the versions that ``load_state_dict()`` looks for beside its tensors."""
     state._metadata = versions
+
+
+def versions_being_loaded() -> Any:
+    """The versions in the state that ``load_state_dict()`` loads now, or None.
+
+    Torch hands a module its own version only, and looks up those of its children itself, under
+    their paths; a wrapper has to let it find them where the state has other names. They are a
+    local variable of the function that goes from module to module. Where another function does,
+    there are none, and modules take a state for one without a version.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "load" and "metadata" in frame.f_locals:
+            versions = frame.f_locals["metadata"]
+            return versions if isinstance(versions, MutableMapping) else None
+        frame = frame.f_back
+    return None
+
+
+def has_load_hooks(module: torch.nn.Module, *, besides: Callable[..., Any]) -> bool:
+    """Whether a module has hooks for ``load_state_dict()``; one is not counted.
+
+    A wrapper whose module loads the state itself must call them. Where torch keeps hooks elsewhere,
+    the wrapper does not notice its own ones.
+    """
+    before = getattr(module, "_load_state_dict_pre_hooks", {})
+    after = getattr(module, "_load_state_dict_post_hooks", {}).values()
+    return bool(before) or any(hook is not besides for hook in after)
+
+
+def with_state_hooks(
+    module: torch.nn.Module, state_dict: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """What ``state_dict`` returns, with the hooks of another module around it, as torch calls them.
+
+    A wrapper that gives its module's state has hooks of its own. Where torch keeps hooks
+    elsewhere, they are not called.
+    """
+    prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+    keep_vars = args[2] if len(args) > 2 else kwargs.get("keep_vars", False)
+    for hook in getattr(module, "_state_dict_pre_hooks", {}).values():
+        hook(module, prefix, keep_vars)
+    state = state_dict(*args, **kwargs)
+    for hook in getattr(module, "_state_dict_hooks", {}).values():
+        versions = state_versions(state) or {}
+        result = hook(module, state, prefix, versions.get(prefix[:-1], {}))
+        # Those of the older, private way may return another state.
+        state = state if result is None else result
+    return state
 
 
 if TYPE_CHECKING:
