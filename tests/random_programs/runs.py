@@ -1,0 +1,318 @@
+"""Runs a random program with a wrapper, and keeps what can be seen after each step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.random_programs.program import Program
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+#: What is seen after a step: each value by its name.
+Seen = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What a run has shown.
+
+    Args:
+        seen: After each step that did not raise.
+        error: What the next step has raised.
+    """
+
+    seen: list[Seen] = field(default_factory=list)
+    error: str | None = None
+
+    def digests(self) -> list[dict[str, bytes]]:
+        """Parameters and their gradients, in a form that ranks can compare."""
+        return [
+            {
+                name: _digest(value)
+                for name, value in seen.items()
+                if name.startswith(("grad of ", "value of "))
+            }
+            for seen in self.seen
+        ]
+
+
+def _digest(value: Tensor | None) -> bytes:
+    if value is None:
+        return b""
+    # Zero may have a sign.
+    return hashlib.blake2b((value + 0.0).numpy().tobytes(), digest_size=8).digest()
+
+
+class Twice(torch.autograd.Function):
+    """A function of a user."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Averaged(nn.Module):
+    """What a wrapper has to do, in the plainest way.
+
+    After each backward through an output whose forward was not in `no_sync`, the gradients that any
+    rank has changed since the last such backward become the means over the ranks; but nothing does
+    after a backward that changes no gradient in any rank.
+
+    Args:
+        module: What is trained.
+        group: The ranks.
+        broadcasts: Whether buffers of rank 0 are used everywhere.
+    """
+
+    def __init__(self, module: nn.Module, group: Any, broadcasts: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._group = group
+        self._broadcasts = broadcasts
+        self._syncs = self._due = True
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        # As they were after the last reduction, and before the backward that runs.
+        self._reduced = self._before = self._states()
+        self._queued = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._due and self._broadcasts:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.data, 0, group=self._group)
+        self._due = self._syncs and torch.is_grad_enabled()
+        output = self.module(*args, **kwargs)
+        if self._due:
+            values = output.values() if isinstance(output, dict) else output
+            for tensor in [output] if isinstance(output, Tensor) else values:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._queue)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _queue(self, gradient: Tensor | None) -> None:
+        if not self._queued:
+            self._queued = True
+            self._before = self._states()
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._queued = False
+        counts = [_changes(before, self._states()) for before in (self._before, self._reduced)]
+        anywhere = torch.tensor(counts)
+        dist.all_reduce(anywhere, group=self._group)
+        if not anywhere[0].any():
+            return
+        for parameter, changes in zip(self._trained, anywhere[1].tolist(), strict=True):
+            if changes:
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total = total.detach().clone()
+                dist.all_reduce(total, group=self._group)
+                total /= dist.get_world_size(self._group)
+                if parameter.grad is None:
+                    parameter.grad = total
+                else:
+                    parameter.grad.copy_(total)
+        self._reduced = self._states()
+
+    def _states(self) -> list[tuple[Tensor | None, int]]:
+        """The gradients, not their ids: another tensor might get one; and their versions."""
+        grads = [parameter.grad for parameter in self._trained]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+
+def _changes(
+    before: list[tuple[Tensor | None, int]], after: list[tuple[Tensor | None, int]]
+) -> list[int]:
+    """1 for each gradient that is there and has changed, else 0."""
+    pairs = zip(before, after, strict=True)
+    return [
+        int(new[0] is not None and (new[0] is not old[0] or new[1] != old[1])) for old, new in pairs
+    ]
+
+
+def run(program: Program, wrap: Wrap, rank: int, device: str = "cpu") -> Run:
+    """Run a program.
+
+    Args:
+        program: What to run.
+        wrap: Makes the wrapper of the module.
+        rank: Of this process.
+        device: Where the module and its inputs are.
+    """
+    result = Run()
+    with warnings.catch_warnings():
+        # Of torch's checkpoints without gradients, and of unused parameters.
+        warnings.simplefilter("ignore")
+        try:
+            state = _State(program, rank, device)
+            state.begin(wrap)
+            result.seen.append(state.see())
+            for number, step in enumerate(program.steps):
+                state.number = number
+                for line in step:
+                    exec(compile(line, f"step {number}", "exec"), state.names)
+                result.seen.append(state.see())
+        except Exception as error:
+            result.error = f"{type(error).__name__}: {error}"
+    return result
+
+
+class _State:
+    """The names that a program uses, and what is seen of them."""
+
+    def __init__(self, program: Program, rank: int, device: str) -> None:
+        self._program = program
+        self._rank = rank
+        self._device = device
+        self._counts: Counter[int] = Counter()
+        self._recorded: list[Tensor | None] = []
+        self.number = 0
+        self.names: dict[str, Any] = {
+            "torch": torch,
+            "nn": nn,
+            "F": F,
+            "SGD": torch.optim.SGD,
+            "checkpoint": checkpoint,
+            "Twice": Twice,
+            "rank": rank,
+            "S": program.scale(),
+            "kept": [],
+            "batch": self._batch,
+            "target": lambda number, rows: self._batch(number + 500, rows),
+            "parts": _parts,
+            "record": self._record,
+            "count": self._count,
+            "no_sync": self._no_sync,
+            "loss_of": self._loss_of,
+            "tidy": self._tidy,
+            "trained": self._trained,
+        }
+
+    def begin(self, wrap: Wrap) -> None:
+        program, names = self._program, self.names
+        exec(compile(program.net(), "net", "exec"), names)
+        names["net"] = self._filled(names["Net"](), 1000)
+        names["encoder"] = self._filled(nn.Linear(program.width, program.width), 2000)
+        names["weight"] = self._random((program.width,), 3000, self._device)
+        for line in program.before:
+            exec(line, names)
+        names["m"] = wrap(names["net"])
+        names["optimizer"] = torch.optim.SGD(
+            [*names["net"].parameters(), *names["encoder"].parameters()], lr=0.5, momentum=0.5
+        )
+        for line in program.setup:
+            exec(line, names)
+
+    def see(self) -> Seen:
+        """Copies of all that can be compared."""
+        net, encoder = self.names["net"], self.names["encoder"]
+        seen: Seen = {}
+        for name, parameter in net.named_parameters():
+            seen[f"value of {name}"] = _copy(parameter)
+            seen[f"grad of {name}"] = _copy(parameter.grad)
+        for name, buffer in net.named_buffers():
+            seen[f"buffer {name}"] = _copy(buffer)
+        for name, parameter in encoder.named_parameters():
+            seen[f"encoder's {name}"] = _copy(parameter)
+            seen[f"grad of the encoder's {name}".replace("grad of", "gradient of")] = _copy(
+                parameter.grad
+            )
+        for number, value in enumerate(self._recorded):
+            seen[f"recorded {number}"] = _copy(value)
+        for number, count in self._counts.items():
+            seen[f"calls of hook {number}"] = count
+        self._recorded.clear()
+        return seen
+
+    # --- what programs call --------------------------------------------------------------------
+
+    def _random(self, shape: tuple[int, ...], number: int, device: str) -> Tensor:
+        generator = torch.Generator().manual_seed(self._program.seed * 10_000 + number)
+        if self._program.exact:
+            values = torch.randint(-1, 2, shape, generator=generator).double()
+        else:
+            values = torch.rand(shape, generator=generator, dtype=torch.double) - 0.5
+        return values.to(device)
+
+    def _filled(self, module: nn.Module, number: int) -> nn.Module:
+        module = module.double().to(self._device)
+        with torch.no_grad():
+            for index, parameter in enumerate(module.parameters()):
+                parameter.copy_(self._random(tuple(parameter.shape), number + index, self._device))
+        return module
+
+    def _batch(self, number: int, rows: int) -> Tensor:
+        shape = (rows, self._program.width)
+        return self._random(shape, 10 * number + self._rank, self._device)
+
+    def _record(self, *values: Tensor | None) -> None:
+        # Copied at once: it may be changed later in the step.
+        self._recorded += [_copy(value) for value in values]
+
+    def _count(self, number: int) -> Callable[[Any], None]:
+        def hook(value: Any) -> None:
+            self._counts[number] += 1
+
+        return hook
+
+    def _no_sync(self) -> Any:
+        model = self.names["m"]
+        return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+    def _loss_of(self, criterion: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        model = self.names["m"]
+        if hasattr(model, "loss"):
+            loss: Tensor = model.loss(criterion, x, y)
+            return loss
+        result: Tensor = criterion(model(x), y)
+        return result
+
+    @torch.no_grad()
+    def _tidy(self) -> None:
+        """After a step of an optimizer, small whole numbers again."""
+        if self._program.exact:
+            for module in (self.names["net"], self.names["encoder"]):
+                for parameter in module.parameters():
+                    parameter.copy_(torch.remainder(parameter.floor(), 3) - 1)
+
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self.names["net"].parameters() if p.requires_grad]
+
+
+def _parts(output: Any) -> Any:
+    return output["h"] if isinstance(output, dict) else output
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else copy.copy(value.detach().cpu().clone())

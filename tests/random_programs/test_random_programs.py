@@ -1,0 +1,37 @@
+"""Random programs show what the bare module and torch's wrapper show."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.random_programs.judge import Report
+from tests.random_programs.program import Program, make
+from tests.random_programs.worlds import run_programs
+
+#: How many programs, by the number of processes: those of more processes take longer.
+COUNTS = {1: 30, 2: 12, 3: 8}
+
+#: What is not right yet.
+WITHOUT = ("inplace", "outside", "reentrant", "written")
+
+
+def _failures(programs: list[Program], reports: list[Report]) -> str:
+    return "\n\n".join(
+        f"{program.text()}\n\n{report.text}"
+        for program, report in zip(programs, reports, strict=True)
+        if report.verdict == "failed"
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_random_programs(cluster: Cluster, processes: int, replicas: int) -> None:
+    # Each world has programs of its own.
+    first = 1000 * (3 * processes + replicas)
+    seeds = range(first, first + COUNTS[processes])
+    programs = [make(seed, processes, replicas, WITHOUT) for seed in seeds]
+    reports = run_programs(cluster, programs)
+    assert not _failures(programs, reports), _failures(programs, reports)
+    compared = sum(report.verdict in ("exact", "rounding", "better") for report in reports)
+    assert compared > len(programs) / 2
