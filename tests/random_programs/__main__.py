@@ -72,14 +72,14 @@ def _world(
 ) -> int:
     """Run the programs of one world; how many have failed."""
     seeds = range(options.seed, options.seed + options.count)
-    programs = [make(seed, processes, replicas, without) for seed in seeds]
+    programs = [make(seed, processes, replicas, without, virtual=options.virtual) for seed in seeds]
     begin = time.perf_counter()
 
     def progress(done: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {len(programs)}", end="\r", file=sys.stderr, flush=True)
 
-    reports = run_programs(cluster, programs, virtual=options.virtual, progress=progress)
+    reports = run_programs(cluster, programs, progress=progress)
     seconds = time.perf_counter() - begin
     counts = Counter(report.verdict for report in reports)
     row = f"{processes} x {replicas:<2} {len(programs):>9} {seconds:>8.0f}"
@@ -91,17 +91,16 @@ def _world(
     for number, (program, report) in enumerate(failed):
         command = f"--seed {program.seed} --processes {processes} --replicas {replicas}"
         command += f" --without {','.join(without)}" if without else ""
+        command += " --virtual" if options.virtual else ""
         print(f"\nFAILED: python -m tests.random_programs {command}")
         if number < options.shrink:
-            program, report = _shrink(cluster, program, report, options.virtual)
+            program, report = _shrink(cluster, program, report)
             print(f"{program.text()}\n")
         print("\n".join(report.text.splitlines()[:40]), flush=True)
     return len(failed)
 
 
-def _shrink(
-    cluster: Cluster, program: Program, report: Report, virtual: bool
-) -> tuple[Program, Report]:
+def _shrink(cluster: Cluster, program: Program, report: Report) -> tuple[Program, Report]:
     """The program with as few parts as show a failure, and its report."""
     deadline = time.monotonic() + 60
     kind, found = _kind(report), True
@@ -109,7 +108,7 @@ def _shrink(
         candidates, found = smaller(program), False
         while candidates and not found and time.monotonic() < deadline:
             some, candidates = candidates[:6], candidates[6:]
-            reports = run_programs(cluster, some, virtual=virtual, hangs=15.0)
+            reports = run_programs(cluster, some, hangs=15.0)
             for candidate, one in zip(some, reports, strict=True):
                 if not found and one.verdict == "failed" and _kind(one) == kind:
                     program, report, found = candidate, one, True

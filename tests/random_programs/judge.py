@@ -63,16 +63,13 @@ class _Rank:
     right: list[dict[str, bytes]] = field(default_factory=list)
 
 
-def judge(
-    program: Program, rank: int, groups: Sequence[Any], devices: list[str]
-) -> tuple[Report, bool]:
+def judge(program: Program, rank: int, groups: Sequence[Any]) -> tuple[Report, bool]:
     """Run a program with all wrappers.
 
     Args:
         program: What to run.
         rank: Of this process.
         groups: Of the processes, for our wrapper and for torch's; empty: this process alone.
-        devices: One per replica.
 
     Returns:
         The report, and whether any rank has raised anything, which leaves the groups in disorder.
@@ -82,11 +79,11 @@ def judge(
     made: list[Any] = []
 
     def wrap(net: nn.Module) -> nn.Module:
-        made.append(_ours(program, net, group, devices))
+        made.append(_ours(program, net, group))
         return made[0]  # type: ignore[no-any-return]
 
     try:
-        ours = run(program, wrap, rank, devices[0])
+        ours = run(program, wrap, rank, program.devices[0])
     finally:
         for model in made:
             # Groups of its own, with threads of theirs, would else wait for the garbage collection.
@@ -105,11 +102,11 @@ def judge(
     return _together(everybody), any(each.raised for each in everybody)
 
 
-def _ours(program: Program, net: nn.Module, group: Any, devices: list[str]) -> nn.Module:
+def _ours(program: Program, net: nn.Module, group: Any) -> nn.Module:
     if program.wrapper == "DataParallel":
-        return dp.DataParallel(net, devices)
+        return dp.DataParallel(net, program.devices)
     options = {**dict(program.options), **dict(program.ours)}
-    return dp.DistributedDataParallel(net, devices, process_group=group, **options)
+    return dp.DistributedDataParallel(net, program.devices, process_group=group, **options)
 
 
 def _theirs(program: Program, net: nn.Module, group: Any) -> nn.Module:
@@ -167,7 +164,8 @@ def _difference(program: Program, ours: Run, other: Run) -> tuple[str, bool]:
     exact = True
     for number, (mine, expected) in enumerate(zip(ours.seen, other.seen, strict=False)):
         largest = max([1.0, *(_largest(value) for value in expected.values())])
-        for name in dict.fromkeys([*expected, *mine]):
+        names = [name for name in dict.fromkeys([*expected, *mine]) if program.compares(name)]
+        for name in names:
             left, right = mine.get(name, "absent"), expected.get(name, "absent")
             equal, close = _alike(left, right, largest)
             exact = exact and equal

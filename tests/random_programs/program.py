@@ -75,6 +75,7 @@ class Program:
         ours: Options of our wrapper alone.
         theirs: Options of torch's alone.
         steps: Lines each; after each step everything is compared.
+        virtual: Whether our replicas are on virtual devices.
     """
 
     seed: int
@@ -91,6 +92,13 @@ class Program:
     ours: tuple[tuple[str, Any], ...]
     theirs: tuple[tuple[str, Any], ...]
     steps: tuple[tuple[str, ...], ...]
+    virtual: bool = False
+
+    @property
+    def devices(self) -> list[str]:
+        """The slots of our replicas; what it is compared with is on the CPU."""
+        each = range(self.replicas)
+        return [f"virtual:{replica}" if self.virtual else "cpu" for replica in each]
 
     def net(self) -> str:
         """The source of the module."""
@@ -114,7 +122,7 @@ class Program:
         """The program as it can be read."""
         options = {**dict(self.options), **dict(self.ours)}
         given = "".join(f", {name}={value!r}" for name, value in options.items())
-        wrap = f"m = {self.wrapper}(net, {['cpu'] * self.replicas}{given})"
+        wrap = f"m = {self.wrapper}(net, {self.devices}{given})"
         kind = "small whole numbers" if self.exact else "random numbers"
         lines = [
             f"# {self.processes} processes, {self.replicas} replicas; seed {self.seed}, {kind}",
@@ -135,6 +143,14 @@ class Program:
     def scale(self) -> int:
         """By what losses are multiplied, so that the mean over processes is exact several times."""
         return int(self.processes**4) if self.exact else 1
+
+    def compares(self, name: str) -> bool:
+        """Whether a value that is seen has to be that of the bare module.
+
+        There hooks run in the backward of each re-entrant checkpoint, and not once for all of them.
+        """
+        kinds = {layer.kind for layer in self.layers}
+        return "reentrant" not in kinds or not name.startswith("calls of hook")
 
     def keeps_order(self) -> bool:
         """Whether one replica adds up the parts of a gradient in the order of the bare module.
@@ -246,6 +262,8 @@ class _Generator:
     layers: list[Layer] = field(default_factory=list)
     #: Names of parameters that every forward uses, and that are trained.
     trained: list[str] = field(default_factory=list)
+    #: Names of all that may be trained.
+    hooked: list[str] = field(default_factory=list)
     number: int = 0
 
     def has(self, feature: str, chance: float) -> bool:
@@ -263,8 +281,11 @@ class _Generator:
         if index == 0 and self.has("inplace", 0.2):
             lines[1] = (self.one(FIRST), *lines[1])
         self.layers.append(Layer(kind, *lines))
-        if kind not in ("unused", "sometimes", "either", "frozen", "counted", "function"):
-            self.trained.append(f"net.{name}" + ("" if kind == "vector" else ".weight"))
+        if kind in ("frozen", "counted", "function"):
+            return
+        self.hooked.append(f"net.{name}" + ("" if kind == "vector" else ".weight"))
+        if kind not in ("unused", "sometimes", "either"):
+            self.trained.append(self.hooked[-1])
 
     def module(self) -> tuple[int, str]:
         """Make the layers; their width, and what the module returns."""
@@ -502,7 +523,7 @@ class _Generator:
         """Lines before and after the wrapper is made."""
         lines: tuple[list[str], list[str]] = ([], [])
         for number in range(2):
-            name = self.one(self.trained)
+            name = self.one(self.hooked)
             form = self.one(
                 [
                     f"{name}.register_hook(lambda g: g * 2)",
@@ -516,7 +537,14 @@ class _Generator:
         return lines
 
 
-def make(seed: int, processes: int, replicas: int, without: Iterable[str] = ()) -> Program:
+def make(
+    seed: int,
+    processes: int,
+    replicas: int,
+    without: Iterable[str] = (),
+    *,
+    virtual: bool = False,
+) -> Program:
     """The program of a number, which is another one for other features that are left out.
 
     Args:
@@ -524,6 +552,7 @@ def make(seed: int, processes: int, replicas: int, without: Iterable[str] = ()) 
         processes: In how many it will run.
         replicas: How many replicas each of them has.
         without: Names of `FEATURES`.
+        virtual: Whether the replicas are on virtual devices, and not on the CPU.
     """
     draws = random.Random(seed)
     exact = draws.random() < 0.5
@@ -551,6 +580,7 @@ def make(seed: int, processes: int, replicas: int, without: Iterable[str] = ()) 
         tuple(ours.items()),
         tuple(theirs.items()),
         tuple(generator.steps(returns)),
+        virtual,
     )
 
 

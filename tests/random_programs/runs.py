@@ -222,8 +222,12 @@ class _State:
     def begin(self, wrap: Wrap) -> None:
         program, names = self._program, self.names
         exec(compile(program.net(), "net", "exec"), names)
-        names["net"] = self._filled(names["Net"](), 1000)
-        names["encoder"] = self._filled(nn.Linear(program.width, program.width), 2000)
+        # Made there: when a module moves to a device type that torch does not know by name, it
+        # gets new parameters, and loses what they share.
+        with torch.device(self._device):
+            net, encoder = names["Net"](), nn.Linear(program.width, program.width)
+        names["net"] = self._filled(net, 1000)
+        names["encoder"] = self._filled(encoder, 2000)
         names["weight"] = self._random((program.width,), 3000, self._device)
         for line in program.before:
             exec(line, names)
@@ -266,7 +270,7 @@ class _State:
         return values.to(device)
 
     def _filled(self, module: nn.Module, number: int) -> nn.Module:
-        module = module.double().to(self._device)
+        module = module.to(torch.double)
         with torch.no_grad():
             for index, parameter in enumerate(module.parameters()):
                 parameter.copy_(self._random(tuple(parameter.shape), number + index, self._device))

@@ -33,7 +33,6 @@ def run_programs(
     cluster: Cluster,
     programs: Sequence[Program],
     *,
-    virtual: bool = False,
     hangs: float = HANGS,
     progress: Progress | None = None,
 ) -> list[Report]:
@@ -43,8 +42,7 @@ def run_programs(
 
     Args:
         cluster: Whose processes run them.
-        programs: Of one number of processes, and of one number of replicas.
-        virtual: Whether our replicas are on virtual devices; else on the CPU.
+        programs: Of one number of processes, and all on the CPU or all on virtual devices.
         hangs: Seconds that one program may take.
         progress: Is told how many are done, about each second.
     """
@@ -64,7 +62,7 @@ def run_programs(
                         left,
                         hangs,
                         timeout=60 + hangs * len(left),
-                        virtual=virtual,
+                        virtual=programs[0].virtual,
                     )
                 except Exception as raised:
                     error = f"{type(raised).__name__}: {raised}\n{raised.__cause__}"
@@ -118,7 +116,11 @@ def _watched(files: list[pathlib.Path], before: int, progress: Progress | None) 
 
 
 def _work(
-    rank: int, world_size: int, folder: str, programs: Sequence[Program], hangs: float
+    rank: int,
+    world_size: int,
+    folder: str,
+    programs: Sequence[Program],
+    hangs: float,
 ) -> None:
     path = pathlib.Path(folder) / str(rank)
     groups: list[dist.ProcessGroup] = []
@@ -130,7 +132,7 @@ def _work(
                 if world_size > 1 and not groups:
                     limits = [datetime.timedelta(seconds=seconds) for seconds in WAITS]
                     groups = [dist.new_group(timeout=limit) for limit in limits]
-                report, in_disorder = judge(program, rank, groups, _devices(program))
+                report, in_disorder = judge(program, rank, groups)
                 if in_disorder:
                     gc.collect()
                     for group in groups:
@@ -140,7 +142,3 @@ def _work(
                 faulthandler.cancel_dump_traceback_later()
             pickle.dump(report, file)
             file.flush()
-
-
-def _devices(program: Program) -> list[str]:
-    return ["cpu"] * program.replicas
