@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
+from dataparallel.original_hooks import OriginalHooks
 
 #: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
 #: copies are alive together: what one bucket frees, the next one uses. A large bucket would save
@@ -94,7 +95,8 @@ def connect(
         order = [*range(first, num_replicas), *range(first)]
         flat = [copies[i][index] for i in order for index in bucket]
         members = behind_own_nodes([originals[index] for index in bucket], flat[0].device)
-        outputs = apply_function(ReplicaEdges, first, flat, *members)
+        hooks = OriginalHooks([originals[index] for index in bucket])
+        outputs = apply_function(ReplicaEdges, first, flat, hooks, *members)
         for place, i in enumerate(order):
             for position, index in enumerate(bucket):
                 aliases[i][index] = outputs[place * len(bucket) + position]
@@ -105,8 +107,15 @@ class ReplicaEdges(torch.autograd.Function):
     """The node between a bucket of originals and their aliases. See Note [Gradient edges]."""
 
     @staticmethod
-    def forward(ctx: Any, first: int, copies: list[torch.Tensor], *originals: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        first: int,
+        copies: list[torch.Tensor],
+        hooks: OriginalHooks,
+        *originals: torch.Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.hooks = hooks
         ctx.start = len(copies) - first * len(originals)
         ctx.num_tensors = len(originals)
         ctx.destination = originals[0].device
@@ -118,4 +127,6 @@ class ReplicaEdges(torch.autograd.Function):
         start = ctx.start % len(grads)
         ordered = (*grads[start:], *grads[:start])
         sums = apply_function(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
-        return None, None, *sums
+        if any(total is None for total in sums):
+            ctx.hooks.guard()
+        return None, None, None, *sums

@@ -9,9 +9,10 @@ With bucket views, and in a round that does not belong to a backward of the engi
 them, and what the engine does afterwards must not run them again. Hooks that run after accumulation
 see the reduced gradient: if the round ends after the engine is done, the reducer runs them.
 
-The engine also runs hooks of a parameter to which the cut returns nothing, since it was not used or
-since its gradient is in ``.grad`` already. In a bare module that never happens, and hooks do not
-expect a gradient that is None. So each hook is put into a guard, in its own place.
+The engine also runs hooks of a parameter to which the cut, or a node of gradient edges, returns
+nothing, since it was not used or since its gradient is in ``.grad`` already. In a bare module that
+never happens, and hooks do not expect a gradient that is None. So each hook is put into a guard, in
+its own place.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class OriginalHooks:
         self._ran: list[_GradientHook] = []
 
     def guard(self) -> None:
-        """Find hooks that are new; to be called when a round begins."""
+        """Find hooks that are new; to be called before the engine runs them."""
         self._ran.clear()
         self.with_gradient_hooks.clear()
         for index, original in enumerate(self._originals):

@@ -60,6 +60,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "optimizer_in_backward",
             "optimizer_part",
             "optimizer_shard",
+            "original_hooks",
             "outside_tensors",
             "process_start",
             "parallel_apply",

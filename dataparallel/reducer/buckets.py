@@ -11,13 +11,13 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.comm.sums import add_arriving, add_into, can_add
 from dataparallel.gradient_home import GradientHome
+from dataparallel.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.reducer.debug import describe_names, log_plan
 from dataparallel.reducer.gradients import StolenGradients, ViewedGradients
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.options import ReducerOptions
-from dataparallel.reducer.original_hooks import OriginalHooks
 from dataparallel.reducer.original_views import OriginalViews
 from dataparallel.reducer.storage import BucketStorage
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from dataparallel.ending import NO_TASK, Ending
 from dataparallel.gradient_home import IN_GRAD, current_home
+from dataparallel.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.bucket_plan import whole_order
@@ -40,7 +41,6 @@ from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
-from dataparallel.reducer.original_hooks import OriginalHooks
 from dataparallel.reducer.reception import Reception
 from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dataparallel.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.delivery import add
 from dataparallel.reducer.guard import Guard
 from dataparallel.reducer.local_sum import MaybeTensor, local_sum
-from dataparallel.reducer.original_hooks import OriginalHooks
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.usage import Usage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, data_parallel
+from tests.models import assert_all_close
 
 
 def test_data_parallel_buffers_requiring_grad(slots: list[str]) -> None:
@@ -228,3 +231,39 @@ def test_backward_twice_through_one_graph(slots: list[str]) -> None:
     once = net.weight.grad.clone()
     loss.backward()
     torch.testing.assert_close(net.weight.grad, 2 * once)
+
+
+def test_hooks_of_parameters_that_get_no_gradient(slots: list[str]) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.unused = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            # The backward of this one is a backward of its own, in which only it has gradients.
+            output: Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
+            return output
+
+    net = Partly().to(slots[0], torch.float64)
+    seen: list[str] = []
+
+    def doubled(grad: Tensor) -> Tensor:
+        return grad * 2
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        return lambda parameter: seen.append(name)
+
+    for name in ("first", "second", "unused"):
+        weight = net.get_parameter(f"{name}.weight")
+        weight.register_hook(doubled)
+        weight.register_post_accumulate_grad_hook(note(name))
+    x = torch.randn(8, 3, dtype=torch.float64, device=slots[0])
+    net(x).square().sum().backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    assert seen == ["second", "first"]
+    seen.clear()
+    net.zero_grad()
+    DataParallel(net, slots)(x).square().sum().backward()
+    # Once for each replica where these have backwards of their own.
+    assert seen == ["second"] * len(slots) + ["first"]
+    assert_all_close((parameter.grad for parameter in net.parameters()), expected)
