@@ -95,6 +95,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         ValueError: A device does not exist, or an option has no such value.
     """
 
+    module: ModuleT
+
     def __init__(
         self,
         module: ModuleT,

@@ -29,8 +29,8 @@ from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reduction import Reduction, ReductionSettings
 from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
-from dataparallel.signature import with_signature_of_module
 from dataparallel.scatter_plan import place
+from dataparallel.signature import with_signature_of_module
 from dataparallel.standing_clones import OtherParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

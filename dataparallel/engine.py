@@ -18,8 +18,8 @@ from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
-from dataparallel.listing import listed
 from dataparallel.joining import Joining
+from dataparallel.listing import listed
 from dataparallel.parallel_apply import apply_replicas
 from dataparallel.replicate import check_placement
 from dataparallel.timeline import Phase, Timeline, mark_backward
