@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from dataparallel import torch_internals
-from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.processes import ReducerProcesses
 from dataparallel.reduction import Reduction
@@ -39,11 +38,11 @@ class BufferFutures:
     """What a hook for buffers has begun.
 
     Args:
-        link: The processes; None if there are no others.
+        processes: The processes; None if there are no others.
     """
 
-    def __init__(self, link: ProcessLink | None) -> None:
-        self._link = link
+    def __init__(self, processes: ReducerProcesses | None) -> None:
+        self._processes = processes
         self._futures: list[_Future] = []
 
     def add(self, returned: Any) -> None:
@@ -56,10 +55,10 @@ class BufferFutures:
         """Wait until it is done."""
         futures, self._futures = self._futures, []
         for future in futures:
-            if self._link is None:
+            if self._processes is None:
                 future.wait()
             else:
-                self._link.wait_for(future, what="a future of the hook for buffers")
+                self._processes.buckets.wait_for(future, what="a future of the hook for buffers")
 
 
 class _RegisteredHook(NamedTuple):
@@ -87,8 +86,12 @@ class BufferSync:
     broadcast_bucket_size = 250 * 2**20
 
     process_group: dist.ProcessGroup | None
-    _reduction: Reduction
     _join_config: Any
+
+    @property
+    def _reduction(self) -> Reduction:
+        """What reduces; the wrapper knows how to make it."""
+        raise NotImplementedError
 
     def _init_sync(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
@@ -99,7 +102,7 @@ class BufferSync:
                 "both broadcast_buffers and forward_sync_buffers were passed; forward_sync_buffers "
                 f"counts, which is {forward_sync_buffers}. Pass one of them",
                 FutureWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         self.forward_sync_buffers = forward_sync_buffers is not False
         if forward_sync_buffers is None:
@@ -107,11 +110,15 @@ class BufferSync:
         self.require_forward_param_sync = True
         self.buffer_hook: _RegisteredHook | None = None
         self.parameters_to_ignore = ignored_names(self.module)
-        self._buffer_broadcast = Broadcast()
-        self._assign_modules_buffers()
+        self._restore_sync()
         if init_sync:
             at_once = self.forward_sync_buffers or forward_sync_buffers is not None
             self._sync_at_construction(buffers=at_once)
+
+    def _restore_sync(self) -> None:
+        """Make what no copy takes over."""
+        self._buffer_broadcast = Broadcast()
+        self._assign_modules_buffers()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -180,8 +187,7 @@ class BufferSync:
 
     def _wait_for_buffers(self) -> None:
         """Let each round end when what a hook has begun has ended."""
-        link = None if self._processes is None else self._processes.buckets
-        self._buffer_futures = BufferFutures(link)
+        self._buffer_futures = BufferFutures(self._processes)
         self._reduction.reducer.at_end = self._buffer_futures.wait
 
     # --- at the beginning, and when all processes have joined ------------------------------------

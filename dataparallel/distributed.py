@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel.buffers import BufferPolicy
 from dataparallel.compiled import untraced
+from dataparallel.copied_state import CopiedGroup, CopiedHook
 from dataparallel.criterion import Weight
 from dataparallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.devices import DeviceLike
@@ -23,9 +24,11 @@ from dataparallel.gradient_clipping import GradientClipping
 from dataparallel.joining import ScalarsOption
 from dataparallel.mixed_precision import MixedPrecision
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
-from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group, default_group
+from dataparallel.process_choice import chosen_caps, chosen_devices, chosen_group
 from dataparallel.reducer.average import AverageKind, check_average
+from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
+from dataparallel.reducer.trained import trained_parameters
 from dataparallel.reduction import Reduction, ReductionSettings
 from dataparallel.replicate import is_spread
 from dataparallel.scatter_gather import move
@@ -115,6 +118,10 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     """
 
     require_backward_grad_sync = True
+    #: What it was before the outermost `no_sync()`; None outside of it.
+    _outside_no_sync: bool | None = None
+    #: Made at the first use; a copy has none before.
+    _built: Reduction | None = None
 
     def __init__(
         self,
@@ -174,8 +181,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         self._nonfinite = NonFinitePolicy.of(nonfinite)
         self._optimizers = InBackwardOptimizers.of(module.parameters())
         self._forwards = threading.RLock()
-        self._build()
-        self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
+        self._begin(broadcast_buffers, forward_sync_buffers, init_sync)
 
     # --- the reduction ---------------------------------------------------------------------------
 
@@ -188,8 +194,25 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             # As in torch, there is no such attribute otherwise.
             self.device_mesh = mesh
 
+    def _begin(
+        self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
+    ) -> None:
+        """See that all processes train the same; a collective call."""
+        _refuse_frozen(self.module)
+        self._build()
+        self._reduction.connect()
+        self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
+
+    @property
+    def _reduction(self) -> Reduction:
+        """What reduces. It has links to other processes once a forward has needed them."""
+        if self._built is None:
+            self._build()
+        assert self._built is not None
+        return self._built
+
     def _build(self) -> None:
-        """Make all that belongs to the module as it is now; a collective call."""
+        """Make all that belongs to the module as it is now."""
         devices = [torch.device(device) for device in self.device_ids]
         settings = ReductionSettings(
             self.process_group,
@@ -206,7 +229,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             self._optimizers,
             self._nonfinite,
         )
-        self._reduction = Reduction(
+        self._built = Reduction(
             self.module,
             devices,
             self.buffer_policy,
@@ -214,19 +237,20 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             self.timeline,
             spread=self._spread,
         )
-        self._engine = self._reduction.engine
+        self._engine = self._built.engine
         self._wait_for_buffers()
         self._closed = False
 
     def _open(self) -> None:
-        """Make what :meth:`close` has ended anew; a collective call where there is something."""
+        """Make what :meth:`close` has ended anew, and what a copy has not."""
         if self._closed:
             self._build()
 
     def _rebuild(self, weight: float | None = None) -> None:
-        """Make everything anew, for other processes or other parameters; a collective call."""
+        """Make everything anew, for other processes or other parameters."""
         pending = self._reduction.engine.pending
-        self._reduction.close()
+        if self._built is not None:
+            self._built.close()
         self._build()
         self._reduction.engine.pending = pending
         self._reduction.engine.weight = weight
@@ -310,6 +334,11 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         if not self._spread:
             super()._place(module, devices)
 
+    def _needs_others(self, reduces: bool) -> bool:
+        """Whether a forward, or its backward, communicates with other processes."""
+        sends = self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd()
+        return reduces or sends or self._join_config.enable
+
     def _is_lost(self, reduces: bool) -> bool:
         """Whether a forward needs other processes, and the links to them are broken."""
         processes = self._reduction.processes
@@ -317,11 +346,23 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             return False
         # New links would let it be forgotten that gradients of an earlier step are wrong.
         processes.late.look()
-        if not processes.is_broken:
-            return False
-        sends = self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd()
         # The others may have ended, and what is left to do here is an evaluation.
-        return reduces or sends or self._join_config.enable
+        return processes.is_broken and self._needs_others(reduces)
+
+    def _connect(self) -> None:
+        """Make the links to other processes where there are none; a collective call then.
+
+        Raises:
+            RuntimeError: It is not known which processes these are.
+        """
+        if self._lost_group and self._processes is not None:
+            raise RuntimeError(
+                "this wrapper was loaded from a pickle, which does not hold the process group that "
+                f"it was saved with, and the default group has {self._processes.world_size} "
+                "processes; call update_process_group(group) in all processes of the group over "
+                "which its gradients are to be reduced, or evaluate its .module"
+            )
+        self._reduction.connect()
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
@@ -330,6 +371,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         reduces = self._will_reduce
         if self._is_lost(reduces) or not self._reduction.engine.fits():
             self._rebuild(self._reduction.engine.weight)
+        if self._needs_others(reduces):
+            self._connect()
         if reduces:
             self.reducer.statistics.forward_begin()
         self._notify_join_context()
@@ -351,31 +394,57 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         They are reduced over processes with those of the first backward after the block, as in
         torch. Gradients are summed over the local replicas in any case.
         """
-        before = self.require_backward_grad_sync
+        before, outside = self.require_backward_grad_sync, self._outside_no_sync
+        self._outside_no_sync = before if outside is None else outside
         self.require_backward_grad_sync = False
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+            self._outside_no_sync = outside
 
     def close(self) -> None:
         """End the worker threads, remove all hooks and give the process groups back.
 
-        The wrapper can be used again; that is a collective call then, like making it.
+        The wrapper can be used again; the next forward that reduces is a collective call then,
+        like making it.
         """
-        self._reduction.close()
+        if self._built is not None:
+            self._built.close()
         self._closed = True
 
     def __getstate__(self) -> dict[str, Any]:
+        # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        state.pop("device_mesh", None)
-        del state["process_group"], state["_reduction"], state["_buffer_futures"]
-        del state["_forwards"]
-        return state
+        for name in ("_built", "_buffer_futures", "_buffer_broadcast", "device_mesh", "_forwards"):
+            state.pop(name, None)
+        for name in ("modules_buffers", "named_module_buffers", *self._OF_JOIN):
+            del state[name]
+        outside = state.pop("_outside_no_sync", None)
+        if outside is not None:
+            # The copy is not within the block.
+            state["require_backward_grad_sync"] = outside
+        return {
+            **state,
+            "process_group": CopiedGroup(self.process_group, is_lost=self._lost_group),
+            "_hook": CopiedHook(self._hook),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.process_group = None if self._is_separate else default_group()
+        state = dict(state)
+        group = state.pop("process_group")
+        super().__setstate__({**state, "_hook": state["_hook"].hook})
+        self.process_group, self._lost_group = group.group, group.is_lost
         self._forwards = threading.RLock()
-        self._build()
+        self._closed = True
+        self._restore_sync()
+
+
+def _refuse_frozen(module: nn.Module) -> None:
+    """Raise a ValueError where there is nothing to train."""
+    if not trained_parameters(module, without=ignored_names(module)).parameters:
+        raise ValueError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameters "
+            "that require a gradient; call the module itself, or use DataParallel"
+        )

@@ -120,6 +120,9 @@ class _ShadowHook(JoinHook):
 class UnevenInputs(BufferSync, Joinable):
     """What a distributed wrapper does for ``join()``. See Note [A process that has joined]."""
 
+    #: What is so within a `with` block only.
+    _OF_JOIN = ("_join_is_limited", "_kept_grads", "_join_config")
+
     require_backward_grad_sync: bool
     buffer_policy: BufferPolicy
     _open: Callable[[], None]
@@ -129,11 +132,15 @@ class UnevenInputs(BufferSync, Joinable):
     ) -> None:
         initialise: Any = Joinable.__init__
         initialise(self)
-        self._join_is_limited = False
         self._divide_by_initial_world_size = True
         self._has_joined = False
-        self._kept_grads: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         super()._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
+
+    def _restore_sync(self) -> None:
+        self._join_is_limited = False
+        self._kept_grads: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._join_config = torch_internals.disabled_join_config()
+        super()._restore_sync()
 
     def join(
         self,

@@ -100,7 +100,7 @@ class ReductionSettings:
 class Reduction:
     """Everything that belongs to one module, as it is now, on some devices.
 
-    Building it is a collective call.
+    Building it communicates with nobody; :meth:`connect` does.
 
     Args:
         module: The original.
@@ -111,14 +111,14 @@ class Reduction:
         spread: Whether the one replica is on several devices itself.
 
     Attributes:
-        processes: The groups; None where there is no other process and no hook.
+        processes: The links; None where there is no other process and no hook.
         reducer: Reduces over replicas and processes.
         local: Reduces what is left out over processes; None where nothing is.
         leaves: The parameters of the replicas.
         engine: Runs the replicas.
 
     Raises:
-        ValueError: No parameter requires grad, or the processes have different modules.
+        ValueError: A parameter is not on the first device, or settings contradict each other.
     """
 
     def __init__(
@@ -134,10 +134,8 @@ class Reduction:
         ignored = ignored_names(module)
         trained = trained_parameters(module, without=ignored)
         if not trained.parameters:
-            raise ValueError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameters "
-                "that require a gradient; call the module itself, or use DataParallel"
-            )
+            # All are frozen since the wrapper was made, as those of an average may be.
+            trained = trained_parameters(module, without=ignored, frozen=True)
         if not spread:
             check_placement(module, devices[0])
         self._module = module
@@ -210,6 +208,15 @@ class Reduction:
     def _leaves_of(self, trained: TrainedParameters) -> list[list[nn.Parameter]]:
         replicas = range(self._num_replicas)
         return [[self.leaves.of(i)[k] for k in trained.indices] for i in replicas]
+
+    def connect(self) -> None:
+        """Make the links to the other processes where there are none yet; a collective call then.
+
+        Raises:
+            ValueError: The processes have different modules.
+        """
+        if self.processes is not None:
+            self.processes.connect()
 
     def use_devices(self, devices: Sequence[torch.device]) -> None:
         """Compute on other devices from now on; the other processes need not know.

@@ -27,12 +27,18 @@ class ReductionMethods:
     process_group: dist.ProcessGroup | None
     average: AverageKind
     deterministic: bool
-    _reduction: Reduction
     _hook: ResolvedHook | None = None
     # Whether this process trains by itself on purpose.
     _is_separate = False
     _optimizers: InBackwardOptimizers | None
     _nonfinite: NonFinitePolicy
+    #: Whether this is loaded from a pickle that could not hold the process group of the wrapper.
+    _lost_group = False
+
+    @property
+    def _reduction(self) -> Reduction:
+        """What reduces; the wrapper knows how to make it."""
+        raise NotImplementedError
 
     def _rebuild(self) -> None:
         """Make everything anew; the wrapper knows how."""
@@ -183,7 +189,9 @@ class ReductionMethods:
         """Reduce over other processes from now on; every process of the new group calls it."""
         self.process_group = chosen_group(process_group, None)
         self._is_separate = False
+        self._lost_group = False
         self._rebuild()
+        self._reduction.connect()
 
     def reset_state(self) -> None:
         """Forget a backward that was left unfinished by an error."""

@@ -90,6 +90,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "buffers",
             "comm_hooks",
             "consistency",
+            "copied_state",
             "criterion",
             "data_parallel",
             "denominators",

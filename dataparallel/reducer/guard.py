@@ -39,7 +39,6 @@ from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import SUM, Finding, NonFinitePolicy, describe, to_json
 
 if TYPE_CHECKING:
-    from dataparallel.comm.processes import ProcessLink
     from dataparallel.reducer.delivery import Delivery
     from dataparallel.reducer.exchange import Outcome
     from dataparallel.reducer.processes import ReducerProcesses
@@ -84,7 +83,7 @@ class Guard:
         originals: The parameters that the optimizer has.
         names: Their names.
         devices: The device of each replica.
-        link: The processes; None where there is only this one.
+        processes: The other processes; None where there are none.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class Guard:
         originals: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         devices: Sequence[torch.device],
-        link: ProcessLink | None,
+        processes: ReducerProcesses | None,
     ) -> None:
         self.policy = policy
         self._originals = originals
         self._names = names
         self.use_devices(devices)
-        self._link = link
+        self._processes = processes
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         #: The guard of parameters that are reduced in rounds of their own, within those of this one
@@ -124,8 +123,7 @@ class Guard:
         processes: ReducerProcesses | None,
     ) -> Guard | None:
         """A guard, or None where nobody wants to know."""
-        link = None if processes is None else processes.control
-        return Guard(policy, originals, names, devices, link) if policy.looks else None
+        return Guard(policy, originals, names, devices, processes) if policy.looks else None
 
     def use_devices(self, devices: Sequence[torch.device]) -> None:
         """Name the replicas after other devices from now on."""
@@ -308,9 +306,10 @@ class Guard:
         if not found or not self.decides:
             return None
         told = to_json([*self._accumulated.findings, *self._all_findings()])
-        if self._link is None:
+        if self._processes is None:
             return describe([told])
-        return describe(self._link.all_gather_json(told, what="which gradients are not finite"))
+        what = "which gradients are not finite"
+        return describe(self._processes.control.all_gather_json(told, what=what))
 
     def _results_are_infinite(self, delivery: Delivery) -> bool:
         held = self._accumulated.home.read(self._originals)
@@ -321,11 +320,12 @@ class Guard:
                 total = grad.detach() + result
             kinds.append((index, None if total is None else kind_of(total.detach())))
         self._find(SUM, kinds)
-        if self._link is None:
+        if self._processes is None:
             return bool(self.findings)
         # All have the same results, unless their processors round in different ways.
         found = torch.tensor([len(self.findings)])
-        self._link.all_reduce(found, what="whether sums of gradients are finite").wait()
+        what = "whether sums of gradients are finite"
+        self._processes.control.all_reduce(found, what=what).wait()
         return bool(found.item())
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.late_failures import late_failures
-from dataparallel.comm.process_group import parent_group, shared_store
+from dataparallel.comm.process_group import parent_group, shared_store, timeout_of
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.agreement import digest
 from dataparallel.reducer.average import AverageKind, scale_of
@@ -24,7 +24,9 @@ _MOST_BUCKETS = 6
 
 
 class ReducerProcesses:
-    """The groups of one reducer: one for buckets, one for what is said about rounds.
+    """The links of one reducer: one for buckets, one for what is said about rounds.
+
+    They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
 
     Args:
         group: The user's process group.
@@ -32,24 +34,53 @@ class ReducerProcesses:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
-        self.buckets = ProcessLink(group, timeout=timeout, purpose="gradients")
-        self.control = ProcessLink(group, timeout=timeout, purpose="control")
+        parent = parent_group(group)
+        self._group = group
+        self._links: tuple[ProcessLink, ProcessLink] | None = None
         #: A link of somebody else's over the same processes: if it breaks, they have lost touch.
         self.companion: ProcessLink | None = None
-        self.timeout = self.buckets.timeout
-        self.rank = self.buckets.rank
-        self.world_size = self.buckets.world_size
+        self.timeout = timeout_of(parent) if timeout is None else timeout
+        self.rank = parent.rank()
+        self.world_size = parent.size()
+        #: Compares what the processes reduce when they are connected; set by the reducer.
+        self.verify: Callable[[ProcessLink], None] = lambda control: None
         #: Tells how many processes still have data, while some may have joined early.
         self.num_active: Callable[[], int] | None = None
         # A communication hook divides by the number of processes; so much more it gets.
         self._times = 1
-        parent = parent_group(group)
-        store = shared_store(parent)
+        self._store = shared_store(parent)
         #: Collectives that have failed when nobody waited any more.
-        self.late = late_failures(channel_of(parent, store))
-        self._failed = FailedRounds(store, self.control.name, self.rank)
+        self.late = late_failures(channel_of(parent, self._store))
+        self._failed: FailedRounds | None = None
         self._plan: tuple[Any, str] = ((), "")
         self._was_interrupted = False
+
+    def connect(self) -> tuple[ProcessLink, ProcessLink]:
+        """Make the links where there are none yet; a collective call then."""
+        if self._links is None:
+            buckets = ProcessLink(self._group, timeout=self.timeout, purpose="gradients")
+            control = None
+            try:
+                control = ProcessLink(self._group, timeout=self.timeout, purpose="control")
+                self.verify(control)
+            except BaseException:
+                buckets.close()
+                if control is not None:
+                    control.close()
+                raise
+            self._failed = FailedRounds(self._store, control.name, self.rank)
+            self._links = buckets, control
+        return self._links
+
+    @property
+    def buckets(self) -> ProcessLink:
+        """The link for what is reduced."""
+        return self.connect()[0]
+
+    @property
+    def control(self) -> ProcessLink:
+        """The link for what is said about rounds."""
+        return self.connect()[1]
 
     def exchange(
         self,
@@ -74,6 +105,8 @@ class ReducerProcesses:
             statistics: Where it is noted when buckets are sent and received.
         """
         hook: str | None = getattr(sender, "name", None)
+        self.connect()
+        assert self._failed is not None
         self._failed.begin()
         try:
             self._begin_step(storages, describe, (average, deterministic, hook))
@@ -169,7 +202,7 @@ class ReducerProcesses:
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        links = (self.buckets, self.control, self.companion)
+        links = (*(self._links or ()), self.companion)
         broken = any(link is not None and link.broken is not None for link in links)
         return broken or self._was_interrupted
 
@@ -181,12 +214,17 @@ class ReducerProcesses:
         """
         # First: telling may be interrupted, too.
         self._was_interrupted = True
-        self.control.tell(error, "backward")
+        self.tell(error, "backward")
+
+    def tell(self, error: BaseException, doing: str) -> None:
+        """Tell the other processes that this one has failed, if they can wait for it."""
+        if self._links is not None:
+            self._links[1].tell(error, doing)
 
     def close(self) -> None:
         """Give the groups back."""
-        self.buckets.close()
-        self.control.close()
+        for link in self._links or ():
+            link.close()
 
 
 def _describe(

@@ -96,7 +96,8 @@ class Reducer:
         nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
 
     Raises:
-        ValueError: Parameters differ between replicas or processes, or the policy does.
+        ValueError: Parameters differ between replicas. Whether they, or the policy, differ between
+            processes is found out when these are connected.
     """
 
     def __init__(
@@ -119,8 +120,12 @@ class Reducer:
         self._expect_sparse = tuple(expect_sparse) or (False,) * len(self._originals)
         verify_replicas(self._leaves, self.names, [self._expect_sparse] * len(self._leaves))
         if processes is not None:
-            verify_across_processes(
-                originals, names, processes.control, self._expect_sparse, nonfinite=nonfinite.action
+            processes.verify = functools.partial(
+                verify_across_processes,
+                self._originals,
+                self.names,
+                expect_sparse=self._expect_sparse,
+                nonfinite=nonfinite.action,
             )
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._accumulated = self.accumulations.of(IN_GRAD)

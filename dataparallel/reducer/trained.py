@@ -26,7 +26,11 @@ class TrainedParameters:
 
 
 def trained_parameters(
-    module: nn.Module, *, only: Collection[str] | None = None, without: Collection[str] = ()
+    module: nn.Module,
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    frozen: bool = False,
 ) -> TrainedParameters:
     """Find the parameters of a module that a reducer is to have.
 
@@ -34,6 +38,7 @@ def trained_parameters(
         module: The module.
         only: Names of those to consider. Default: all.
         without: Names of those to leave out.
+        frozen: Whether those that do not require grad are wanted, too. Default: False.
     """
     sparse = {
         id(part.weight)
@@ -43,7 +48,9 @@ def trained_parameters(
     chosen = [
         (index, name, parameter)
         for index, (name, parameter) in enumerate(module.named_parameters())
-        if parameter.requires_grad and name not in without and (only is None or name in only)
+        if (frozen or parameter.requires_grad)
+        and name not in without
+        and (only is None or name in only)
     ]
     return TrainedParameters(
         tuple(parameter for _, _, parameter in chosen),

@@ -172,7 +172,7 @@ class StepAgreement:
         processes = self._model._reduction.processes
         if self._concerns_others and processes is not None:
             self._model.require_forward_param_sync = True
-            processes.control.tell(error, "a step")
+            processes.tell(error, "a step")
 
     def _settle(self, error: Exception | None, *, can_repeat: bool, why: str) -> Verdict | None:
         try:
