@@ -32,7 +32,7 @@ import torch
 from dataparallel import torch_internals
 from dataparallel.compiled import untraced
 from dataparallel.ending import NO_TASK, Ending
-from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
+from dataparallel.functions import ReduceAddCoalesced, apply_in_backward, behind_own_nodes
 from dataparallel.gradient_home import outside_of_contexts
 from dataparallel.outside_tensors import make_anchor, set_aside
 from dataparallel.timeline import Timeline
@@ -174,6 +174,7 @@ class _Backward:
         self._wanted = wanted
         left = iter(grads)
         self._grads = [[next(left) for _ in replica] for replica in graphs.outputs]
+        self._batched = any(g is not None and torch_internals.is_batched(g) for g in grads)
         self._others = self._others_to_come()
         # The graph of a gradient leads through the graph of which it is the gradient; that of a
         # tensor from outside is a part of the caller's graph, too.
@@ -186,6 +187,7 @@ class _Backward:
     def run(self) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
         """The gradients of the inputs, and of the originals where the engine is to have them."""
         if torch.is_grad_enabled():
+            self._refuse_batches()
             return self.differentiable()
         if self._wanted.captured or not any(self._wanted.parameters):
             return self.captured()
@@ -306,7 +308,8 @@ class _Backward:
 
     def _each(self, backward: Callable[[Sequence[int]], None]) -> None:
         every = range(len(self._graphs.outputs))
-        if self._graphs.separate and len(every) > 1:
+        # What gradients are batched by belongs to the calling thread.
+        if self._graphs.separate and len(every) > 1 and not self._batched:
             self._graphs.terms.run([functools.partial(backward, [replica]) for replica in every])
         else:
             with self._graphs.terms.timeline.span("backward"):
@@ -369,8 +372,17 @@ class _Backward:
             return inputs, list(rows[0])
         home = self._graphs.originals[0].device
         columns = [grad for row in rows for grad in row]
-        sums = apply_function(ReduceAddCoalesced, home, len(rows[0]), *columns)
+        sums = apply_in_backward(ReduceAddCoalesced, home, len(rows[0]), *columns)
         return inputs, list(sums)
+
+    def _refuse_batches(self) -> None:
+        if self._batched:
+            raise RuntimeError(
+                "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) cannot "
+                "have a graph in DistributedDataParallel; leave out create_graph=True, compute one "
+                "after the other (vectorize=False), or use the bare module (.module of the "
+                "wrapper) or DataParallel"
+            )
 
     def _refuse_to_leave_out_processes(self) -> None:
         if self._graphs.terms.across_processes and any(self._wanted.parameters):

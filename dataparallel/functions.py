@@ -6,13 +6,14 @@ and arguments are those of ``torch.nn.parallel._functions``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from dataparallel import comm
+from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
@@ -24,6 +25,26 @@ def apply_function(function: type[Function], *args: Any) -> Any:
     """``function.apply(*args)``, which torch leaves without types."""
     apply: Any = function.apply
     return apply(*args)
+
+
+def apply_in_backward(function: type[_WithPlainWay], *args: Any) -> Any:
+    """Apply a function to gradients; in another way where many are computed at once.
+
+    ``is_grads_batched`` and vmap hand in gradients that stand for several, for which torch's own
+    operations have rules, and functions like ours have none.
+    """
+    if any(isinstance(arg, torch.Tensor) and torch_internals.is_batched(arg) for arg in args):
+        return function.plain(*args)
+    return apply_function(function, *args)
+
+
+class _WithPlainWay(Function):
+    """A function that torch's operations can stand for, to any order too, but not coalesced."""
+
+    @staticmethod
+    def plain(*args: Any) -> Any:
+        """The same as ``apply``."""
+        raise NotImplementedError
 
 
 def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -66,7 +87,7 @@ class Identity(Function):
         return grads
 
 
-class Broadcast(Function):
+class Broadcast(_WithPlainWay):
     """Copies of several tensors on several devices; their gradients are summed over the devices.
 
     Example::
@@ -106,11 +127,18 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
-        sums = apply_function(ReduceAddCoalesced, ctx.input_device, ctx.num_inputs, *grads)
+        sums = apply_in_backward(ReduceAddCoalesced, ctx.input_device, ctx.num_inputs, *grads)
         return (None, *sums)
 
+    @staticmethod
+    def plain(
+        devices: Sequence[_devices.DeviceLike], *tensors: _MaybeTensor
+    ) -> tuple[_MaybeTensor, ...]:
+        slots = _devices.parse_devices(devices)
+        return tuple(None if t is None else t.to(slot) for slot in slots for t in tensors)
 
-class ReduceAddCoalesced(Function):
+
+class ReduceAddCoalesced(_WithPlainWay):
     """Sums of several tensors over the replicas, in replica order.
 
     Example::
@@ -158,7 +186,7 @@ class ReduceAddCoalesced(Function):
     @staticmethod
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
         distinct = list(dict.fromkeys(device for device in ctx.origins if device is not None))
-        copies = apply_function(Broadcast, distinct, *grads) if distinct else ()
+        copies = apply_in_backward(Broadcast, distinct, *grads) if distinct else ()
         result: list[_MaybeTensor] = []
         for position, origin in enumerate(ctx.origins):
             if origin is None:
@@ -168,8 +196,20 @@ class ReduceAddCoalesced(Function):
                 result.append(copies[distinct.index(origin) * ctx.num_inputs + i])
         return (None, None, *result)
 
+    @staticmethod
+    def plain(
+        destination: _devices.DeviceLike | None, num_inputs: int, *grads: _MaybeTensor
+    ) -> tuple[_MaybeTensor, ...]:
+        first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
+        target = _devices.parse_output_device(destination, first)
+        columns = [
+            [grad.to(target) for grad in grads[i::num_inputs] if grad is not None]
+            for i in range(num_inputs)
+        ]
+        return tuple(functools.reduce(torch.add, column) if column else None for column in columns)
 
-class Scatter(Function):
+
+class Scatter(_WithPlainWay):
     """Chunks of one tensor on several devices; their gradients are gathered.
 
     Example::
@@ -203,10 +243,21 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[_MaybeTensor, ...]:
-        return None, None, None, apply_function(Gather, ctx.input_device, ctx.dim, *grads)
+        return None, None, None, apply_in_backward(Gather, ctx.input_device, ctx.dim, *grads)
+
+    @staticmethod
+    def plain(
+        devices: Sequence[_devices.DeviceLike],
+        chunk_sizes: Sequence[int],
+        dim: int,
+        tensor: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        slots = _devices.parse_devices(devices)
+        chunks = tensor.split_with_sizes(list(chunk_sizes), dim)
+        return tuple(chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True))
 
 
-class Gather(Function):
+class Gather(_WithPlainWay):
     """Several tensors concatenated on one device; the gradient is scattered.
 
     Example::
@@ -236,7 +287,17 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
-        grads = apply_function(Scatter, ctx.origins, ctx.lengths, ctx.dim, grad)
+        grads = apply_in_backward(Scatter, ctx.origins, ctx.lengths, ctx.dim, grad)
         if ctx.stacked:
             grads = tuple(part[0] for part in grads)
         return (None, None, *grads)
+
+    @staticmethod
+    def plain(
+        destination: _devices.DeviceLike | None, dim: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        target = _devices.parse_output_device(destination, tensors[0].device)
+        moved = [tensor.to(target) for tensor in tensors]
+        if all(tensor.dim() == 0 for tensor in moved):
+            return torch.stack(moved)
+        return torch.cat(moved, dim)

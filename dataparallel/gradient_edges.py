@@ -31,7 +31,12 @@ from typing import Any
 
 import torch
 
-from dataparallel.functions import ReduceAddCoalesced, apply_function, behind_own_nodes
+from dataparallel.functions import (
+    ReduceAddCoalesced,
+    apply_function,
+    apply_in_backward,
+    behind_own_nodes,
+)
 from dataparallel.original_hooks import OriginalHooks
 
 #: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
@@ -126,7 +131,7 @@ class ReplicaEdges(torch.autograd.Function):
         # From replica 0 on, whatever the order of the outputs: sums are in replica order.
         start = ctx.start % len(grads)
         ordered = (*grads[start:], *grads[:start])
-        sums = apply_function(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
+        sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
         if any(total is None for total in sums):
             ctx.hooks.guard()
         return None, None, None, *sums

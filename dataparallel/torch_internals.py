@@ -307,6 +307,21 @@ innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_inte
 is_transformed: Callable[[torch.Tensor], bool] = _private(
     "torch._C._functorch.is_functorch_wrapped_tensor"
 )
+#: Whether a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``. Where these are
+#: missing, batched gradients fail in our functions, in torch's words.
+_is_batched_by_vmap: Callable[[torch.Tensor], bool] = _private(
+    "torch._C._functorch.is_batchedtensor", lambda tensor: False
+)
+_is_batched_by_autograd: Callable[[torch.Tensor], bool] = _private(
+    "torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False
+)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, which only operations with a rule for that take."""
+    return _is_batched_by_autograd(tensor) or _is_batched_by_vmap(tensor)
+
+
 #: What ``torch.jit.trace`` records into, or None.
 tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state", _nothing)
 
