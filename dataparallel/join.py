@@ -126,6 +126,7 @@ class UnevenInputs(BufferSync, Joinable):
     require_backward_grad_sync: bool
     buffer_policy: BufferPolicy
     _open: Callable[[], None]
+    _connect: Callable[[], None]
 
     def _init_sync(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
@@ -197,6 +198,7 @@ class UnevenInputs(BufferSync, Joinable):
         self._open()
         if self._processes is None or not enable:
             return contextlib.nullcontext()
+        self._connect()
         if not throw_on_early_termination:
             self._refuse_shared_statistics()
         return _LimitedJoin(self, throw_on_early_termination, divide_by_initial_world_size, step)

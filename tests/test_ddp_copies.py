@@ -239,6 +239,8 @@ def _in_groups(rank: int, world_size: int) -> dict[str, Any]:
         backward(loaded, rank)
     with pytest.raises(RuntimeError, match="does not hold the process group"):
         backward(restored(loaded), rank)
+    with pytest.raises(RuntimeError, match="or evaluate its \\.module"):
+        loaded.join()
     loaded.update_process_group(mine)
     found = {"itself": model, "deepcopy": copied, "pickle": loaded}
     # It has the processes of the default group.
@@ -310,3 +312,35 @@ def _hooked(rank: int, world_size: int) -> None:
 
 def test_a_hook_that_is_not_in_the_copy_is_told_of(cluster: Cluster) -> None:
     cluster.run(_hooked, 1, timeout=60)
+
+
+@pytest.mark.parametrize("wrap", [dp.DataParallel, dp.DistributedDataParallel])
+def test_a_shallow_copy_shares_the_module(wrap: Callable[..., Any]) -> None:
+    model = wrap(make_net().eval(), ["cpu", "cpu"])
+    backward(model, 0)
+    wanted = grads(model)
+    shallow = copy.copy(model)
+    assert shallow.module is model.module
+    for each in (shallow, model, shallow):
+        each.zero_grad()
+        backward(each, 0)
+        torch.testing.assert_close(grads(model), wanted)
+
+
+def _destroyed(rank: int, world_size: int) -> list[Tensor]:
+    group = dist.new_group([0, 1])
+    models = [
+        dp.DistributedDataParallel(make_net(), ["cpu"], process_group=g) for g in (None, group)
+    ]
+    dist.destroy_process_group()
+    loaded = [restored(model) for model in models]
+    for each in loaded:
+        backward(each, rank)
+    torch.testing.assert_close(grads(loaded[0]), grads(loaded[1]))
+    return grads(loaded[0])
+
+
+def test_wrappers_are_saved_when_the_processes_have_parted(cluster: Cluster) -> None:
+    """Without a process group each trains by itself."""
+    first, second = cluster.run(_destroyed, 2)
+    assert not torch.allclose(first[0], second[0])
