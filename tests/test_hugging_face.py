@@ -26,9 +26,11 @@ WRAPPERS: tuple[Any, ...] = (dp.DataParallel, dp.DistributedDataParallel)
 LENGTHS = (9, 2, 3, 7, 1)
 
 
-def num_next_tokens(labels: Tensor, num_items_in_batch: Any = None, **others: Any) -> Tensor | None:
+def num_next_tokens(
+    labels: Tensor | None = None, num_items_in_batch: Any = None, **others: Any
+) -> Tensor | None:
     """For models that predict the next token: the first label is nobody's."""
-    if num_items_in_batch is not None:
+    if labels is None or num_items_in_batch is not None:
         return None
     return (labels[:, 1:] != -100).sum()
 
@@ -130,6 +132,14 @@ def test_a_plain_loop(
         assert_all_close(grads_of(net), grads_of(bare))
         for optimizer in optimizers:
             optimizer.step()
+
+
+@each_wrapper
+def test_a_forward_without_labels(wrapper: Any) -> None:
+    bare, net = pair(gpt2)
+    model = wrapper(net, ["cpu", "cpu"], scalars=num_next_tokens)
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    assert_all_close([model(**inputs).logits], [bare(**inputs).logits])
 
 
 @each_model
