@@ -19,7 +19,7 @@ from dataparallel.compiled import untraced
 from dataparallel.context import refuse_transforms
 from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
 from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
-from dataparallel.engine import PerReplica, ReplicaEngine
+from dataparallel.engine import PerReplica, ReplicaEngine, guarded
 from dataparallel.joining import (
     Joining,
     ScalarsOption,
@@ -187,7 +187,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
             joining = join_scalars(self.scalars, args, keywords, sizes, weighs=weighs)
             call = self._engine.enter(args, keywords, joining.counts)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        with self._engine.finishing(replicas, sizes):
+        with self._engine.finishing(replicas, sizes), guarded(args):
             outputs = self.parallel_apply(replicas, call.args, call.kwargs)
         with self.timeline.span("gather"):
             outputs = call.leave(outputs)
@@ -241,7 +241,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
                 "with a batch dimension, or call .module, which splits nothing"
             )
         args, keywords = plan.execute(parse_devices(device_ids))
-        return PerReplica(args, sizes=plan.sizes), PerReplica(keywords, sizes=plan.sizes)
+        positional = PerReplica(args, sizes=plan.sizes, shared=plan.shared())
+        return positional, PerReplica(keywords, sizes=plan.sizes)
 
     def _plan(
         self,
@@ -385,7 +386,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
                 replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
         with self._engine.finishing(replicas, sizes):
             criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
-            with self._engine.finishing(criteria, sizes):
+            with self._engine.finishing(criteria, sizes), guarded(chunks):
                 one = LossCall(prepared, len(args), tuple(target_kwargs), self.timeline)
                 each = zip(replicas, criteria, call.args, call.kwargs, sizes, strict=True)
                 parts = self._engine.run([functools.partial(one, *entry) for entry in each])

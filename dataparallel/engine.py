@@ -18,6 +18,7 @@ from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.compiled import CompiledCalls
 from dataparallel.devices import is_accelerator
+from dataparallel.held_tensors import SharedObjects
 from dataparallel.joining import Joining
 from dataparallel.listing import listed
 from dataparallel.parallel_apply import apply_replicas
@@ -40,6 +41,7 @@ class PerReplica(list[T]):
             batch.
         joining: Where the entries are outputs, how they are put together.
         clones: Where the entries are clones, what keeps them.
+        shared: Where the entries are arguments, the objects that all replicas get.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class PerReplica(list[T]):
         sizes: tuple[int, ...] | None = None,
         joining: Joining | None = None,
         clones: ModuleClones | None = None,
+        shared: SharedObjects | None = None,
     ) -> None:
         super().__init__(entries)
+        self.shared = shared
         self.sizes = sizes
         self.joining = joining
         self.clones = clones
@@ -235,3 +239,9 @@ class ReplicaEngine:
                     return clones
         # A mean is written to the original, which must not be what a replica saved for backward.
         return ModuleClones(module, self._devices, "none" if self._policy == "mean" else "first")
+
+
+def guarded(args: Sequence[Any]) -> AbstractContextManager[None]:
+    """Within it nobody may fill what all replicas share of their arguments."""
+    shared: SharedObjects | None = getattr(args, "shared", None)
+    return contextlib.nullcontext() if shared is None else shared.guarded()

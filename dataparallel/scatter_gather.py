@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import devices as _devices
 from dataparallel.functions import Gather, ReduceAddCoalesced, apply_function, behind_own_nodes
+from dataparallel.held_tensors import held_tensors, may_hold
 from dataparallel.listing import listed
 from dataparallel.scatter_plan import (
     Replicate,
@@ -165,7 +166,8 @@ def gather(
         list with one per replica. For ``"each"`` the list of outputs.
 
     Raises:
-        TypeError: An output is a ``PackedSequence``.
+        TypeError: An output is a ``PackedSequence``, or an object of unknown type that holds
+            tensors and is not made of what iterating over it gives, as some caches are.
         ValueError: The outputs are not built alike, shapes don't concatenate, a mean of integers is
             asked for, or an option has no such value.
     """
@@ -190,7 +192,8 @@ def gather(
         raise ValueError(
             f"the outputs of the replicas cannot be put together: {listed(faults, '; ')}"
         )
-    return structure.rebuild([_gather_leaf(column, how) for column in columns])
+    pairs = zip(structure.paths("outputs"), columns, strict=True)
+    return structure.rebuild([_gather_leaf(path, column, how) for path, column in pairs])
 
 
 class _How(NamedTuple):
@@ -266,11 +269,41 @@ def _fault(path: str, column: Sequence[Any], how: _How) -> str | None:
     return None
 
 
-def _gather_leaf(column: Sequence[Any], how: _How) -> Any:
+def _gather_leaf(path: str, column: Sequence[Any], how: _How) -> Any:
     if isinstance(column[0], torch.Tensor):
         return _gather_tensors(column, how)
     first = column[0]
+    if any(leaf is not first for leaf in column) and any(
+        may_hold(leaf) and held_tensors(leaf) for leaf in column
+    ):
+        return _gather_objects(path, column, how)
     return first if all(_equal(first, leaf) for leaf in column) else list(column)
+
+
+def _gather_objects(path: str, column: Sequence[Any], how: _How) -> Any:
+    """Objects that hold tensors, made anew from what iterating over them gives, as torch does."""
+    kind = type(column[0])
+    if isinstance(column[0], (set, frozenset)):
+        raise TypeError(_unknown(path, kind))
+    try:
+        rows = [list(leaf) for leaf in column]
+        columns, structure = _columns(rows)
+        gathered = [_gather_leaf(path, inner, how) for inner in columns]
+        result = kind(structure.rebuild(gathered))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TypeError(_unknown(path, kind)) from error
+    if len(held_tensors(result)) != len(held_tensors(column[0])):
+        raise TypeError(_unknown(path, kind))
+    return result
+
+
+def _unknown(path: str, kind: type) -> str:
+    return (
+        f"{path} is a {kind.__name__}, which holds tensors and is no container that can be put "
+        f"together; return its tensors in a tuple, a dict or a dataclass, register its class with "
+        "torch.utils._pytree.register_pytree_node, or leave it out (a cache of keys and values "
+        f"with use_cache=False); {_KEEP_APART}"
+    )
 
 
 def _equal(first: Any, other: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dataparallel import devices as _devices
 from dataparallel.chunk_sizes import ChunkSizesOf, settle
 from dataparallel.functions import Broadcast, Scatter, apply_function, behind_own_nodes
+from dataparallel.held_tensors import SharedObjects, may_hold, refuse_batch
 from dataparallel.listing import listed
 from dataparallel.tree import Structure, flatten
 
@@ -42,7 +43,7 @@ class _Default:
 # What `in_dims` says where it says nothing; `None` there means "whole to each replica".
 _DEFAULT = _Default()
 
-_Action = Literal["split", "split list", "copy", "share"]
+_Action = Literal["split", "split list", "copy", "share", "unknown"]
 
 
 class _Leaf(NamedTuple):
@@ -118,6 +119,11 @@ class ScatterPlan:
             ]
             for tree in self.trees
         ]
+
+    def shared(self) -> SharedObjects | None:
+        """Objects that several replicas get though nobody has said so; None without any."""
+        objects = [(leaf.path, leaf.value) for leaf in self._leaves("unknown")]
+        return SharedObjects(objects) if objects and self.num_chunks > 1 else None
 
     def _leaves(self, action: _Action) -> list[_Leaf]:
         """Each tensor once per dim: what is one object for the caller is one in each replica."""
@@ -223,8 +229,8 @@ def plan_scatter(
         do arguments without a tensor to split.
 
     Raises:
-        TypeError: An argument cannot be split (``PackedSequence``), or ``in_dims`` is of another
-            type.
+        TypeError: An argument cannot be split (``PackedSequence``, an object of unknown type that
+            holds a batch), or ``in_dims`` is of another type.
         ValueError: Batch sizes disagree, ``dim`` is out of range, or ``chunk_sizes`` don't add up.
     """
     in_dims = {} if in_dims is None else in_dims
@@ -279,6 +285,9 @@ def plan_trees(
     sizes = settle(batch_size, num_slots, chunk_sizes)
     is_told = chunk_sizes is not None and not callable(chunk_sizes)
     total = sum(sizes) if is_told else batch_size
+    if total is not None and len(sizes) > 1:
+        for leaf in (leaf for _, leaves in trees for leaf in leaves if leaf.action == "unknown"):
+            refuse_batch(leaf.value, leaf.path, total, dim)
     return ScatterPlan(
         batch_size=total,
         dim=dim,
@@ -368,6 +377,8 @@ def _decide(value: Any, path: str, spec: Any, default_dim: int, faults: list[str
         )
     elif isinstance(value, list) and value and spec is not None:
         return _Leaf(path, value, "split list", 0)
+    elif spec is not None and may_hold(value) and not _is_empty(value):
+        return _Leaf(path, value, "unknown", 0)
     return _Leaf(path, value, "share", 0)
 
 

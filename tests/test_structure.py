@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "devices",
+            "held_tensors",
             "cache_folder",
             "checksum",
             "interpreter_end",

@@ -1,0 +1,286 @@
+"""Arguments and outputs that are no containers: shared where that is right, refused where not."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
+
+import dataparallel as dp
+from tests.cluster import Cluster
+from tests.models import assert_all_close, grads_of, twins
+
+
+class Layer:
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+
+class Cache:
+    """Keys and values of each layer, which a forward adds to, as libraries have them."""
+
+    def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self.layers = [Layer(*pair) for pair in given]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(layer.keys, layer.values) for layer in self.layers])
+
+    def add(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if number == len(self.layers):
+            self.layers.append(Layer(keys, values))
+        else:
+            layer = self.layers[number]
+            layer.keys = torch.cat([layer.keys, keys], 1)
+            layer.values = torch.cat([layer.values, values], 1)
+        return self.layers[number].keys, self.layers[number].values
+
+
+class Sealed(Cache):
+    """One that cannot be made of what iterating over it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Attention(nn.Module):
+    """Two layers that look at all that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList([nn.Linear(4, 8) for _ in range(2)])
+
+    def forward(self, x: Tensor, cache: Any = None, use_cache: bool = True, **_: Any) -> Any:
+        cache = Cache() if cache is None else cache
+        for number, projection in enumerate(self.projections):
+            keys, values = cache.add(number, *projection(x).chunk(2, dim=-1))
+            x = x + (x @ keys.transpose(1, 2)).softmax(-1) @ values
+        return {"x": x, "cache": cache} if use_cache else {"x": x}
+
+
+WRAPPERS = [dp.DataParallel, dp.DistributedDataParallel]
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def tokens(seed: int = 0, length: int = 3, size: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, length, 4, generator=generator, dtype=torch.double)
+
+
+@wrappers
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_cache_that_is_returned_is_that_of_the_batch(wrapper: Any, count: int) -> None:
+    bare, inner = twins(Attention, "cpu")
+    model = wrapper(inner, ["cpu"] * count)
+    got, expected = model(tokens()), bare(tokens())
+    assert type(got["cache"]) is Cache
+    for mine, theirs in zip(got["cache"], expected["cache"], strict=True):
+        assert_all_close(mine, theirs)
+    got["x"].pow(2).sum().backward()
+    expected["x"].pow(2).sum().backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
+def _generated(model: Any, cache: Any, steps: int = 3) -> list[Tensor]:
+    results = []
+    with torch.no_grad():
+        for step in range(steps):
+            output = model(tokens(step, 1), cache=cache)
+            cache = output["cache"]
+            results.append(output["x"])
+    return results
+
+
+@wrappers
+def test_with_one_replica_a_cache_is_the_callers(wrapper: Any) -> None:
+    bare, inner = twins(Attention, "cpu")
+    for kind in (Cache, Sealed):
+        caches = [kind(), kind()]
+        got, expected = (
+            _generated(module, cache)
+            for module, cache in zip((wrapper(inner, ["cpu"]), bare), caches, strict=True)
+        )
+        assert_all_close(got, expected)
+        assert len(caches[0].layers) == len(caches[1].layers) == 2
+
+
+@wrappers
+def test_a_cache_of_a_registered_class_is_split(wrapper: Any) -> None:
+    class Known(Cache):
+        pass
+
+    register_pytree_node(
+        Known, lambda cache: ([list(cache)], None), lambda values, _: Known(*values)
+    )
+    try:
+        bare, inner = twins(Attention, "cpu")
+        first = list(bare(tokens())["cache"])
+        model = wrapper(inner, ["cpu", "cpu"])
+        assert_all_close(_generated(model, Known(first)), _generated(bare, Known(first)))
+    finally:
+        del SUPPORTED_NODES[Known]
+
+
+class Refused:
+    """An argument that several replicas cannot have, and what the error says."""
+
+    def __init__(self, make: Callable[[Tensor], Any], match: str) -> None:
+        self.make, self.match = make, match
+
+
+def _filled(x: Tensor) -> Cache:
+    return Cache([(x, x)])
+
+
+REFUSED = {
+    "cache": Refused(_filled, r"cache'\] is a Cache, .*\(5, 1, 4\).*use_cache=False.*Replicate"),
+    "nested": Refused(
+        lambda x: types.SimpleNamespace(rows={"a": [Layer(x, x)]}),
+        r"is a SimpleNamespace, .*register_pytree_node",
+    ),
+    "empty": Refused(lambda x: Cache(), r"written tensors into kwargs\['cache'\], a Cache that"),
+    "in a list": Refused(lambda x: [_filled(x)], r"cache'\]\[0\] is a Cache"),
+}
+
+
+@wrappers
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, case: Refused) -> None:
+    bare, inner = twins(Attention, "cpu")
+    model = wrapper(inner, ["cpu", "cpu"])
+    x = tokens(0, 1)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    inner.register_forward_pre_hook(count)
+    error = RuntimeError if "written" in case.match else TypeError
+    with pytest.raises(error, match=case.match):
+        model(x, cache=case.make(x))
+    assert calls == 0 or error is RuntimeError
+    with pytest.raises(error, match=case.match):
+        criterion: Any = lambda output, y: (output["x"] - y).pow(2).sum()  # noqa: E731
+        model.loss(criterion, {"x": x, "cache": case.make(x)}, x, weight="samples")
+    assert_all_close([model(x)["x"]], [bare(x)["x"]])
+    # One replica alone gets it as the bare module would.
+    model(x[:1], cache=Cache())
+
+
+class Kept:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Vocabulary:
+    def __init__(self) -> None:
+        self.words = {f"word {i}": i for i in range(50_000)}
+        self.itself = self
+
+
+@wrappers
+def test_what_is_harmless_is_shared(wrapper: Any) -> None:
+    seen: list[Any] = []
+
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *others: Any) -> Any:
+            seen.append(others)
+            return self.linear(x), others
+
+    table = torch.randn(7, 4)
+    others = (
+        *("name", 3, 2.5, 1j, None, b"x", True, Color.RED, torch.float32, torch.device("cpu")),
+        *(torch.Size([5]), print, tokens, slice(1), object(), range(3), Cache, iter([1])),
+        *(types.SimpleNamespace(width=4), Vocabulary(), Kept(table), Kept(nn.Linear(5, 5))),
+        *(nn.Linear(5, 5), torch.Generator()),
+    )
+    model = wrapper(Sees(), ["cpu", "cpu"])
+    _, got = model(torch.randn(5, 4), *others)
+    assert len(seen) == 2
+    for row in (*seen, got):
+        assert all(mine is given for mine, given in zip(row, others, strict=True))
+
+
+@wrappers
+def test_an_object_that_is_marked_is_shared_whatever_it_holds(wrapper: Any) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, kept: Kept, found: Any) -> Tensor:
+            found.value.append(kept.value)
+            output: Tensor = self.linear(x)
+            return output
+
+    x, found = torch.randn(5, 4), Kept([])
+    wrapper(Looks(), ["cpu", "cpu"])(x, dp.Replicate(Kept(x)), dp.Replicate(found))
+    assert len(found.value) == 2 and all(value is x for value in found.value)
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "box": Kept,
+    "set": lambda x: {x, x + 1},
+    "distribution": lambda x: torch.distributions.Normal(x, 1.0),
+    "one of two": lambda x: Kept(x) if x.shape[0] == 3 else None,
+}
+
+
+@wrappers
+@pytest.mark.parametrize("make", RETURNED.values(), ids=RETURNED)
+def test_an_output_that_cannot_be_put_together_is_refused(wrapper: Any, make: Any) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, boxed: bool) -> Any:
+            return {"x": self.linear(x), "more": make(self.linear(x)) if boxed else None}
+
+    x, net = torch.randn(5, 4), Returns()
+    model = wrapper(net, ["cpu", "cpu"])
+    with pytest.raises(TypeError, match=r"outputs\['more'\] is a .*use_cache=False.*\"each\""):
+        model(x, True)
+    torch.testing.assert_close(model(x, False)["x"], net.linear(x))
+    each = wrapper(net, ["cpu", "cpu"], "each")
+    assert type(each(x, True)[0]["more"]) is type(make(x[:3]))
+    single = wrapper(net, ["cpu"])(x, True)
+    assert type(single["more"]) is type(make(x))
+
+
+def _with_processes(rank: int, world_size: int) -> None:
+    bare, inner = twins(Attention, "cpu")
+    model = dp.DistributedDataParallel(inner, ["cpu"])
+    for seed in range(2):
+        output = model(tokens(seed))
+        assert type(output["cache"]) is Cache
+        output["x"].pow(2).sum().backward()
+        bare(tokens(seed))["x"].pow(2).sum().backward()
+    assert_all_close(grads_of(inner), grads_of(bare))
+    keys, _ = next(iter(model(tokens())["cache"]))
+    with pytest.raises(RuntimeError, match="outside of the wrapper's backward"):
+        keys.sum().backward()
+    several = dp.DistributedDataParallel(twins(Attention, "cpu")[0], ["cpu", "cpu"])
+    with pytest.raises(TypeError, match="is a Cache"):
+        several(tokens(), cache=_filled(tokens()))
+    several(tokens())["x"].sum().backward()
+
+
+def test_with_processes(cluster: Cluster) -> None:
+    cluster.run(_with_processes, 2)
