@@ -366,7 +366,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
-        self._check_alone()
+        self._check_can_go_on()
         self._open()
         reduces = self._will_reduce
         if self._is_lost(reduces) or not self._reduction.engine.fits():

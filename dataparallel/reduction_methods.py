@@ -30,6 +30,8 @@ class ReductionMethods:
     _hook: ResolvedHook | None = None
     # Whether this process trains by itself on purpose.
     _is_separate = False
+    # Why the processes can never reduce together again; empty if they can.
+    _stuck = ""
     _optimizers: InBackwardOptimizers | None
     _nonfinite: NonFinitePolicy
     #: Whether this is loaded from a pickle that could not hold the process group of the wrapper.
@@ -184,6 +186,21 @@ class ReductionMethods:
         """Refuse to go on without a process group where there are several processes."""
         if self.process_group is None and not self._is_separate:
             check_alone()
+
+    def _check_can_go_on(self) -> None:
+        """Refuse a forward whose gradients could not be reduced, at once and in all processes."""
+        self._check_alone()
+        processes = self._reduction.processes
+        if processes is not None and not self._stuck:
+            self._stuck = processes.stuck
+        if self._stuck:
+            raise RuntimeError(
+                f"this wrapper cannot go on, and no process can: {self._stuck.rstrip()}\n"
+                "Since then the processes are at different collectives of the hook, whose results "
+                "would be mixed up. Start the processes again from a checkpoint; or call "
+                "torch.distributed.destroy_process_group() and dp.init_process_group() in every "
+                "process, and wrap .module again"
+            )
 
     def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Reduce over other processes from now on; every process of the new group calls it."""

@@ -136,15 +136,21 @@ def _fails_for_good(rank: int, world_size: int, times: int) -> list[str]:
             raise HookError("no")
         return allreduce_hook(None, bucket)
 
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=2.0)
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=30.0)
     model.register_comm_hook(None, hook)
     found = []
-    for step in range(3):
+    for step in range(4):
+        if step == 3:
+            # What is made anew is not forgotten.
+            model.close()
         model.zero_grad()
+        began = time.monotonic()
         try:
             model(torch.full((1, 3), 10.0**step)).sum().backward()
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
+            # Before the time limit of a collective, and of the hook.
+            assert time.monotonic() - began < 5.0
         else:
             (gradient,) = (p.grad for p in model.parameters())
             assert gradient is not None
@@ -157,7 +163,11 @@ def test_a_hook_that_fails_again_when_it_is_asked_again(cluster: Cluster) -> Non
     """Rank 0 has begun a collective, and rank 1 has none for it: nothing may be matched with it."""
     first, second = cluster.run(_fails_for_good, 2, 1, timeout=120)
     for texts in (first, second):
-        assert len(texts) == 3
+        assert len(texts) == 4
         assert all(": " in text for text in texts), "results of different steps were added"
-    assert "backward of rank 1 failed" in first[0]
-    assert "HookError: no" in second[0]
+        for text in texts[1:]:
+            assert text.startswith("RuntimeError: this wrapper cannot go on, and no process can: ")
+            assert "rank 1" in text and "failed twice for bucket 0" in text
+            assert "Start the processes again from a checkpoint; or call torch.dist" in text
+    assert "CollectiveError" in first[0] and "rank 1" in first[0]
+    assert "HookError: no" in first[0] and "HookError: no" in second[0]

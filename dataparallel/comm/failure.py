@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 #: ``raised``: it said so itself. ``ended``: it is no longer there. ``cut off``: this process
-#: itself cannot reach the others.
-FailureKind = Literal["raised", "ended", "cut off"]
+#: itself cannot reach the others. ``stuck``: as raised, and new links do not help.
+FailureKind = Literal["raised", "ended", "cut off", "stuck"]
+#: What a process says itself.
+SAID: tuple[FailureKind, ...] = ("raised", "stuck")
 
 # A traceback travels through a store that is not made for long texts.
 _LONGEST = 8000
@@ -40,7 +42,7 @@ class Failure:
         if self.kind == "cut off":
             return f"rank {self.rank} ({self._place()}) is cut off from the others: {self.message}"
         doing = f", last seen in {self.doing}" if self.doing else ""
-        if self.kind == "raised":
+        if self.kind in SAID:
             doing = f" in {self.doing}" if self.doing else ""
             text = f"rank {self.rank} ({self._place()}) failed{doing}: {self.message}"
             return f"{text}\nTraceback of rank {self.rank}:\n{self.traceback.rstrip()}\n"

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from dataparallel import torch_internals
 from dataparallel.comm.awake_clock import AwakeClock
-from dataparallel.comm.failure import Failure, cut_off, describe_error
+from dataparallel.comm.failure import Failure, FailureKind, cut_off, describe_error
 from dataparallel.comm.group_threads import GroupThreads
 from dataparallel.comm.listener import Listener
 from dataparallel.comm.peer import Peer, Told
@@ -154,7 +154,14 @@ class FailureChannel:
         """This process."""
         return self._identity
 
-    def tell(self, error: BaseException | Failure, doing: str = "", *, ends: bool = True) -> None:
+    def tell(
+        self,
+        error: BaseException | Failure,
+        doing: str = "",
+        *,
+        ends: bool = True,
+        kind: FailureKind = "raised",
+    ) -> None:
         """Tell the others that this process has failed. Returns within seconds in any case.
 
         Args:
@@ -163,6 +170,7 @@ class FailureChannel:
             doing: What it was raised in.
             ends: Whether whoever waits for this process is to give up. False: only who asks
                 :meth:`told` gets to know.
+            kind: What an exception comes to.
         """
         if not isinstance(error, Failure) and ends:
             # It may come by again, on its way out of the program; after a meeting it is a new one.
@@ -170,7 +178,7 @@ class FailureChannel:
             if told_by.get(self.name) == self.meetings:
                 return
             told_by[self.name] = self.meetings
-        failure = error if isinstance(error, Failure) else self._failure_here(error, doing)
+        failure = error if isinstance(error, Failure) else self._failure_here(error, doing, kind)
         with self._changed:
             self._number += ends
             self._count += 1
@@ -197,10 +205,10 @@ class FailureChannel:
         if failure not in (*told, mine):
             self.tell(failure)
 
-    def _failure_here(self, error: BaseException, doing: str) -> Failure:
+    def _failure_here(self, error: BaseException, doing: str, kind: FailureKind) -> Failure:
         message, trace = describe_error(error)
         host, pid = self._identity.host, self._identity.pid
-        return Failure(self._ranks[self._rank], host, pid, "raised", doing, message, trace)
+        return Failure(self._ranks[self._rank], host, pid, kind, doing, message, trace)
 
     # --- what is known of the others -------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from dataparallel import devices as _devices
 from dataparallel import interpreter_end
 from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
-from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure import SAID, Failure
 from dataparallel.comm.late_failures import late_failures
 from dataparallel.comm.process_errors import (
     CollectiveError,
@@ -317,6 +317,11 @@ class Launcher:
         """What is known of a process of the link that has failed; None if none has."""
         return None if self._cause is None else str(self._cause)
 
+    @property
+    def failure(self) -> Failure | None:
+        """The failure of a process of the link, if one is known."""
+        return self._cause
+
     def place(self) -> str | None:
         """None: the wait itself says where it is."""
         return None
@@ -359,7 +364,7 @@ class Launcher:
     def _given_up(self, place: Place, seconds: float, cause: Failure) -> CollectiveError:
         error = given_up(place, self._name, self._ranks, self._rank, cause, seconds)
         self.broken, self._cause = str(error), cause
-        if cause.kind != "raised":
+        if cause.kind not in SAID:
             # Others may not see it, as those on another machine, or as long as this one is cut off.
             self._reports.channel.tell(cause)
         return error

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dataparallel.comm import json_texts
 from dataparallel.comm.checks import CheckMode, CollectiveChecks
-from dataparallel.comm.failure import Failure
+from dataparallel.comm.failure import Failure, FailureKind
 from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.launcher import Launcher, Pending
 from dataparallel.comm.listener import Listener
@@ -170,7 +170,19 @@ class ProcessLink:
 
     # --- failures --------------------------------------------------------------------------------
 
-    def tell(self, error: BaseException, doing: str, *, ends: bool = True) -> None:
+    @property
+    def failure(self) -> Failure | None:
+        """What is known of a process of the link that has failed; None if nothing is."""
+        return self._launcher.failure
+
+    def tell(
+        self,
+        error: BaseException,
+        doing: str,
+        *,
+        ends: bool = True,
+        kind: FailureKind = "raised",
+    ) -> None:
         """Tell the other processes that this one has failed; see Note [Signs of life].
 
         Args:
@@ -179,9 +191,10 @@ class ProcessLink:
             ends: Whether whoever waits for this process is released, with an error that carries
                 this one; all links of the group are broken then. False: the others only get to know
                 it if they ask :meth:`told`.
+            kind: What the error comes to; ``"stuck"`` where new links do not help.
         """
         if self.world_size > 1:
-            self._channel.tell(error, doing, ends=ends)
+            self._channel.tell(error, doing, ends=ends, kind=kind)
 
     def told(self, rank: int) -> Failure | None:
         """What a process of the link told last, or None; at most some seconds old."""

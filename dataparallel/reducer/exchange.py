@@ -50,8 +50,12 @@ class Sender(Protocol):
     def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
         """Begin to reduce a bucket."""
 
-    def break_off(self, bucket: int, error: Exception) -> None:
-        """Send nothing any more: a bucket for which others wait could not be sent."""
+    def break_off(self, bucket: int, error: Exception) -> str | None:
+        """Send nothing any more: a bucket for which others wait could not be sent.
+
+        Returns:
+            Why new links would not help; None if they would.
+        """
 
 
 class _NotSent:
@@ -101,8 +105,9 @@ class AllReduce:
         pending = self._link.all_reduce(storage.flat, what=self._describe[bucket])
         return _Summed(pending, storage.flat)
 
-    def break_off(self, bucket: int, error: Exception) -> None:
+    def break_off(self, bucket: int, error: Exception) -> str | None:
         """Nothing: a link remembers by itself."""
+        return None
 
 
 class _Gathered:
@@ -134,8 +139,9 @@ class OrderedSum:
         """Note a bucket; it is gathered when it is waited for."""
         return _Gathered(self._link, storage.flat, self._describe[bucket])
 
-    def break_off(self, bucket: int, error: Exception) -> None:
+    def break_off(self, bucket: int, error: Exception) -> str | None:
         """Nothing: a link remembers by itself."""
+        return None
 
 
 class Exchange:
@@ -151,6 +157,7 @@ class Exchange:
         statistics: Where it is noted when buckets are sent and received.
         failed: Tells the others why the round has failed. Default: nobody does.
         interrupted: Called where nobody waits for the end of the round; see Note [An interrupt].
+        get_stuck: Called with the reason where no round after this one can be reduced.
     """
 
     def __init__(
@@ -164,10 +171,13 @@ class Exchange:
         statistics: ReducerStatistics,
         failed: FailedRounds | None = None,
         interrupted: Callable[[BaseException], object] = lambda error: None,
+        get_stuck: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._storages = storages
         self.failed = failed
         self._interrupted = interrupted
+        self._get_stuck = get_stuck
+        self._is_stuck = False
         self._describe = describe
         self._sender = sender
         self._link = link
@@ -224,7 +234,10 @@ class Exchange:
             if not self._gives_up:
                 raise
             # The others are told of the failure, but their collectives are others than ours now.
-            self._sender.break_off(bucket, error)
+            reason = self._sender.break_off(bucket, error)
+            if reason is not None and not self._is_stuck:
+                self._is_stuck = True
+                self._get_stuck(reason)
             return _NotSent(error)
 
     def _send(self, bucket: int) -> Sent:
@@ -264,7 +277,11 @@ class Exchange:
             self.failed.tell(error)
         try:
             for number, like in enumerate(likes):
+                if self._nobody_waits():
+                    return
                 self.submit_nothing(number, like)
+            if self._nobody_waits():
+                return
             pending = self.conclude(unused=0, late=0, failed=True)
             for number in range(len(likes)):
                 self.wait(number)
@@ -272,6 +289,10 @@ class Exchange:
         except Exception as failure:
             # The error to report is the first one; the links remember that they are broken.
             add_note(error, f"and the other processes could not be told: {failure}")
+
+    def _nobody_waits(self) -> bool:
+        """Whether all know of a failure, so that a hook need not be asked for what is left."""
+        return self._may_fail_alone and self._control.failure is not None
 
     def abandon(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
         """End a round that has failed: :meth:`give_up` unless that is too late, then settle.

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import inspect
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class ResolvedHook(NamedTuple):
         parameters: Sequence[Sequence[torch.Tensor]],
         names: Sequence[Sequence[str]],
         timeout: float,
+        failed: Callable[[], object] = lambda: None,
     ) -> HookSender:
         """What reduces the buckets of one round through the hook.
 
@@ -76,10 +77,11 @@ class ResolvedHook(NamedTuple):
             parameters: Per bucket, its parameters: the originals.
             names: Per bucket, their names.
             timeout: Seconds to wait for the hook, at most.
+            failed: Tells which process has failed. Default: none has.
         """
         from dataparallel.reducer.pending_hook import HookSender
 
-        return HookSender(self, parameters, names, timeout)
+        return HookSender(self, parameters, names, timeout, failed)
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:

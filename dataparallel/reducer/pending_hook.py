@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dataparallel import torch_internals
+from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.error_location import locate
 from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.grad_bucket import GradBucket
 from dataparallel.reducer.hooks import ResolvedHook
 from dataparallel.reducer.storage import BucketStorage
 
+# Seconds between two looks at the other processes.
+_SLICE = 0.1
 
-def run_hook(hook: ResolvedHook, bucket: GradBucket) -> PendingHook:
+
+def run_hook(
+    hook: ResolvedHook, bucket: GradBucket, failed: Callable[[], object] = lambda: None
+) -> PendingHook:
     """Call a hook for a bucket; what it launches goes on when this returns.
 
     Example::
@@ -31,6 +38,7 @@ def run_hook(hook: ResolvedHook, bucket: GradBucket) -> PendingHook:
     Args:
         hook: A hook that was accepted.
         bucket: A bucket that no hook has had: the hook may put another buffer into it.
+        failed: Tells which process has failed, so that nobody waits for it. Default: none has.
 
     Returns:
         What the hook has begun.
@@ -51,7 +59,7 @@ def run_hook(hook: ResolvedHook, bucket: GradBucket) -> PendingHook:
             f"{_remedy(future)}"
         )
     returned = typing.cast("torch.futures.Future[Any]", future)
-    return PendingHook(hook.name, bucket, returned, original, wanted)
+    return PendingHook(hook.name, bucket, returned, original, wanted, failed)
 
 
 class _Content(NamedTuple):
@@ -81,12 +89,14 @@ class PendingHook:
         future: torch.futures.Future[Any],
         original: torch.Tensor,
         wanted: _Content,
+        failed: Callable[[], object],
     ) -> None:
         self._name = name
         self._bucket = bucket
         self._future = future
         self._original = original
         self._wanted = wanted
+        self._failed = failed
         self._over = threading.Event()
         # A future's own wait has no timeout.
         future.add_done_callback(functools.partial(_set, self._over))
@@ -127,8 +137,18 @@ class PendingHook:
 
         Raises:
             TimeoutError: The future was not completed in time.
+            CollectiveError: Another process has failed.
         """
-        if not self._over.wait(timeout):
+        deadline = time.monotonic() + timeout
+        while not self._over.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
+            failure = self._failed()
+            if failure is not None:
+                raise CollectiveError(
+                    f"the communication hook {self._name} was not waited for any more, for "
+                    f"{_label(self._bucket)}{_rank()}: {failure}"
+                )
+            if time.monotonic() < deadline:
+                continue
             raise TimeoutError(
                 f"the communication hook {self._name} did not finish {_label(self._bucket)} "
                 f"within {timeout:g} s{_rank()}, for which {what} waits: nobody has completed its "
@@ -212,6 +232,7 @@ class HookSender:
         parameters: Per bucket, its parameters: the originals.
         names: Per bucket, their names.
         timeout: Seconds to wait for the hook, at most.
+        failed: Tells which process has failed. Default: none has.
     """
 
     def __init__(
@@ -220,8 +241,10 @@ class HookSender:
         parameters: Sequence[Sequence[torch.Tensor]],
         names: Sequence[Sequence[str]],
         timeout: float,
+        failed: Callable[[], object] = lambda: None,
     ) -> None:
         self._hook = hook
+        self._failed = failed
         self._parameters = parameters
         self._names = names
         self._timeout = timeout
@@ -233,12 +256,14 @@ class HookSender:
         """That of the hook."""
         return self._hook.name
 
-    def break_off(self, bucket: int, error: Exception) -> None:
+    def break_off(self, bucket: int, error: Exception) -> str | None:
         """Send nothing any more: a bucket for which others wait could not be sent."""
-        self._broken = (
-            f"the communication hook failed twice for bucket {bucket}, for which the other "
-            f"processes may wait ({type(error).__name__}: {str(error).splitlines()[0]})"
+        self._broken = self._broken or (
+            f"the communication hook {self.name} failed twice for bucket {bucket}, for which the "
+            f"other processes have begun collectives ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]})"
         )
+        return self._broken
 
     def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> _Sent:
         """Call the hook for a bucket.
@@ -249,10 +274,7 @@ class HookSender:
             is_last: Whether no bucket comes after it in this round.
         """
         if self._broken is not None:
-            raise RuntimeError(
-                f"{self._broken}; since then the processes are at different collectives, whose "
-                "results would be mixed up: start the processes again"
-            )
+            raise RuntimeError(self._broken)
         previous, self._previous = self._previous, None
         if bucket and previous is not None:
             # See Note [Hooks that launch from callbacks]. If it has failed, this is told later: the
@@ -266,7 +288,7 @@ class HookSender:
             self._names[bucket],
             is_last=is_last,
         )
-        sent = _Sent(run_hook(self._hook, given), self._timeout)
+        sent = _Sent(run_hook(self._hook, given, self._failed), self._timeout)
         if self._hook.one_bucket_at_a_time and not is_last:
             self._previous = sent
         return sent

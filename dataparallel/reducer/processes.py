@@ -126,6 +126,7 @@ class ReducerProcesses:
             statistics,
             self._failed,
             self.interrupted,
+            self.get_stuck,
         )
 
     def _begin_step(
@@ -220,6 +221,20 @@ class ReducerProcesses:
         """Tell the other processes that this one has failed, if they can wait for it."""
         if self._links is not None:
             self._links[1].tell(error, doing)
+
+    def get_stuck(self, reason: str) -> None:
+        """No step can be reduced any more, with whatever links; the others get to know.
+
+        Args:
+            reason: Why.
+        """
+        self.control.tell(RuntimeError(reason), "backward", kind="stuck")
+
+    @property
+    def stuck(self) -> str:
+        """Why no step can be reduced any more; empty if one can."""
+        failures = (self.buckets.failure, self.control.failure)
+        return next((str(f) for f in failures if f is not None and f.kind == "stuck"), "")
 
     def close(self) -> None:
         """Give the groups back."""

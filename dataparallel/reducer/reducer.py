@@ -100,6 +100,9 @@ class Reducer:
             processes is found out when these are connected.
     """
 
+    #: Why the last round that failed did, for logging data; empty if none has.
+    last_error = ""
+
     def __init__(
         self,
         originals: Sequence[nn.Parameter],
@@ -146,8 +149,6 @@ class Reducer:
         self.num_rounds = 0
         #: Rounds with other processes that have ended, well or not.
         self.num_ended = 0
-        #: Why the last round that failed did, for logging data; empty if none has.
-        self.last_error = ""
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
         places = [leaf[0].device for leaf in self._leaves]
@@ -317,12 +318,14 @@ class Reducer:
 
     def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
         members = (self.buckets.arranged(self._originals), self.buckets.arranged(self.names))
+        control = processes.control
         return processes.exchange(
             self.buckets.storages,
             self.buckets.describe,
             self.options.average,
             weight=weight,
-            sender=self.hook and self.hook.sender(*members, processes.timeout),
+            sender=self.hook
+            and self.hook.sender(*members, control.timeout, lambda: control.failure),
             statistics=self.statistics,
             deterministic=self.options.deterministic,
         )
