@@ -122,6 +122,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     _outside_no_sync: bool | None = None
     #: Made at the first use; a copy has none before.
     _built: Reduction | None = None
+    # What tells how many processes take part in this forward; None outside of join().
+    _count_active: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -292,7 +294,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
                 with self._around_forward():
                     return call()
             except OtherParameters:
-                self._rebuild(weight)
+                self._follow_parameters(self._count_active, weight)
             with self._around_forward():
                 return call()
 
@@ -364,18 +366,27 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             )
         self._reduction.connect()
 
+    def _follow_parameters(self, count: Callable[[], int] | None, weight: float | None) -> None:
+        """Make everything anew for other parameters; those that have joined hear of an error."""
+        with self._reduction.telling("forward", reduces=True):
+            self._refuse_while_joined(count)
+        self._rebuild(weight)
+
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
         self._check_can_go_on()
         self._open()
         reduces = self._will_reduce
-        if self._is_lost(reduces) or not self._reduction.engine.fits():
+        if self._is_lost(reduces):
             self._rebuild(self._reduction.engine.weight)
+        elif not self._reduction.engine.fits():
+            weight = self._reduction.engine.weight
+            self._follow_parameters(self._notify_join_context(), weight)
         if self._needs_others(reduces):
             self._connect()
         if reduces:
             self.reducer.statistics.forward_begin()
-        self._notify_join_context()
+        self._count_active = self._notify_join_context()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         self._check_global_requires_backward_grad_sync(is_joined_rank=False)

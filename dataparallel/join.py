@@ -231,11 +231,15 @@ class UnevenInputs(BufferSync, Joinable):
 
     # --- in a process that has inputs ----------------------------------------------------------
 
-    def _notify_join_context(self) -> None:
-        """Let those that have joined know that a forward begins here; a collective call."""
+    def _notify_join_context(self) -> Callable[[], int] | None:
+        """Let those that have joined know that a forward begins here; a collective call.
+
+        Returns:
+            What tells how many processes have not joined; None outside of the block.
+        """
         config = self._join_config
         if not config.enable:
-            return
+            return None
         processes = self._processes
         count: Callable[[], int] | None = None
         if not self._join_is_limited or processes is None:
@@ -258,6 +262,25 @@ class UnevenInputs(BufferSync, Joinable):
             count = functools.partial(_first_of, counts, pending)
         if processes is not None:
             processes.num_active = None if self._divide_by_initial_world_size else count
+        return count
+
+    def _refuse_while_joined(self, count: Callable[[], int] | None) -> None:
+        """Refuse to make everything anew for other parameters where a process has joined.
+
+        Args:
+            count: What :meth:`_notify_join_context` has returned in this forward.
+        """
+        processes = self._processes
+        if count is None or processes is None:
+            return
+        joined = processes.world_size - count()
+        if joined:
+            raise RuntimeError(
+                "parameters of the module were replaced, or have another shape, dtype or device, "
+                f"while {joined} of {processes.world_size} processes have joined: those cannot do "
+                "the same. Replace parameters before the block of join(), or after it in all "
+                "processes; p.data.copy_(...) changes values at any time"
+            )
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether gradients of this forward will be reduced; a collective call.

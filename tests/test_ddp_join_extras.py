@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -213,6 +214,64 @@ def test_failure_of_a_backward_reaches_those_that_have_joined(cluster: Cluster) 
 
 
 # --- the states of optimizers ----------------------------------------------------------------
+
+
+def _replaced_late(rank: int, world_size: int, how: str, generic: bool) -> list[str]:
+    """Rank 1 replaces a parameter when rank 0 has joined; then all train on."""
+    net = nn.Linear(2, 1, bias=False)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], timeout=30.0)
+    context: Any = Join([model]) if generic else model.join()
+    began, said = time.monotonic(), ""
+    try:
+        with context:
+            for step in range(1 + 2 * rank):
+                if step == 1:
+                    new = nn.Parameter(torch.ones(1, 2, dtype=torch.float32))
+                    if how == "other object":
+                        net.weight = new
+                    else:
+                        net.weight.data = new.data.double()
+                model(torch.ones(2, 2, dtype=net.weight.dtype)).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    assert time.monotonic() - began < 10.0, "it waited for the time limit"
+    # What is replaced in all processes is trained.
+    net.weight = nn.Parameter(torch.full((1, 2), 2.0))
+    model(torch.full((2, 2), rank + 1.0)).sum().backward()
+    assert net.weight.grad is not None
+    found = [said, str(net.weight.grad.tolist())]
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize("how", ["other object", "other dtype"])
+def test_parameters_replaced_while_another_process_has_joined(
+    cluster: Cluster, how: str, generic: bool
+) -> None:
+    for said, gradient in cluster.run(_replaced_late, 2, how, generic):
+        assert "while 1 of 2 processes have joined" in said
+        assert "p.data.copy_(...) changes values at any time" in said
+        assert gradient == "[[3.0, 3.0]]"
+
+
+def _replaced_by_all(rank: int, world_size: int) -> float:
+    """Every process replaces a parameter in the block, before any has joined."""
+    net = nn.Linear(2, 1, bias=False)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], timeout=30.0)
+    with model.join():
+        for step in range(2 + rank):
+            if step == 1:
+                net.weight = nn.Parameter(torch.ones(1, 2))
+            model(torch.ones(2, 2)).sum().backward()
+    assert net.weight.grad is not None
+    gradient = net.weight.grad[0, 0].item()
+    model.close()
+    return gradient
+
+
+def test_parameters_replaced_by_all_processes_within_the_block(cluster: Cluster) -> None:
+    assert cluster.run(_replaced_by_all, 2) == [2.0, 3.0]
 
 
 def _epochs(rank: int, world_size: int, kind: str, generic: bool, view: bool) -> list[Tensor]:
