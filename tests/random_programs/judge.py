@@ -31,7 +31,10 @@ MEANINGS: dict[Verdict, str] = {
 ORDER = list(MEANINGS)
 
 #: What the wrapper may refuse although torch's does it: parts of the messages.
-REFUSALS = ("would not be reduced over the processes",)
+REFUSALS = (
+    "would not be reduced over the processes",
+    "torch.utils.checkpoint is incompatible with .grad\\(\\) or passing",
+)
 
 #: Whole numbers up to here are added and multiplied without rounding, with room for what cancels.
 EXACT_UP_TO = 2.0**44
