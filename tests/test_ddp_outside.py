@@ -162,7 +162,13 @@ def gradients_of(wrap: Callable[[nn.Module], nn.Module], loss: Loss, rank: int) 
         found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         # Twice they stay and are zeros.
         net.zero_grad(set_to_none=step < 2)
+    _close(model)
     return found
+
+
+def _close(model: nn.Module) -> None:
+    if isinstance(model, dp.DistributedDataParallel):
+        model.close()
 
 
 def _ours(net: nn.Module, replicas: int, options: dict[str, Any]) -> nn.Module:
@@ -226,6 +232,7 @@ def _hooked(wrap: Callable[[nn.Module], Any], loss: Loss, rank: int) -> list[Any
             model.average()
         found += [dict(calls), *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
         net.zero_grad(set_to_none=step < 1)
+    _close(model)
     return found
 
 

@@ -73,7 +73,8 @@ class Averaged(nn.Module):
 
     After each backward through an output whose forward was not in `no_sync`, the gradients that any
     rank has changed since the last such backward become the means over the ranks; but nothing does
-    after a backward that changes no gradient in any rank.
+    after a backward that changes no gradient in any rank. Hooks after accumulation run in all ranks
+    for a parameter that any rank has used.
 
     Args:
         module: What is trained.
@@ -143,6 +144,11 @@ class Averaged(nn.Module):
                     parameter.grad = total
                 else:
                     parameter.grad.copy_(total)
+        for parameter, here, there in zip(self._trained, counts[0], anywhere[0], strict=True):
+            if there and not here:
+                # It has a gradient now, of which the engine has not told.
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter)
         self._reduced = self._states()
 
     def _states(self) -> list[tuple[Tensor | None, int]]:
