@@ -428,7 +428,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        for name in ("_built", "_buffer_futures", "_buffer_broadcast", "device_mesh", "_forwards"):
+        own = ("_built", "_buffer_futures", "_buffer_broadcast", "_forwards", "_count_active")
+        for name in (*own, "device_mesh"):
             state.pop(name, None)
         for name in ("modules_buffers", "named_module_buffers", *self._OF_JOIN):
             del state[name]

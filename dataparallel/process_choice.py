@@ -59,7 +59,8 @@ def chosen_group(
             member of the group.
         RuntimeError: There is no group, but there are several processes.
     """
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    no_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is no_member:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group that was passed; make "
             "the wrapper in the processes of the group only"

@@ -229,13 +229,11 @@ def test_what_no_sync_leaves(cluster: Cluster, view: bool) -> None:
 def _outside(rank: int, world_size: int, view: bool) -> None:
     net = nn.Linear(3, 1)
     model = DistributedDataParallel(net, ["cpu"], nonfinite="raise", gradient_as_bucket_view=view)
-    # It has nothing to say about what was accumulated.
-    net.weight.register_hook(torch.nan_to_num)
     x = torch.ones(2, 3)
     for _ in range(2):
         with model.no_sync():
             (model(x).sum() + net.weight.sum() * (NAN if rank else 1.0)).backward()
-        text = r"on rank 1 of 2, what .grad held from under no_sync\(\): weight \(NaN\)\. No"
+        text = r"on rank 1 of 2, what .grad held from under no_sync\(\): weight \(NaN\)"
         with pytest.raises(NonFiniteGradients, match=text):
             model(x).sum().backward()
         assert net.weight.grad is None

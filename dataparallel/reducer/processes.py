@@ -233,7 +233,7 @@ class ReducerProcesses:
     @property
     def stuck(self) -> str:
         """Why no step can be reduced any more; empty if one can."""
-        failures = (self.buckets.failure, self.control.failure)
+        failures = [link.failure for link in self._links or ()]
         return next((str(f) for f in failures if f is not None and f.kind == "stuck"), "")
 
     def close(self) -> None:

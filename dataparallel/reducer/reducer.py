@@ -123,13 +123,9 @@ class Reducer:
         self._expect_sparse = tuple(expect_sparse) or (False,) * len(self._originals)
         verify_replicas(self._leaves, self.names, [self._expect_sparse] * len(self._leaves))
         if processes is not None:
-            processes.verify = functools.partial(
-                verify_across_processes,
-                self._originals,
-                self.names,
-                expect_sparse=self._expect_sparse,
-                nonfinite=nonfinite.action,
-            )
+            sparse, action = self._expect_sparse, nonfinite.action
+            verify = functools.partial(verify_across_processes, self._originals, self.names)
+            processes.verify = functools.partial(verify, expect_sparse=sparse, nonfinite=action)
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._accumulated = self.accumulations.of(IN_GRAD)
         self._hooks = LeafHooks(self)
