@@ -14,7 +14,7 @@ one of its own, and runs as if outside of the pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -66,6 +66,10 @@ class GradientHome:
     def settle(self) -> None:
         """Note that a round has ended well."""
 
+    def lent(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
+        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
+        return contextlib.nullcontext()
+
     def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
         """Let no gradient that is elsewhere be in memory that a round writes to.
 
@@ -115,6 +119,16 @@ class ContextHome(GradientHome):
     def settle(self) -> None:
         """Note that a round has ended well."""
         self._before.clear()
+
+    @contextlib.contextmanager
+    def lent(self, parameter: torch.Tensor) -> Iterator[None]:
+        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
+        own, parameter.grad = parameter.grad, self._context.gradient(parameter)
+        try:
+            yield
+            self._context.set_gradient(parameter, parameter.grad)
+        finally:
+            parameter.grad = own
 
     def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
         """Give ``.grad`` memory of its own where it is a part of a bucket."""

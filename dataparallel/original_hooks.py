@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from dataparallel import torch_internals
+from dataparallel.gradient_home import GradientHome
 
 
 class _State:
@@ -152,18 +153,20 @@ class OriginalHooks:
         for state in self._states.values():
             state.waits = waits
 
-    def delivered(self, indices: Collection[int]) -> None:
+    def delivered(self, indices: Collection[int], home: GradientHome) -> None:
         """Run the hooks that run after accumulation; the engine has nothing to do with it.
 
         Args:
-            indices: The parameters whose ``.grad`` has got something.
+            indices: The parameters whose gradient has got something.
+            home: Where the gradients are.
         """
         for index in sorted(self._states.keys() & indices):
             original = self._originals[index]
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
                 if isinstance(hook, _AccumulatedHook):
-                    hook.hook(original)
+                    with home.lent(original):
+                        hook.hook(original)
 
     def published(self, indices: Collection[int]) -> None:
         """End a round; the engine passes over what the reducer has done.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from dataparallel.gradient_home import GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.local_sum import MaybeTensor
@@ -44,6 +45,11 @@ class Delivery:
         self.in_place: set[int] = set()
         #: Parameters that got no gradient in this round, in any process.
         self.without_gradient: set[int] = set()
+
+    @property
+    def home(self) -> GradientHome:
+        """Where the gradients are."""
+        return self._accumulated.home
 
     def keep(
         self,

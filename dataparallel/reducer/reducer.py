@@ -466,7 +466,8 @@ class Reducer:
         self._entrances.end()
         self._after_all()
         with torch.enable_grad():
-            self._user_hooks.delivered(delivery.in_place - delivery.without_gradient)
+            came = delivery.in_place - delivery.without_gradient
+            self._user_hooks.delivered(came, delivery.home)
 
     def _lost(self, round_: weakref.ref[Round]) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
