@@ -35,7 +35,7 @@ class _State:
     arrives = False
     #: Whether these wait for the end of the round.
     waits = False
-    #: What a hook has raised.
+    #: What a hook has raised meanwhile.
     failure: BaseException | None = None
 
 
@@ -64,7 +64,8 @@ class _GradientHook:
         try:
             return self.hook(grad)
         except BaseException as error:
-            self.state.failure = error
+            if self.state.waits:
+                self.state.failure = error
             raise
 
 
@@ -113,7 +114,6 @@ class OriginalHooks:
             register: Any = original.register_hook
             register(recorders[0])
         state = self._states[index] = recorders[0].state
-        state.failure = None
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):
                 before[key] = _GradientHook(hook, state)
@@ -151,7 +151,8 @@ class OriginalHooks:
     def wait(self, waits: bool) -> None:
         """Whether hooks that run after accumulation are left to :meth:`delivered`."""
         for state in self._states.values():
-            state.waits = waits
+            # An error leads to all that it went through, and that to this hook.
+            state.waits, state.failure = waits, None
 
     def delivered(self, indices: Collection[int], home: GradientHome) -> None:
         """Run the hooks that run after accumulation; the engine has nothing to do with it.

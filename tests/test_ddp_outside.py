@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -326,3 +328,20 @@ def _fails_after_the_cut(rank: int, world_size: int, view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True])
 def test_an_error_outside_is_told_and_nothing_is_lost(cluster: Cluster, view: bool) -> None:
     cluster.run(_fails_after_the_cut, 2, view)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_after_a_hook_that_raised_nothing_keeps_the_module(view: bool) -> None:
+    def refuse(grad: Tensor) -> Tensor:
+        raise ValueError("a hook says no")
+
+    net = Net()
+    net.first.weight.register_hook(refuse)
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2, gradient_as_bucket_view=view)
+    with pytest.raises(ValueError, match="a hook says no"):
+        model(batch(0, 0)).sum().backward()
+    model.close()
+    left = weakref.ref(net)
+    del model, net
+    gc.collect()
+    assert left() is None

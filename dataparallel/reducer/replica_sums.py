@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dataparallel.comm.sums import add_columns
 from dataparallel.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
@@ -87,7 +88,19 @@ class ReplicaSums:
     def _with_unreduced(self, bucket: Sequence[int], sums: list[MaybeTensor]) -> list[MaybeTensor]:
         """The sums and what the gradients from before the round add to them."""
         before = [self.accumulated.unreduced(index) for index in bucket]
-        return [add(first, second) for first, second in zip(before, sums, strict=True)]
+        total = list(sums)
+        columns: dict[int, list[torch.Tensor]] = {}
+        for position, (held, grad) in enumerate(zip(before, sums, strict=True)):
+            if held is None or grad is None or not _are_alike(held, grad):
+                total[position] = add(held, grad)
+            else:
+                columns[position] = [grad, held]
+        # What a hook has returned may be the user's own tensor.
+        in_place = not self.user_hooks.with_gradient_hooks
+        added = add_columns(list(columns.values()), in_place=in_place)
+        for position, grad in zip(columns, added, strict=True):
+            total[position] = grad
+        return total
 
     def late(self, round_: Round) -> dict[int, torch.Tensor]:
         """The sums of what came after its bucket was taken, by the index of the parameter."""
@@ -119,3 +132,9 @@ class ReplicaSums:
         for index, grad in zip(bucket, sums, strict=True):
             if grad is not None and index in self.user_hooks.with_gradient_hooks:
                 self.guard.look_after_hook(index, grad)
+
+
+def _are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two gradients may be added up together with those of other parameters."""
+    dense = first.layout == second.layout == torch.strided
+    return dense and first.dtype == second.dtype and first.device == second.device
