@@ -133,7 +133,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | Literal[False] | None = None,
+        process_group: dist.ProcessGroup | Literal[False, -100] | None = None,
         bucket_cap_mb: float | Sequence[float] | None = None,
         find_unused_parameters: bool | None = None,
         check_reduction: bool = False,

@@ -46,7 +46,7 @@ def check_alone() -> None:
 
 
 def chosen_group(
-    group: dist.ProcessGroup | Literal[False] | None, mesh: Any
+    group: dist.ProcessGroup | Literal[False, -100] | None, mesh: Any
 ) -> dist.ProcessGroup | None:
     """The group that was passed, that of a mesh of one dimension, or the default one.
 
