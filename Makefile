@@ -19,22 +19,19 @@ DEVICES ?=
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
 export OMP_WAIT_POLICY ?= passive
 
-SOURCES := dataparallel kernels tools tests examples
+SOURCES := dataparallel kernels tools tests examples docs/_site
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-chars test versions gpu soak check format build registers clean
+.PHONY: help train test versions gpu soak check docs format build registers clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 train: $(RUN_STAMP) ## train on handwritten digits, on all accelerators or else two CPU replicas
 	@$(VENV)/bin/python examples/train_digits.py $(ARGS)
-
-train-chars: $(RUN_STAMP) ## train a character-level transformer on Python's own source text
-	@$(VENV)/bin/python examples/train_chars.py $(ARGS)
 
 test: $(DEV_STAMP) ## run the tests
 	@$(VENV)/bin/python -m pytest -q -n 2 $(PYTEST_ARGS)
@@ -46,11 +43,16 @@ gpu: ## run what only an NVIDIA GPU can show; installs nothing, and needs no net
 	@$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu.report \
 	  $(if $(DEVICES),--devices $(DEVICES)) $(ARGS)
 
-check: $(DEV_STAMP) ## check format, lint and types
+check: $(DEV_STAMP) ## check format, lint, types and spelling
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell $(SOURCES) docs *.md
 	$(VENV)/bin/python -m tests.lint dataparallel kernels tools examples
+
+docs: $(DEV_STAMP) ## build the documentation and the API reference in site/
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo "See site/index.html; $(VENV)/bin/python -m mkdocs serve shows changes while you write"
 
 soak: $(DEV_STAMP) ## train for half an hour while processes are killed, stopped and cut off
 	@$(VENV)/bin/python -m tests.faults.soak --minutes 30 --write docs/measurements/soak.md
@@ -67,7 +69,7 @@ registers: $(DEV_STAMP) ## compile the CUDA kernels with nvcc and write down wha
 	@$(VENV)/bin/python -m tests.kernels.register_report
 
 clean: ## remove what the commands made, but not the environment
-	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist out site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -exec rm -rf {} +
 
 # --- the environment ---------------------------------------------------------------------------

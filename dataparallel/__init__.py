@@ -1,5 +1,6 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
+import typing as _typing
 from importlib import metadata as _metadata
 
 from dataparallel import virtual as virtual
@@ -13,12 +14,8 @@ except _metadata.PackageNotFoundError:
 virtual.enable_from_environment()
 
 # After the virtual devices exist: what is imported here may ask which devices there are.
-from dataparallel import checkpoint as checkpoint  # noqa: E402
 from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
-from dataparallel import distributed_autograd as distributed_autograd  # noqa: E402
-from dataparallel import monitor as monitor  # noqa: E402
-from dataparallel.balancing import balance as balance  # noqa: E402
 from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
 from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
 from dataparallel.devices import accelerators as accelerators  # noqa: E402
@@ -40,7 +37,34 @@ from dataparallel.scatter_gather import gather as gather  # noqa: E402
 from dataparallel.scatter_gather import scatter as scatter  # noqa: E402
 from dataparallel.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
 from dataparallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer  # noqa: E402
-from dataparallel.shrinking import survive_device_loss as survive_device_loss  # noqa: E402
+
+if _typing.TYPE_CHECKING:
+    from dataparallel import checkpoint as checkpoint
+    from dataparallel import distributed_autograd as distributed_autograd
+    from dataparallel import monitor as monitor
+    from dataparallel.balancing import balance as balance
+
+
+def __getattr__(name: str) -> _typing.Any:
+    # What stands beside the wrappers is imported when it is first asked for.
+    value: _typing.Any
+    if name == "balance":
+        from dataparallel.balancing import balance as value
+    elif name == "checkpoint":
+        import dataparallel.checkpoint as value
+    elif name == "distributed_autograd":
+        import dataparallel.distributed_autograd as value
+    elif name == "monitor":
+        import dataparallel.monitor as value
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "DataParallel",
@@ -65,7 +89,6 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
-    "survive_device_loss",
     "telling_failures",
     "virtual",
 ]

@@ -21,7 +21,7 @@ from dataparallel.rendezvous import current_rendezvous
 from dataparallel.torch_internals import BatchNorm
 
 
-def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
+def synchronize(clones: ModuleClones, group: LocalGroup) -> None:
     """Let the batch norm layers of some clones use the statistics of the whole batch.
 
     Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group.
@@ -33,14 +33,14 @@ def synchronise(clones: ModuleClones, group: LocalGroup) -> None:
     for module in clones.parts.modules:
         if isinstance(module, nn.DataParallel):
             raise TypeError(
-                f"cannot synchronise batch norm over the replicas of {clones.name_of(module)!r} "
+                f"cannot synchronize batch norm over the replicas of {clones.name_of(module)!r} "
                 "within replicas; unwrap the inner module"
             )
         if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
             name = clones.name_of(module)
             if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
                 raise TypeError(
-                    f"cannot synchronise the batch norm {name!r} ({type(module).__name__}), "
+                    f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "
                     "which has a forward of its own; use a layer of torch.nn, or another buffers="
                 )
             layers = [replica[id(module)] for replica in clones.counterparts]
@@ -63,9 +63,9 @@ def _forward(
     uses_batch = layer.training or layer.running_mean is None
     if uses_batch and current_rendezvous() is None and current_replica() is None:
         raise RuntimeError(
-            f"{label} is synchronised between replicas but was called outside of their forward, "
+            f"{label} is synchronized between replicas but was called outside of their forward, "
             "for example recomputed by activation checkpointing, where the other replicas cannot "
-            "take part; leave synchronised layers out of the checkpointed part"
+            "take part; leave synchronized layers out of the checkpointed part"
         )
     if not uses_batch or is_alone(group, label):
         return type(layer).forward(layer, input)

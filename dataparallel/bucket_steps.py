@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dataparallel import kernel_steps, torch_internals
+from dataparallel import torch_internals
 from dataparallel.listing import listed
 from dataparallel.optimizer_part import Group, OptimizerPart, same, view_of
 
@@ -37,7 +37,6 @@ class PerBucket:
 
     def __init__(self, whole: Optimizer, arguments: Mapping[str, Any]) -> None:
         self.__setstate__({"_whole": whole, "_arguments": dict(arguments)})
-        kernel_steps.prepare(whole)
 
     def held(self) -> Mapping[Tensor, Any]:
         """The parameters that are stepped."""
@@ -55,10 +54,7 @@ class PerBucket:
             part = self._part_of(members)
             part.take(self._whole, members=False)
         try:
-            if kernel_steps.is_known(part.optimizer):
-                kernel_steps.step(part.optimizer)
-            else:
-                part.step(hooks=True)
+            part.step(hooks=True)
         finally:
             with self._lock:
                 part.give(self._whole)

@@ -102,7 +102,7 @@ class BufferSync:
                 "both broadcast_buffers and forward_sync_buffers were passed; forward_sync_buffers "
                 f"counts, which is {forward_sync_buffers}. Pass one of them",
                 FutureWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self.forward_sync_buffers = forward_sync_buffers is not False
         if forward_sync_buffers is None:

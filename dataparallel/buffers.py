@@ -9,6 +9,7 @@ import torch
 
 from dataparallel import comm
 from dataparallel.clones import ModuleClones
+from dataparallel.suggestions import chosen
 
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
@@ -18,10 +19,8 @@ BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
 def check_policy(policy: str) -> BufferPolicy:
     """Return ``policy`` if there is such a policy, else raise a ValueError that lists them."""
-    for known in get_args(BufferPolicy):
-        if policy == known:
-            return policy  # type: ignore[return-value]
-    raise ValueError(f"buffers must be one of {get_args(BufferPolicy)}, but got {policy!r}")
+    found: BufferPolicy = chosen("buffers", policy, get_args(BufferPolicy))
+    return found
 
 
 def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:

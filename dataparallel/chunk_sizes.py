@@ -35,19 +35,6 @@ class BatchSplitter(Protocol):
         """Whether the forward under way is not the first attempt."""
 
 
-class ForwardKeeper(Protocol):
-    """What lets a wrapper's forward succeed without a device; see :mod:`dataparallel.shrinking`."""
-
-    def attempt(self, call: Callable[[], T], modules: Sequence[nn.Module | None], inputs: Any) -> T:
-        """Run a forward, once more on the devices that are left if one was lost.
-
-        Args:
-            call: Splits the batch and runs the replicas.
-            modules: The originals whose buffers it may write.
-            inputs: What it splits, in any containers.
-        """
-
-
 def settle(
     batch_size: int | None, num_slots: int, given: Sequence[int] | ChunkSizesOf | None
 ) -> tuple[int, ...]:

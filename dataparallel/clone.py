@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -26,6 +27,7 @@ class Given(NamedTuple):
     attributes: dict[str, Any]
     registries: dict[str, dict[str, Any]]
     slots: dict[str, Any]
+    own_tables: list[str]
 
 
 def blank(module: nn.Module) -> nn.Module:
@@ -56,6 +58,10 @@ def fill(
         attributes[registry] = {
             name: None if part is None else counterparts[id(part)] for name, part in parts.items()
         }
+    for name in torch_internals.MODULE_HOOKS:
+        # So that the hooks that a forward registers in one replica do not run in the others.
+        if not attributes.get(name, True):
+            attributes[name] = OrderedDict()
     attributes[torch_internals.REPLICA_MARK] = True
     attributes["zero_grad"] = _refuse_zero_grad
     for name in _slots(cast(Any, type(module))):
@@ -85,7 +91,13 @@ def given_to(clone: nn.Module) -> Given:
     attributes = clone.__dict__
     registries = {registry: dict(attributes[registry]) for registry in REGISTRIES}
     slots = {name: _slot(clone, name) for name in _slots(cast(Any, type(clone)))}
-    return Given(dict(attributes), registries, slots)
+    return Given(dict(attributes), registries, slots, list(own_tables(clone)))
+
+
+def own_tables(clone: nn.Module) -> dict[str, dict[int, Any]]:
+    """The tables of hooks that a clone does not share, by name, after :func:`fill`: empty ones."""
+    tables = {name: clone.__dict__.get(name) for name in torch_internals.MODULE_HOOKS}
+    return {name: table for name, table in tables.items() if table is not None and not table}
 
 
 def created_parameters(clone: nn.Module, given: Given) -> list[str]:
@@ -117,6 +129,9 @@ def take_back(module: nn.Module, clone: nn.Module, given: Given, back: Counterpa
     for name, value in assigned.items():
         if name not in REGISTRIES and value is not given.attributes.get(name, _MISSING):
             attributes[name] = remap(value, back)
+    for name in given.own_tables:
+        if assigned[name]:
+            attributes[name] = remap(assigned[name], back)
     for name in given.attributes.keys() - assigned.keys():
         attributes.pop(name, None)
     for registry in REGISTRIES:

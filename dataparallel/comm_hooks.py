@@ -6,9 +6,9 @@ Each reduces the buckets of a wrapper over processes, in place of the all-reduce
 
 Example::
 
-    from dataparallel.comm_hooks import Int8CompressState, int8_compress_hook
+    from dataparallel.comm_hooks import bf16_compress_hook
 
-    model.register_comm_hook(Int8CompressState(error_feedback=False), int8_compress_hook)
+    model.register_comm_hook(process_group, bf16_compress_hook)
 """
 
 from dataparallel.reducer.builtin_hooks import (
@@ -17,13 +17,10 @@ from dataparallel.reducer.builtin_hooks import (
     fp16_compress_hook,
     noop_hook,
 )
-from dataparallel.reducer.int8_hook import Int8CompressState, int8_compress_hook
 
 __all__ = [
-    "Int8CompressState",
     "allreduce_hook",
     "bf16_compress_hook",
     "fp16_compress_hook",
-    "int8_compress_hook",
     "noop_hook",
 ]

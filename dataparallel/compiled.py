@@ -7,7 +7,7 @@ compiled code depends on. If all replicas came to that at the same time, each wo
 thing for itself. So in a call that is unlike all before it, in the kind or shape of its arguments
 or in a setting of torch, the replicas run one after another, each in its own thread: replica 0
 compiles, and the others find it done (replicas on another device compile for that). Where a replica
-waits for others, as in synchronised batch norm, the next one takes its turn.
+waits for others, as in synchronized batch norm, the next one takes its turn.
 
 A call like an earlier one runs its replicas at the same time. So does one that differs in sizes
 only, once two such calls in a row compiled nothing: then what was compiled takes any size, and

@@ -72,8 +72,8 @@ def check_replicas(
 
     Nothing but fingerprints leaves a device or a process as long as all are the same. Every process
     calls this, and either all raise the same error or none does. Tensors in the memory of replica 0
-    are not read twice. Sparse and quantised tensors and those without values (of the meta device,
-    or not initialised yet) are compared by dtype and shape alone, and a log line names them.
+    are not read twice. Sparse and quantized tensors and those without values (of the meta device,
+    or not initialized yet) are compared by dtype and shape alone, and a log line names them.
 
     Example::
 
@@ -160,12 +160,12 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _content(tensor: torch.Tensor) -> _Content:
     if is_lazy(tensor):
-        return _Content("an uninitialised tensor")
+        return _Content("an uninitialized tensor")
     special = ""
     if tensor.is_meta:
         special = "meta "
     elif tensor.is_quantized:
-        special = "quantised "
+        special = "quantized "
     elif tensor.layout != torch.strided:
         special = f"{str(tensor.layout).removeprefix('torch.')} "
     dtype = str(tensor.dtype).removeprefix("torch.")

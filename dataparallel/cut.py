@@ -48,7 +48,7 @@ class Rounds(Protocol):
         self,
         backward: Callable[[], None],
         *,
-        synchronise: bool,
+        synchronize: bool,
         weight: float,
         task: int,
         last: bool,
@@ -79,8 +79,6 @@ class CutTerms:
     anchor: torch.Tensor = field(default_factory=make_anchor)
     #: Cuts whose backward may still come.
     outstanding: weakref.WeakSet[CutGraphs] = field(default_factory=weakref.WeakSet)
-    #: The backward whose round ends when it does, since it has graphs that are not cut off.
-    attached_task: int | None = None
 
 
 @dataclass(eq=False)
@@ -94,7 +92,7 @@ class CutGraphs:
         inputs: The leaves that stand for them in the replica's graph.
         outputs: Per replica, the outputs that require grad.
         separate: Whether no two replicas' graphs share a node.
-        synchronise: Whether to reduce over processes.
+        synchronize: Whether to reduce over processes.
         weight: The weight of this process in an average over samples.
         outside: Leaves among the inputs of replica 0 that stand for nothing but themselves.
     """
@@ -105,7 +103,7 @@ class CutGraphs:
     inputs: list[list[torch.Tensor]]
     outputs: list[list[torch.Tensor]]
     separate: bool
-    synchronise: bool = True
+    synchronize: bool = True
     weight: float = 1.0
     outside: Sequence[torch.Tensor] = ()
     node: weakref.ref[Any] | None = None
@@ -132,7 +130,7 @@ class CutGraphs:
             self, self.terms.anchor, *behind_own_nodes([*flat, *self.originals], first)
         )
         self.terms.outstanding.add(self)
-        if self.synchronise and torch_internals.current_graph_task_id() != NO_TASK:
+        if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
             self.ending = Ending.given_to_the_engine()
         left = iter(results if isinstance(results, tuple) else (results,))
         return [[next(left) for _ in replica] for replica in self.outputs]
@@ -208,13 +206,12 @@ class _Backward:
                         found.append(leaf.grad)
                         leaf.grad = None
 
-        task = torch_internals.current_graph_task_id()
         parameters = graphs.terms.rounds.reduce(
             backward,
-            synchronise=graphs.synchronise,
+            synchronize=graphs.synchronize,
             weight=graphs.weight,
-            task=task,
-            last=not self._others and task != graphs.terms.attached_task,
+            task=torch_internals.current_graph_task_id(),
+            last=not self._others,
             passes=True,
             ending=graphs.ending,
         )
@@ -278,7 +275,7 @@ class _Backward:
             ],
             [[g for g in replica if g is not None and g.requires_grad] for replica in found],
             graphs.separate,
-            graphs.synchronise,
+            graphs.synchronize,
             graphs.weight,
             graphs.outside,
             family=graphs.family,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel import interpreter_end
 from dataparallel.buffers import BufferPolicy, check_policy
-from dataparallel.chunk_sizes import BatchSplitter, ChunkSizesOf, ForwardKeeper
+from dataparallel.chunk_sizes import BatchSplitter, ChunkSizesOf
 from dataparallel.compiled import untraced
 from dataparallel.context import refuse_transforms
 from dataparallel.criterion import PreparedCriterion, Weight, arguments, prepare
@@ -27,6 +27,7 @@ from dataparallel.joining import (
     count_samples,
     join_scalars,
     nothing_to_split,
+    tell_of_dims,
     tell_of_vectors,
 )
 from dataparallel.prefix import NamesOfModule
@@ -35,6 +36,7 @@ from dataparallel.replica_loss import LossCall
 from dataparallel.replicate import place
 from dataparallel.scatter_gather import ScatterPlan, gather, move, plan_scatter
 from dataparallel.signature import with_signature_of_module
+from dataparallel.suggestions import suggesting
 from dataparallel.timeline import Timeline
 
 T = TypeVar("T")
@@ -47,12 +49,14 @@ _log = logging.getLogger("dataparallel")
 _scattering: ContextVar[tuple[object, int]] = ContextVar("scattering", default=(None, 0))
 
 
+@suggesting
 class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
     """Run a module on several devices at once, each on its part of the batch.
 
-    Outputs, gradients of any order and updates are those of the bare module on the whole batch.
-    The module's own parameters are what the optimizer gets. Works in a notebook, needs no launcher
-    and no process group, and is a ``torch.nn.DataParallel`` for code that asks by ``isinstance``.
+    Outputs, gradients of any order and updates are those of the bare module on the whole batch. The
+    optimizer gets the module's own parameters. The wrapper works in a notebook, and needs no
+    launcher and no process group. It is a ``torch.nn.DataParallel`` for code that asks by
+    ``isinstance``.
 
     Example::
 
@@ -65,34 +69,41 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
             optimizer.zero_grad()
 
     Args:
-        module: The module. From the CPU the constructor moves it to the first device, in place as
-            ``module.to`` does; parameters on another accelerator are refused when it is called.
+        module: The module. The constructor moves it from the CPU to the first device, in place, as
+            ``module.to`` does. Parameters on another accelerator raise an error at the first call.
         device_ids: One device per replica: ints, strings or ``torch.device``, repeats allowed.
-            Default: every accelerator, or one replica on the CPU where there is none.
-        output_device: Where outputs are gathered, ``-1`` for the CPU, or ``"each"`` to get the
-            replicas' outputs as a list, each on its own device. Default: the first device.
+            Default: every accelerator; without accelerators, one replica on the CPU.
+        output_device: Where the wrapper gathers outputs; ``-1`` is the CPU. With ``"each"`` a call
+            returns a list with the output of each replica on its own device. Default: the first
+            device.
         dim: The batch dimension of inputs and outputs. Default: 0.
-        buffers: Which buffers are kept after a forward, ``"replica0"`` (default), ``"mean"`` or
-            ``"sync"``; see :data:`dataparallel.buffers.BufferPolicy`.
-        scalars: What becomes of 0-d outputs, such as a loss. ``"stack"`` (default) makes a vector
-            with one element per replica, as torch does; its ``backward()`` needs a gradient.
-            ``"mean"`` makes one scalar, weighted by samples, ``"sum"`` their sum. A function is
-            called with the arguments of each chunk, as its forward is, and returns what the chunk
-            counts in the mean (a number or a 0-d tensor, for which the host waits): the number of
-            labels, say. Or it returns None for all chunks, and they are added up.
+        buffers: Which buffers the module keeps after a forward: ``"replica0"`` (default),
+            ``"mean"`` or ``"sync"``; see :data:`dataparallel.buffers.BufferPolicy`.
+        scalars: What to make of 0-d outputs, such as a loss. ``"stack"`` (default): a vector with
+            one element per replica, as in torch. ``"mean"``: one scalar, weighted by samples.
+            ``"sum"``: their sum. A function: the wrapper calls it with the arguments of each chunk,
+            and it returns the weight of the chunk in the mean, such as the number of labels, as a
+            number or a 0-d tensor (for which the host waits). If it returns None for all chunks,
+            the wrapper adds the outputs.
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
             argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
-        split_lists: Whether lists without tensors whose length is the batch are split too.
+        out_dims: Batch dimension of outputs where it is not ``dim``: an int, or a tuple, list or
+            dict with an entry for each part of the output. An entry for a container holds for
+            everything in it. ``None`` for a part: the part belongs to no sample, and the call
+            returns that of replica 0. Example: ``(0, 1)`` for ``nn.LSTM(batch_first=True)``, whose
+            states have the batch in dim 1.
+        split_lists: Whether to split lists without tensors, too, if their length is the batch size.
+            Default: False.
 
     Attributes:
-        timeline: Tells who listens in which phase the replicas are.
+        timeline: Tells listeners in which phase the replicas are.
         module: The wrapped module. ``state_dict()`` and the names of parameters and buffers are
-            the module's own, and attributes that the wrapper lacks are looked up on it.
+            the module's own. If the wrapper lacks an attribute, it looks it up on the module.
         device_ids: The device of each replica.
 
     Raises:
-        TypeError: A device or an option is of another type.
-        ValueError: A device does not exist, or an option has no such value.
+        TypeError: A device or an option has the wrong type, or an option is misspelled.
+        ValueError: A device does not exist, or an option has an unknown value.
     """
 
     module: ModuleT
@@ -107,6 +118,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         buffers: BufferPolicy = "replica0",
         scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
+        out_dims: Any = None,
         split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
@@ -129,13 +141,13 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         self.dim = dim
         self.buffer_policy = check_policy(buffers)
         self.scalars = check_scalars(scalars)
-        self._told_of_vectors = False
+        self._told_of_vectors = self._told_of_dims = False
         self.in_dims = dict(in_dims) if in_dims is not None else None
+        self.out_dims = out_dims
         self.split_lists = split_lists
         self.timeline = Timeline(devices)
         self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
         self._splitter: BatchSplitter | None = None
-        self._keeper: ForwardKeeper | None = None
         self._place(module, devices)
 
     def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
@@ -160,7 +172,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
 
         Returns:
             The outputs in the structure that the module returns, tensors concatenated along
-            ``dim`` on ``output_device``.
+            ``dim``, or as ``out_dims`` says, on ``output_device``.
 
         Raises:
             ValueError: The inputs cannot be split (no tensor, batch sizes that disagree, ``dim``
@@ -192,14 +204,14 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         with self.timeline.span("gather"):
             outputs = call.leave(outputs)
             with self._engine.between_replicas():
-                result = self.gather(PerReplica(outputs, joining=joining), self.output_device)
+                parts = PerReplica(outputs, sizes=sizes, joining=joining)
+                result = self.gather(parts, self.output_device)
         return self._engine.leave(result)
 
     def _attempt(self, call: Callable[[], T], inputs: Any, criterion: nn.Module | None = None) -> T:
-        for around in (self._splitter, self._keeper):
-            if around is not None:
-                call = functools.partial(around.attempt, call, (self.module, criterion), inputs)
-        return call()
+        if self._splitter is None:
+            return call()
+        return self._splitter.attempt(call, (self.module, criterion), inputs)
 
     def _use_devices(self, devices: Sequence[torch.device]) -> None:
         self._engine.close()
@@ -304,18 +316,29 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
                     "scalars= is a function of the chunks, and these outputs come without them; "
                     "hand on the list that gather was called with"
                 )
-            return gather(outputs, output_device, dim=self.dim, scalars=self.scalars)
+            return gather(
+                outputs,
+                output_device,
+                dim=self.dim,
+                scalars=self.scalars,
+                out_dims=self.out_dims,
+            )
         stacks = joining.scalars == "stack" and len(outputs) > 1 and output_device != "each"
         if stacks and torch.is_grad_enabled() and not self._told_of_vectors:
             self._told_of_vectors = True
-            tell_of_vectors(outputs[0])
-        return gather(
+            tell_of_vectors(outputs[0], self.out_dims)
+        result = gather(
             outputs,
             output_device,
             dim=self.dim,
             scalars=joining.scalars,
             weights=joining.counts,
+            out_dims=self.out_dims,
         )
+        if not self._told_of_dims and len(outputs) > 1 and output_device != "each":
+            self._told_of_dims = True
+            tell_of_dims(outputs, outputs.sizes, self.dim, self.out_dims)
+        return result
 
     # --- loss ------------------------------------------------------------------------------
 
@@ -414,12 +437,12 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_engine"], state["timeline"], state["_splitter"], state["_keeper"]
+        del state["_engine"], state["timeline"], state["_splitter"]
         state.pop("_loading", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._splitter = self._keeper = None
+        self._splitter = None
         self.timeline = Timeline(self.device_ids)
         self._engine = ReplicaEngine(self.device_ids, self.buffer_policy, timeline=self.timeline)

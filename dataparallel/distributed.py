@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dataparallel import torch_internals
 from dataparallel.buffers import BufferPolicy
 from dataparallel.compiled import untraced
 from dataparallel.copied_state import CopiedGroup, CopiedHook
@@ -35,21 +36,23 @@ from dataparallel.scatter_gather import move
 from dataparallel.scatter_plan import place
 from dataparallel.signature import with_signature_of_module
 from dataparallel.standing_clones import OtherParameters
+from dataparallel.suggestions import suggesting
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
 
 
+@suggesting
 class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClipping):
     """Train a module on the devices of this process, and of all processes of a group.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel`` that may have several devices per
-    process, and needs no process group when there is one process. Replicas compute with parameters
-    of their own; their gradients are summed bucket by bucket while backward goes on, all-reduced
-    over the processes, and added to ``.grad`` of the module's own parameters. In a backward of
-    :mod:`dataparallel.distributed_autograd` they are reduced in its context in the same way, and
-    ``.grad`` is left alone; the module may call other workers in its forward. Forwards may come
-    from several threads, and run one after another; of backwards one may run at a time.
+    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. A process may have several
+    devices, and a single process needs no process group. The replicas compute with parameters of
+    their own. While backward still runs, the reducer adds their gradients bucket by bucket,
+    all-reduces the buckets over the processes, and adds them to ``.grad`` of the module's own
+    parameters. Within a context of :mod:`dataparallel.distributed_autograd` it reduces the
+    gradients of the context instead, and leaves ``.grad`` alone. Several threads may call the
+    wrapper: their forwards run one after another, and one backward runs at a time.
 
     Example::
 
@@ -62,57 +65,53 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             optimizer.zero_grad()
 
     Args:
-        module: The module. From the CPU the constructor moves it to the first device, in place as
-            ``module.to`` does; parameters on another accelerator are refused.
-        device_ids: One device per replica of this process, repeats allowed. A module whose layers
-            are on several devices is one replica, and stays where it is. Default: without a
-            process group as for :class:`DataParallel`; with one, and several processes on the
-            machine, the module's own device.
+        module: The module. The constructor moves it from the CPU to the first device, in place, as
+            ``module.to`` does. Parameters on another accelerator raise an error.
+        device_ids: One device per replica of this process, repeats allowed. Default: as for
+            :class:`DataParallel`; if several processes share the machine, the module's own device.
+            A module whose layers are on several devices is one replica, and stays where it is.
         output_device, dim: See :class:`DataParallel`.
-        broadcast_buffers: Whether buffers of rank 0 are used everywhere, at the beginning and from
-            forward to forward. Default: True.
-        init_sync: Whether parameters and buffers of rank 0 are used everywhere at the beginning.
-        forward_sync_buffers: As ``broadcast_buffers``, but only from forward to forward.
-        process_group: The processes. Default: the default group. ``False``: this process trains by
-            itself, whether there are others or not.
+        broadcast_buffers: Whether all ranks take over rank 0's buffers, in the constructor and
+            before each forward. Default: True.
+        init_sync: Whether all ranks take over rank 0's parameters and buffers in the constructor.
+            Default: True.
+        forward_sync_buffers: As ``broadcast_buffers``, but for forwards only.
+        process_group: The processes. Default: the default group. ``False``: this process trains
+            alone, even if there is a group.
         bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
             several processes; 4 with one, which has nothing to send.
-        find_unused_parameters: Parameters without a gradient need no flag: the default, ``None``,
-            handles them. ``True`` and ``False`` are torch's.
-        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket, which saves a copy; a
-            reference to it that is kept sees the next step's gradients.
-        static_graph: Whether the same parameters are used at every step.
-        delay_all_reduce_named_params: Pairs of names and parameters that are reduced last.
-        mixed_precision: In which dtypes the replicas compute, see :class:`MixedPrecision`.
+        find_unused_parameters: The default, ``None``, handles unused parameters without a flag.
+            ``True`` and ``False`` mean the same as in torch.
+        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket. That saves a copy, but a
+            reference to ``.grad`` that you keep shows the next step's gradients. Default: False.
+        static_graph: Whether every step uses the same parameters. Default: False.
+        delay_all_reduce_named_params: Pairs of names and parameters that the reducer sends last.
+        mixed_precision: The dtypes of the replicas, see :class:`MixedPrecision`.
         device_mesh: A mesh of one dimension, in place of ``process_group``.
         bucket_cap_mb_list: In place of ``bucket_cap_mb``, as in torch.
         param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy,
-            lazy_bucket_allocation, check_reduction: Accepted as torch does. Nothing depends on
-            them: delayed parameters are sent when they are there, copies are made bucket by bucket,
-            and buckets keep their memory.
-        average: ``"processes"`` (default) is the mean over processes, as in torch; ``"samples"``
-            weights each process by its number of samples, or by the sum of its chunks' weights if
-            ``scalars`` is a function; ``"none"`` is the sum.
-        deterministic: Whether the sum over processes is made in rank order, so that it does not
-            depend on ``bucket_cap_mb``. Not together with communication hooks.
+            lazy_bucket_allocation, check_reduction: Accepted for torch's sake, without effect.
+        average: ``"processes"`` (default): the mean over processes, as in torch. ``"samples"``: a
+            process counts by its samples, or by the weights of its chunks if ``scalars`` is a
+            function. ``"none"``: the sum.
+        deterministic: Whether the reducer adds in rank order, so that the sum does not depend on
+            ``bucket_cap_mb``. Not together with communication hooks. Default: False.
         timeout: Seconds that a collective waits for other processes. Default: the time limit of the
             process group.
-        nonfinite: What becomes of a step if a gradient of any replica of any process is NaN or
-            infinite: ``"ignore"`` (default) does not look; ``"skip"`` leaves all ``.grad`` None in
-            all processes, so that an optimizer changes nothing, and logs a warning; ``"raise"``
-            raises :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients` in all processes.
-            What is found under ``no_sync()`` counts when the step ends. Forward's own changes stay:
-            statistics of batch norm that have become NaN have to be put back by you, as the docs
-            show. ``"skip"`` is refused together with PowerSGD hooks.
-        buffers, scalars, in_dims, split_lists: See :class:`DataParallel`.
+        nonfinite: What to do with a NaN or an infinity in a gradient of any replica of any process.
+            ``"ignore"`` (default): nobody looks. ``"skip"``: ``.grad`` is None in all processes, so
+            that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
+            raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
+            forward left them. ``"skip"`` refuses PowerSGD hooks.
+        buffers, scalars, in_dims, out_dims, split_lists: See :class:`DataParallel`.
 
     Attributes:
         reducer: The reducer, see :class:`dataparallel.reducer.reducer.Reducer`.
 
     Raises:
-        ValueError: An option has no such value, options contradict each other, no parameter
+        ValueError: An option has an unknown value, options contradict each other, no parameter
             requires grad, or processes have different modules.
-        TypeError: A device or an option is of another type.
+        TypeError: A device or an option has the wrong type, or an option is misspelled.
         RuntimeError: A launcher has started several processes (``WORLD_SIZE``), and there is no
             process group; see ``process_group``.
     """
@@ -122,8 +121,6 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
     _outside_no_sync: bool | None = None
     #: Made at the first use; a copy has none before.
     _built: Reduction | None = None
-    # What tells how many processes take part in this forward; None outside of join().
-    _count_active: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -156,6 +153,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         buffers: BufferPolicy = "replica0",
         scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
+        out_dims: Any = None,
         split_lists: bool = False,
     ) -> None:
         group = chosen_group(process_group, device_mesh)
@@ -168,14 +166,14 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             buffers=buffers,
             scalars=scalars,
             in_dims=in_dims,
+            out_dims=out_dims,
             split_lists=split_lists,
         )
         self._set_processes(group, device_mesh, is_separate=process_group is False)
         self.average: AverageKind = check_average(average)
         self.bucket_cap_mb = chosen_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
+        self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
         self.deterministic, self.timeout = deterministic, timeout
         self._delayed = frozenset(name for name, _ in delay_all_reduce_named_params or ())
         self.mixed_precision = MixedPrecision.of(mixed_precision)
@@ -290,11 +288,12 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         """Run a forward, after making everything anew if the module has other parameters now."""
         with self._turn():
             weight = self._reduction.engine.weight
+            count = None
             try:
-                with self._around_forward():
+                with self._around_forward() as count:
                     return call()
             except OtherParameters:
-                self._follow_parameters(self._count_active, weight)
+                self._follow_parameters(count, weight)
             with self._around_forward():
                 return call()
 
@@ -373,10 +372,13 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         self._rebuild(weight)
 
     @contextlib.contextmanager
-    def _around_forward(self) -> Iterator[None]:
+    def _around_forward(self) -> Iterator[Callable[[], int] | None]:
+        """Give what tells how many processes take part; None outside of join()."""
         self._check_can_go_on()
         self._open()
         reduces = self._will_reduce
+        if reduces:
+            _refuse_outer(self)
         if self._is_lost(reduces):
             self._rebuild(self._reduction.engine.weight)
         elif not self._reduction.engine.fits():
@@ -386,13 +388,13 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             self._connect()
         if reduces:
             self.reducer.statistics.forward_begin()
-        self._count_active = self._notify_join_context()
+        count = self._notify_join_context()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        self._reduction.engine.synchronise = self.require_backward_grad_sync
+        self._reduction.engine.synchronize = self.require_backward_grad_sync
         with self._inside_ddp_forward(), self._reduction.telling("forward", reduces=reduces):
-            yield
+            yield count
         self.reducer.statistics.forward_end()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -428,8 +430,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        own = ("_built", "_buffer_futures", "_buffer_broadcast", "_forwards", "_count_active")
-        for name in (*own, "device_mesh"):
+        for name in ("_built", "_buffer_futures", "_buffer_broadcast", "_forwards", "device_mesh"):
             state.pop(name, None)
         for name in ("modules_buffers", "named_module_buffers", *self._OF_JOIN):
             del state[name]
@@ -459,4 +460,22 @@ def _refuse_frozen(module: nn.Module) -> None:
         raise ValueError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters "
             "that require a gradient; call the module itself, or use DataParallel"
+        )
+
+
+def _refuse_outer(model: nn.Module) -> None:
+    """Raise a RuntimeError in the forward of a ``DistributedDataParallel`` of torch around this.
+
+    Its hooks on the parameters do not see the gradients that this wrapper delivers. At the end of
+    backward it writes what it has seen over them: zeros. In a single process it does not.
+    """
+    outer = torch_internals.active_torch_wrapper()
+    if outer is None or outer.process_group.size() == 1:
+        return
+    if any(part is model for part in outer.modules()):
+        raise RuntimeError(
+            "torch's DistributedDataParallel is around this wrapper, and would set all gradients "
+            "to zero; leave that one out, since this wrapper reduces gradients over the processes "
+            "itself. accelerate adds it in prepare(): call accelerator.prepare_model(model, "
+            "evaluation_mode=True) for the model. Lightning adds it with strategy='ddp'"
         )

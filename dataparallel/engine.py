@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import intra_op, kernels
-from dataparallel.batch_norm import synchronise
+from dataparallel.batch_norm import synchronize
 from dataparallel.buffers import BufferPolicy, merge_mean
 from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
@@ -147,7 +147,7 @@ class ReplicaEngine:
         try:
             entries = clones.refresh(num_replicas, detach=detach)
             if self._policy == "sync":
-                synchronise(clones, self._batch_group)
+                synchronize(clones, self._batch_group)
         except BaseException:
             self._idle.append(clones)
             raise

@@ -10,8 +10,10 @@ from torch import nn
 from dataparallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.devices import DeviceLike, parse_devices
 from dataparallel.replicate import check_placement
+from dataparallel.suggestions import suggesting
 
 
+@suggesting
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -19,6 +21,9 @@ def data_parallel(
     output_device: OutputDevice = None,
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
+    *,
+    in_dims: Mapping[str | int, Any] | None = None,
+    out_dims: Any = None,
 ) -> Any:
     """Run a module once on several devices, each on its part of the batch.
 
@@ -34,6 +39,8 @@ def data_parallel(
             the replicas' outputs. Default: the first device.
         dim: The batch dimension. Default: 0.
         module_kwargs: Keyword arguments of the module.
+        in_dims, out_dims: Batch dimensions that are not ``dim``, as :class:`DataParallel` takes
+            them.
 
     Returns:
         What :class:`DataParallel` returns for the same call.
@@ -46,7 +53,7 @@ def data_parallel(
     devices = parse_devices(device_ids)
     # The wrapper moves the module to its only device; a function should not move its argument.
     check_placement(module, devices[0])
-    wrapper = DataParallel(module, devices, output_device, dim)
+    wrapper = DataParallel(module, devices, output_device, dim, in_dims=in_dims, out_dims=out_dims)
     try:
         return wrapper(*inputs, **(module_kwargs or {}))
     finally:

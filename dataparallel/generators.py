@@ -53,7 +53,7 @@ def mixed_seed(seed: int, index: int) -> int:
 
     The CPU generator uses only the lower 32 bits, so these differ too.
 
-    Source: the SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    Source: the SplitMix64 finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", 2014).
     """
     mixed = (seed + 0x9E3779B97F4A7C15) & _MASK

@@ -46,7 +46,7 @@ class GradientClipping:
         """Clip the gradients of all parameters of the module together, in place.
 
         The same as ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)``. Nothing is sent:
-        after a synchronised backward gradients are the same in all processes.
+        after a synchronized backward gradients are the same in all processes.
 
         Example::
 

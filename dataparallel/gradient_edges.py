@@ -49,7 +49,7 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Group tensors into buckets of neighbours with one dtype and about one size.
+    """Group tensors into buckets of neighbors with one dtype and about one size.
 
     Example::
 

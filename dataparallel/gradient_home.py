@@ -8,18 +8,20 @@ context: it adds to them, sends what ``no_sync`` has left there, and knows nothi
 and of ``.grad``. Which of the two it is, is asked once for each round, in the node that begins it.
 
 The parameters of the replicas are no concern of the context: the backward through the replicas is
-one of its own, and runs as if outside of the pass.
+one of its own, and runs as if outside of the pass. So the pass does not go on from there to other
+workers: a wrapped module whose outputs lead to some raises an error at the end of its forward.
+
+The wrappers know nothing of contexts. ``dataparallel.distributed_autograd`` registers here, by
+:func:`use_passes`, what knows of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-
-from dataparallel.distributed_autograd.extension import Context, loaded
 
 
 class GradientHome:
@@ -79,79 +81,57 @@ class GradientHome:
         """
 
 
-class ContextHome(GradientHome):
-    """Gradients that are in a distributed autograd context.
-
-    Args:
-        context: The context.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.context_id = context.id()
-        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the context was released."""
-        return self._context.released()
-
-    def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each parameter, None where there is none."""
-        return [self._context.gradient(parameter) for parameter in parameters]
-
-    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Set the gradient of a parameter, or say that the tensor it is was written to."""
-        self._context.set_gradient(parameter, gradient)
-
-    def show(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Set the gradient of a parameter to a copy of a part of a bucket."""
-        self._before[parameter] = self._context.gradient(parameter)
-        # Contexts live side by side, and the bucket is written in the next round of any of them.
-        self._context.set_gradient(parameter, view.clone())
-
-    def take_back(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Let the gradients be those from before the round."""
-        for parameter in parameters:
-            if parameter in self._before:
-                self._context.set_gradient(parameter, self._before.pop(parameter))
-
-    def settle(self) -> None:
-        """Note that a round has ended well."""
-        self._before.clear()
-
-    @contextlib.contextmanager
-    def lent(self, parameter: torch.Tensor) -> Iterator[None]:
-        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
-        own, parameter.grad = parameter.grad, self._context.gradient(parameter)
-        try:
-            yield
-            self._context.set_gradient(parameter, parameter.grad)
-        finally:
-            parameter.grad = own
-
-    def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
-        """Give ``.grad`` memory of its own where it is a part of a bucket."""
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is None or grad.layout != torch.strided:
-                continue
-            if grad.untyped_storage().data_ptr() in storages:
-                parameter.grad = grad.detach().clone()
-
-
 #: Outside of contexts.
 IN_GRAD = GradientHome()
 
 
+class BackwardPasses:
+    """What the wrappers ask about backwards. Here, where there are none but torch's own.
+
+    See Note [Gradients in a context].
+    """
+
+    def home(self) -> GradientHome:
+        """Where the backward that runs in this thread leaves gradients."""
+        return IN_GRAD
+
+    def outside(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which backward leaves gradients in ``.grad``, whatever is around."""
+        return contextlib.nullcontext()
+
+    def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether a backward from the outputs of the replicas goes on to other workers."""
+        return False
+
+
+_passes = BackwardPasses()
+
+
+def use_passes(passes: BackwardPasses) -> None:
+    """Ask these from now on, since there are backwards that leave gradients elsewhere."""
+    global _passes
+    _passes = passes
+
+
 def current_home() -> GradientHome:
     """Where the backward that runs in this thread leaves gradients."""
-    native = loaded()
-    under_way = None if native is None else native.current_pass()
-    return IN_GRAD if under_way is None else ContextHome(under_way.context())
+    return _passes.home()
 
 
 def outside_of_contexts() -> AbstractContextManager[None]:
     """A ``with`` block in which backward leaves gradients in ``.grad``, whatever runs around it."""
-    native = loaded()
-    return contextlib.nullcontext() if native is None else native.no_pass()
+    return _passes.outside()
+
+
+def refuse_calls(outputs: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raise RuntimeError if replicas computed their outputs from what other workers sent them.
+
+    Args:
+        outputs: Per replica, the outputs that require grad.
+    """
+    if _passes.reach_other_workers(outputs):
+        raise RuntimeError(
+            "the wrapped module calls other workers in its forward, or computes with results of "
+            "such calls that are not among its arguments; call the workers outside of the wrapper "
+            "and pass their results to it, or use the bare module (.module of the wrapper)"
+        )

@@ -73,8 +73,9 @@ def one_thread() -> Iterator[None]:
         yield
         return
     # Not MKL's setting: it is not used here, and setting it back would fix it for this thread.
-    setters[0](1)
     try:
+        # In here: Ctrl-C may come right after it.
+        setters[0](1)
         yield
     finally:
         setters[0](before)

@@ -60,8 +60,8 @@ class _LimitedJoin(Join):
         self, wrapper: UnevenInputs, throw: bool, divide: bool, step: Callable[[], object] | None
     ) -> None:
         self._wrapper = wrapper
-        initialise: Any = super().__init__
-        initialise([wrapper], True, throw, divide_by_initial_world_size=divide, step=step)
+        initialize: Any = super().__init__
+        initialize([wrapper], True, throw, divide_by_initial_world_size=divide, step=step)
         # Not before the block is entered.
         wrapper._end_join()
 
@@ -131,8 +131,8 @@ class UnevenInputs(BufferSync, Joinable):
     def _init_sync(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
     ) -> None:
-        initialise: Any = Joinable.__init__
-        initialise(self)
+        initialize: Any = Joinable.__init__
+        initialize(self)
         self._divide_by_initial_world_size = True
         self._has_joined = False
         super()._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
@@ -313,13 +313,13 @@ class UnevenInputs(BufferSync, Joinable):
         """
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(has_inputs=False)
-        synchronise = self._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        synchronize = self._check_global_requires_backward_grad_sync(is_joined_rank=True)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers(has_inputs=False)
-        self.require_forward_param_sync = synchronise
-        if synchronise:
+        self.require_forward_param_sync = synchronize
+        if synchronize:
             self._shadow_round()
-        return synchronise
+        return synchronize
 
     def _shadow_round(self) -> None:
         reducer = self._reduction.reducer

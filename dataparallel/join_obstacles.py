@@ -17,7 +17,7 @@ def refuse_shared_statistics(module: nn.Module, *, synced: bool) -> None:
 
     Args:
         module: What a wrapper of several processes runs.
-        synced: Whether the wrapper synchronises batch norm between them.
+        synced: Whether the wrapper synchronizes batch norm between them.
 
     Raises:
         ValueError: There is such a layer.

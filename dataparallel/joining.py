@@ -20,14 +20,15 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from dataparallel import torch_internals
-from dataparallel.scatter_gather import Scalars
-from dataparallel.scatter_plan import ScatterPlan
+from dataparallel.scatter_gather import Scalars, dims_of_outputs
+from dataparallel.scatter_plan import DEFAULT, ScatterPlan
+from dataparallel.suggestions import chosen
 from dataparallel.tree import flatten
 
 #: What becomes of 0-d outputs; see the argument of :class:`dataparallel.DataParallel`.
@@ -53,11 +54,8 @@ class Joining(NamedTuple):
 
 def check_scalars(scalars: ScalarsOption) -> ScalarsOption:
     """Return the option if it is one, else raise a ValueError."""
-    if not callable(scalars) and scalars not in ("stack", "mean", "sum"):
-        raise ValueError(
-            "scalars must be 'stack', 'mean', 'sum' or a function that gives a chunk's weight, "
-            f"but got {scalars!r}"
-        )
+    if not callable(scalars):
+        chosen("scalars", scalars, get_args(Scalars), "a function that gives a chunk's weight")
     return scalars
 
 
@@ -183,17 +181,19 @@ def nothing_to_split(values: Sequence[Any]) -> str:
     return f"there is no tensor to split in the inputs ({kinds})"
 
 
-def tell_of_vectors(output: Any) -> None:
+def tell_of_vectors(output: Any, out_dims: Any) -> None:
     """Say which 0-d outputs become vectors; torch's error in their ``backward()`` cannot.
 
     Args:
         output: What one replica returned.
+        out_dims: The option of the wrapper.
     """
     leaves, structure = flatten(output, name="outputs")
+    dims = dims_of_outputs(structure, out_dims)
     scalars = [
         path
-        for path, leaf in zip(structure.paths("outputs"), leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
+        for path, leaf, dim in zip(structure.paths("outputs"), leaves, dims, strict=True)
+        if isinstance(leaf, Tensor) and not leaf.dim() and leaf.requires_grad and dim is not None
     ]
     if scalars:
         _log.warning(
@@ -205,3 +205,39 @@ def tell_of_vectors(output: Any) -> None:
             "chunks are uneven or labels are ignored",
             ", ".join(scalars),
         )
+
+
+def tell_of_dims(outputs: Sequence[Any], sizes: Sequence[int], dim: int, out_dims: Any) -> None:
+    """Say which outputs were concatenated along ``dim``, but seem to have their samples elsewhere.
+
+    A state of an LSTM has the size of the chunk along one dim, which is another one, and as many
+    layers as everywhere along ``dim``. Rows that a forward has made several of per sample are no
+    such case, nor are lists of different lengths.
+
+    Args:
+        outputs: What each replica returned; they were put together without an error.
+        sizes: Number of samples of each replica.
+        dim: The dim of outputs of which ``out_dims`` says nothing.
+        out_dims: The option of the wrapper.
+    """
+    leaves, structure = flatten(outputs[0], name="outputs")
+    others = [flatten(output, like=structure)[0] for output in outputs[1:]]
+    dims = dims_of_outputs(structure, out_dims)
+    for path, told, *column in zip(structure.paths("outputs"), dims, leaves, *others, strict=True):
+        if told is not DEFAULT or not isinstance(column[0], Tensor) or not column[0].dim():
+            continue
+        shapes = [tuple(tensor.shape) for tensor in column]
+        fits = [i for i, along in enumerate(zip(*shapes, strict=True)) if along == tuple(sizes)]
+        alike = len({shape[dim] for shape in shapes}) == 1
+        if len(fits) == 1 and sizes[0] and alike and shapes[0][dim] % sizes[0]:
+            _log.warning(
+                "%s of shape %s, from a replica with %d samples, was concatenated along dim %d. If "
+                "its samples are along dim %d, pass out_dims= to the wrapper: a dim for each part "
+                "of the output, or None for what belongs to no sample",
+                path,
+                shapes[0],
+                sizes[0],
+                dim,
+                fits[0],
+            )
+            return

@@ -19,7 +19,7 @@ from dataparallel.reduction_methods import ReductionMethods
 
 _log = logging.getLogger("dataparallel")
 
-_SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
+_SYNCHRONIZED = (nn.SyncBatchNorm, SyncBatchNorm)
 
 
 class TorchData(NamedTuple):
@@ -105,7 +105,7 @@ class LoggedState(UnevenInputs, ReductionMethods):
             static_graph=options.static_graph,
             average=options.average,
             bucket_cap_bytes=(limits,) if isinstance(limits, int) else limits,
-            has_sync_bn=any(isinstance(part, _SYNCHRONISED) for part in module.modules()),
+            has_sync_bn=any(isinstance(part, _SYNCHRONIZED) for part in module.modules()),
             dtypes=tuple(sorted({_name(p.dtype) for p in trained.parameters})),
             num_parameter_tensors=len(trained.parameters),
             total_parameter_size_bytes=sum(p.nbytes for p in trained.parameters),

@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from dataparallel.suggestions import suggesting
 
+
+@suggesting
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes parameters, gradients and buffers are computed with.
+    """The dtypes with which replicas compute and send gradients.
 
-    The module's own parameters keep their dtype, and so do their gradients; an optimizer and a
-    checkpoint see nothing of it. Only floating-point tensors are converted.
+    The module's own parameters and their gradients keep their dtype, so optimizers and checkpoints
+    do not change. Only floating-point tensors are converted.
 
     Example::
 
         model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
 
     Args:
-        param_dtype: Of the replicas' parameters and inputs. Default: as they are.
-        reduce_dtype: Of the gradients that are sent. Default: ``param_dtype``.
-        buffer_dtype: Of the module's buffers, which are converted once. Default: as they are.
+        param_dtype: Of the replicas' parameters and inputs. Default: no change.
+        reduce_dtype: Of the gradients that the reducer sends. Default: ``param_dtype``.
+        buffer_dtype: Of the module's buffers, which the constructor converts. Default: no change.
     """
 
     param_dtype: torch.dtype | None = None

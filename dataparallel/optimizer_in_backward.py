@@ -7,10 +7,11 @@ reducer calls ``step(parameters)``. The optimizer steps them and sets their grad
 backward goes on with other buckets: gradients are never all alive, and the step costs no time of
 its own. A backward no longer needs the values of parameters whose gradients are complete.
 
-There are two kinds. Those that ``make`` returns have one optimizer per bucket, whose kernels serve
-all of the bucket at once; see Note [Parts of an optimizer]. Those that ``of`` returns drive the
-optimizers that torch's ``_apply_optimizer_in_backward`` has left on the parameters, one for each
-parameter: they keep state and options, and whoever reads them there sees what was done.
+There are two kinds. Those that ``make`` returns have one optimizer per bucket, so that torch's
+kernels for lists of tensors serve all of the bucket at once; see Note [Parts of an optimizer].
+Those that ``of`` returns drive the optimizers that torch's ``_apply_optimizer_in_backward`` has
+left on the parameters, one for each parameter: they keep state and options, and whoever reads them
+there sees what was done.
 """
 
 from __future__ import annotations
@@ -102,15 +103,15 @@ class InBackwardOptimizers(Optimizer):
 
     # --- what the reducer calls ----------------------------------------------------------------
 
-    def begin(self, *, synchronised: bool = True, home: GradientHome = IN_GRAD) -> None:
+    def begin(self, *, synchronized: bool = True, home: GradientHome = IN_GRAD) -> None:
         """Say that a backward begins.
 
         Args:
-            synchronised: Whether its gradients will be reduced: not so within ``no_sync()``.
+            synchronized: Whether its gradients will be reduced: not so within ``no_sync()``.
             home: Where they will be.
 
         Raises:
-            RuntimeError: Gradients are to be accumulated: this backward is not synchronised, or
+            RuntimeError: Gradients are to be accumulated: this backward is not synchronized, or
                 there are gradients of an earlier one. Or they are not to be in ``.grad``.
         """
         if home is not IN_GRAD:
@@ -124,7 +125,7 @@ class InBackwardOptimizers(Optimizer):
             "every backward is a step of the optimizers in backward, so gradients cannot be "
             "accumulated over several; use an ordinary optimizer for that"
         )
-        if not synchronised:
+        if not synchronized:
             raise RuntimeError(f"backward was called within no_sync(), but {remedy}")
         held = self._steps.held()
         left = [p for p in held if p.grad is not None]

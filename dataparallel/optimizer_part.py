@@ -33,8 +33,8 @@ Group: TypeAlias = dict[str, Any]
 _Place: TypeAlias = tuple[int, Any]
 
 _OF_PARAMETERS = ("params", "param_names")
-#: What torch.amp.GradScaler sets on an optimizer whose kernels unscale by themselves.
-OF_SCALER = ("grad_scale", "found_inf")
+# What torch.amp.GradScaler sets on an optimizer whose kernels unscale by themselves.
+_OF_SCALER = ("grad_scale", "found_inf")
 _MISSING = object()
 
 
@@ -140,7 +140,7 @@ class OptimizerPart:
             if original in whole.state:
                 state[stand_in] = whole.state[original]
         optimizer.state = defaultdict(dict, state)
-        for name in OF_SCALER:
+        for name in _OF_SCALER:
             vars(optimizer).pop(name, None)
             if name in vars(whole):
                 setattr(optimizer, name, _on_device(vars(whole)[name], self._device))

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dataparallel.attached_graphs import AttachedGraphs, makes_calls
 from dataparallel.buffers import BufferPolicy
 from dataparallel.clones import ModuleClones
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.cut import CutGraphs, CutTerms, Rounds
 from dataparallel.devices import has_backward_thread
 from dataparallel.engine import ReplicaCall, ReplicaEngine
+from dataparallel.gradient_home import refuse_calls
 from dataparallel.outside_tensors import OutsideTensors
 from dataparallel.rendezvous import count_meetings
 from dataparallel.replica_inputs import ReplicaInputs, follow_write
@@ -79,7 +79,6 @@ class ReducingEngine(ReplicaEngine):
             timeline=timeline,
             across_processes=across_processes,
         )
-        self._attached = AttachedGraphs(self._terms, self._originals)
         self._clones = StandingClones(
             module,
             devices,
@@ -89,7 +88,7 @@ class ReducingEngine(ReplicaEngine):
             spread=spread,
         )
         self._outside = OutsideTensors([leaves.of(i) for i in range(len(devices))])
-        self.synchronise = True
+        self.synchronize = True
         #: What each thread has said of its next forward.
         self.pending = threading.local()
         self._together = policy == "sync" or any(has_backward_thread(d) for d in devices)
@@ -157,13 +156,10 @@ class ReducingEngine(ReplicaEngine):
     ) -> list[list[torch.Tensor]]:
         """Cut off the graphs of one forward; returns what stands for the outputs.
 
-        They stay where they are if they lead to other workers, see
-        :class:`dataparallel.attached_graphs.AttachedGraphs`.
+        Raises:
+            RuntimeError: They lead to other workers.
         """
-        if makes_calls(outputs):
-            return self._attached.connect(
-                outputs, inputs, synchronise=self.synchronise, weight=weight
-            )
+        refuse_calls(outputs)
         outside, shared = self._outside.find(outputs, inputs, met=met)
         if outside:
             outer_inputs = [[*outer_inputs[0], *outside], *outer_inputs[1:]]
@@ -175,7 +171,7 @@ class ReducingEngine(ReplicaEngine):
             inputs,
             outputs,
             separate=not (self._together or outside or shared),
-            synchronise=self.synchronise,
+            synchronize=self.synchronize,
             weight=weight,
             outside=outside,
         )

@@ -233,7 +233,7 @@ class Reduction:
             if reducer is not None:
                 reducer.use_leaves(self._leaves_of(trained))
         self.engine = self._make_engine(devices)
-        self.engine.synchronise = before.synchronise
+        self.engine.synchronize = before.synchronize
         self.engine.pending = before.pending
 
     @contextlib.contextmanager

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dataparallel.consistency import check_replicas
-from dataparallel.kernels.warm_up import warm_up
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.process_choice import check_alone, chosen_group
 from dataparallel.reducer.average import AverageKind
@@ -117,8 +116,6 @@ class ReductionMethods:
             )
         if resolved.keeps_nan:
             self._nonfinite.refuse_kept_nan(resolved.name)
-        for device in {parameter.device for parameter in self.module.parameters()}:
-            warm_up(device, resolved.kernels)
         self._hook = resolved
         if self._reduction.processes is None:
             self._rebuild()

@@ -1,6 +1,6 @@
 """Meeting point of the replicas of one call.
 
-Synchronised batch norm needs the statistics of every replica in the middle of forward. The
+Synchronized batch norm needs the statistics of every replica in the middle of forward. The
 replicas meet here: each brings its value, one of them combines all values, each takes its part.
 
 Note [Meeting in forward, never in backward]

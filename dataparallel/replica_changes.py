@@ -97,7 +97,7 @@ class ReplicaChanges:
                 "can be no other"
             )
         try:
-            # A device that was lost says so here, and not in the next forward.
+            # A device that does not work, or is full, says so before the wrapper changes.
             torch.ones(1, device=place).add_(1)
             synchronize(place)
         except RuntimeError as error:

@@ -48,7 +48,7 @@ def replicate(
     Raises:
         TypeError: A submodule cannot be cloned (a ScriptModule).
         ValueError: Parameters or buffers are on other devices than ``devices[0]``, or are not
-            initialised yet; the message names the first of them.
+            initialized yet; the message names the first of them.
 
     Gradient edges are those of ``replicate`` in torch's C++ ``data_parallel``.
     """
@@ -116,19 +116,19 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
     if _is_placed(module, device):
         return
     misplaced: list[str] = []
-    uninitialised: list[str] = []
+    uninitialized: list[str] = []
     for kind, tensors in (
         ("parameter", module.named_parameters()),
         ("buffer", module.named_buffers()),
     ):
         for name, tensor in tensors:
             if torch.nn.parameter.is_lazy(tensor):
-                uninitialised.append(name)
+                uninitialized.append(name)
             elif tensor.device != device:
                 misplaced.append(f"{kind} {name!r} is on {tensor.device}")
-    if uninitialised:
+    if uninitialized:
         raise ValueError(
-            f"cannot replicate parameters that are not initialised: {listed(uninitialised)}; "
+            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
             "call the module once with an example input first"
         )
     if misplaced:

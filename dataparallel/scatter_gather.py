@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -14,12 +14,15 @@ from dataparallel.functions import Gather, ReduceAddCoalesced, apply_function, b
 from dataparallel.held_tensors import held_tensors, may_hold
 from dataparallel.listing import listed
 from dataparallel.scatter_plan import (
+    DEFAULT,
     Replicate,
     ScatterPlan,
     move_tensor,
     plan_scatter,
     plan_trees,
+    spread_dims,
 )
+from dataparallel.suggestions import chosen
 from dataparallel.tree import Structure, difference, flatten
 
 __all__ = [
@@ -143,6 +146,7 @@ def gather(
     *,
     scalars: Scalars = "stack",
     weights: Sequence[float] | None = None,
+    out_dims: Any = None,
 ) -> Any:
     """Put the outputs of the replicas together.
 
@@ -150,6 +154,7 @@ def gather(
 
         gather([{"logits": a}, {"logits": b}], "cuda:0")           # {"logits": cat([a, b])}
         gather([loss_0, loss_1], 0, scalars="mean", weights=(24, 8))
+        gather([(a, a.T), (b, b.T)], 0, out_dims=(0, 1))           # (cat([a, b]), its .T)
 
     Args:
         outputs: One output per replica, all built alike.
@@ -159,6 +164,8 @@ def gather(
         scalars: What becomes of tensors without dimensions: ``"stack"`` makes a vector with one
             element per replica, ``"mean"`` one scalar weighted by ``weights``, ``"sum"`` their sum.
         weights: One number per replica for ``scalars="mean"``. Default: equal ones.
+        out_dims: A dim for each part of an output, as in :class:`dataparallel.DataParallel`.
+            Default: ``dim`` everywhere.
 
     Returns:
         One container as each replica returned it, with tensors concatenated (dtypes that differ are
@@ -168,12 +175,11 @@ def gather(
     Raises:
         TypeError: An output is a ``PackedSequence``, or an object of unknown type that holds
             tensors and is not made of what iterating over it gives, as some caches are.
-        ValueError: The outputs are not built alike, shapes don't concatenate, a mean of integers is
-            asked for, or an option has no such value.
+        ValueError: The outputs are not built alike, ``out_dims`` is built in another way, shapes
+            don't concatenate, a mean of integers is asked for, or an option has no such value.
     """
     outputs = list(outputs)
-    if scalars not in ("stack", "mean", "sum"):
-        raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
+    chosen("scalars", scalars, get_args(Scalars))
     if target_device == "each":
         return outputs
     if not outputs:
@@ -183,22 +189,26 @@ def gather(
     default = tensors[0].device if tensors else torch.device("cpu")
     target = _devices.parse_output_device(target_device, default)
     how = _How(target, dim, scalars, _fractions(weights, len(outputs)))
-    faults = [
-        fault
-        for path, column in zip(structure.paths("outputs"), columns, strict=True)
-        if (fault := _fault(path, column, how)) is not None
-    ]
+    dims = dims_of_outputs(structure, out_dims)
+    hows = [how if entry is DEFAULT else how._replace(dim=entry) for entry in dims]
+    cells = list(zip(structure.paths("outputs"), columns, hows, strict=True))
+    faults = [fault for cell in cells if (fault := _fault(*cell)) is not None]
     if faults:
         raise ValueError(
             f"the outputs of the replicas cannot be put together: {listed(faults, '; ')}"
         )
-    pairs = zip(structure.paths("outputs"), columns, strict=True)
-    return structure.rebuild([_gather_leaf(path, column, how) for path, column in pairs])
+    return structure.rebuild([_gather_leaf(*cell) for cell in cells])
+
+
+def dims_of_outputs(structure: Structure, out_dims: Any) -> list[Any]:
+    """For each leaf of an output its dim, None, or ``DEFAULT``; see :func:`gather`."""
+    return spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
 
 
 class _How(NamedTuple):
     device: torch.device
-    dim: int
+    #: None: it belongs to no sample.
+    dim: int | None
     scalars: Scalars
     fractions: tuple[float, ...]
 
@@ -242,7 +252,7 @@ def _fractions(weights: Sequence[float] | None, num_replicas: int) -> tuple[floa
 def _fault(path: str, column: Sequence[Any], how: _How) -> str | None:
     """Why the leaves of one place cannot be gathered."""
     kinds = ["a tensor" if isinstance(x, torch.Tensor) else type(x).__name__ for x in column]
-    if "a tensor" not in kinds:
+    if how.dim is None or "a tensor" not in kinds:
         return None
     if set(kinds) != {"a tensor"}:
         each = ", ".join(f"{kind} in replica {i}" for i, kind in enumerate(kinds))
@@ -261,15 +271,23 @@ def _fault(path: str, column: Sequence[Any], how: _How) -> str | None:
     if not -first.dim() <= how.dim < first.dim():
         return (
             f"{path} of shape {tuple(first.shape)} has no dim {how.dim} to concatenate along; "
-            f"{_KEEP_APART}"
+            f"give it another dim, or None, through out_dims; {_KEEP_APART}"
         )
     dim = how.dim % first.dim()
-    if len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in column}) > 1:
-        return f"the shapes of {path} differ in more than dim {dim}: {shapes}; {_KEEP_APART}"
+    differ = {i for i in range(first.dim()) if len({tensor.size(i) for tensor in column}) > 1}
+    if differ - {dim}:
+        hint = (
+            f"if its samples are along dim {differ.pop()}, say so through out_dims; "
+            if len(differ) == 1
+            else ""
+        )
+        return f"the shapes of {path} differ in more than dim {dim}: {shapes}; {hint}{_KEEP_APART}"
     return None
 
 
 def _gather_leaf(path: str, column: Sequence[Any], how: _How) -> Any:
+    if how.dim is None:
+        return move(column[0], how.device)
     if isinstance(column[0], torch.Tensor):
         return _gather_tensors(column, how)
     first = column[0]

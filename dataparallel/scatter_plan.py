@@ -40,8 +40,8 @@ class _Default:
         return "the default dim"
 
 
-# What `in_dims` says where it says nothing; `None` there means "whole to each replica".
-_DEFAULT = _Default()
+#: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
+DEFAULT = _Default()
 
 _Action = Literal["split", "split list", "copy", "share", "unknown"]
 
@@ -270,7 +270,7 @@ def plan_trees(
     faults: list[str] = []
     for name, obj, spec in named_trees:
         values, structure = flatten(obj, is_leaf=is_leaf, name=name)
-        specs = _spread(structure, spec, name)
+        specs = spread_dims(structure, spec, name)
         paths = structure.paths(name)
         leaves = [
             _decide(value, path, spec, dim, faults)
@@ -320,42 +320,65 @@ def _unmarked(structure: Structure) -> Structure:
     return dataclasses.replace(structure, children=children)
 
 
-def _spread(structure: Structure, spec: Any, path: str) -> list[Any]:
-    """One entry of ``in_dims`` per leaf."""
+def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_dims") -> list[Any]:
+    """One entry of ``in_dims``, or of the named option, per leaf.
+
+    Args:
+        structure: How the container is built.
+        spec: What the option says of it: a dim, None, :data:`DEFAULT`, or a mapping or sequence of
+            these for its parts.
+        path: What the container is called.
+        option: What the option is called.
+
+    Raises:
+        TypeError: An entry is of another type.
+        ValueError: There are entries for other parts than the container has.
+    """
     if structure.kind is Replicate:
         return [None] * structure.num_leaves
-    if spec is None or (structure.is_leaf and (spec is _DEFAULT or isinstance(spec, int))):
+    if spec is None or (structure.is_leaf and (spec is DEFAULT or isinstance(spec, int))):
         return [spec] * structure.num_leaves
-    if spec is _DEFAULT or isinstance(spec, int):
+    if spec is DEFAULT or isinstance(spec, int):
         # A marker further down says more than the dim of the container.
-        return [entry for child in structure.children for entry in _spread(child, spec, path)]
+        children = structure.children
+        return [entry for child in children for entry in spread_dims(child, spec, path, option)]
     positions = {key: i for i, key in enumerate(structure.keys)}
     if not structure.children and not spec:
-        return [_DEFAULT] * structure.num_leaves
+        return [DEFAULT] * structure.num_leaves
     if isinstance(spec, Mapping):
         unknown = [key for key in spec if key not in positions]
         if unknown:
             raise ValueError(
-                f"in_dims names {unknown} in {path}, which has {list(structure.keys)}; "
+                f"{option} names {unknown} in {path}, which {_parts(structure)}; "
                 "leave out what is not there"
             )
-        below = [spec.get(key, _DEFAULT) for key in structure.keys]
+        below = [spec.get(key, DEFAULT) for key in structure.keys]
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         if len(spec) != len(structure.keys):
             raise ValueError(
-                f"in_dims has {len(spec)} entries for {path}, which has {len(structure.keys)}"
+                f"{option} has {len(spec)} entries for {path}, which {_parts(structure)}; give one "
+                "dim for all of it, or an entry for each of its parts"
             )
         below = list(spec)
     else:
         raise TypeError(
-            f"in_dims for {path} is an int, None, or a mapping or sequence of these, "
+            f"{option} for {path} is an int, None, or a mapping or sequence of these, "
             f"but got {spec!r}"
         )
     return [
         entry
         for position, child in enumerate(structure.children)
-        for entry in _spread(child, below[position], structure.child_path(path, position))
+        for entry in spread_dims(
+            child, below[position], structure.child_path(path, position), option
+        )
     ]
+
+
+def _parts(structure: Structure) -> str:
+    if structure.is_leaf:
+        return "has no parts"
+    by_position = structure.keys == tuple(range(len(structure.keys)))
+    return f"has {'length ' + str(len(structure.keys)) if by_position else list(structure.keys)}"
 
 
 def _decide(value: Any, path: str, spec: Any, default_dim: int, faults: list[str]) -> _Leaf:
@@ -365,9 +388,9 @@ def _decide(value: Any, path: str, spec: Any, default_dim: int, faults: list[str
             "the padded tensor and the lengths, and call pack_padded_sequence inside forward"
         )
     if isinstance(value, torch.Tensor):
-        if spec is None or (spec is _DEFAULT and value.dim() == 0):
+        if spec is None or (spec is DEFAULT and value.dim() == 0):
             return _Leaf(path, value, "copy", 0)
-        dim = default_dim if spec is _DEFAULT else spec
+        dim = default_dim if spec is DEFAULT else spec
         if -value.dim() <= dim < value.dim():
             return _Leaf(path, value, "split", dim % value.dim())
         span = f"from {-value.dim()} to {value.dim() - 1}" if value.dim() else "none, as it is 0-d"

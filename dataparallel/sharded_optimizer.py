@@ -9,9 +9,8 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,44 +53,23 @@ def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()
     return places
 
 
-#: All optimizers of this kind that somebody uses.
-_alive: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
-
-
-def devices_with_shards_of(parameters: Iterable[Tensor]) -> set[torch.device]:
-    """The devices on which sharded optimizers have some of the parameters, with their state.
-
-    Example::
-
-        devices_with_shards_of(net.parameters())
-
-    Args:
-        parameters: The parameters of a module.
-    """
-    wanted = set(map(id, parameters))
-    shards = [shard for optimizer in list(_alive) for shard in optimizer._shards]
-    return {shard.device for shard in shards if not wanted.isdisjoint(map(id, shard.stand_ins))}
-
-
 class ShardedOptimizer(Optimizer):
     """An optimizer that keeps the state of each parameter on one of the model's devices.
 
-    The state of AdamW is twice as large as the parameters; with n devices each has about an n-th of
-    it, and those that are not the parameters' own have a copy of as many parameters. ``step()``
-    steps all shards at the same time. Results are those of the wrapped class, bit for bit where the
-    devices are of one type. ``param_groups``, ``state``, ``state_dict()`` and ``load_state_dict()``
-    are its own too: a checkpoint may go to and come from the plain optimizer, and any number of
-    devices. Schedulers, ``torch.amp.GradScaler``, gradient clipping, hooks and closures work as
+    The state of AdamW is twice as large as the parameters. With n devices each one holds about an
+    n-th of it, and devices other than the parameters' own also hold a copy of as many parameters.
+    ``step()`` steps all shards at the same time. Results are those of the wrapped class, bit for
+    bit if the devices are of one type. Checkpoints are those of the plain optimizer, for any number
+    of devices. Schedulers, ``torch.amp.GradScaler``, gradient clipping, hooks and closures work as
     usual.
 
-    The class must update each parameter from that parameter alone, as all of ``torch.optim`` but
-    LBFGS do. Parameters that are frozen when they are added have their state, if they ever get
-    one, on their own device.
+    The class must update each parameter from that parameter alone, as all of ``torch.optim`` except
+    LBFGS do. A parameter that is frozen when you add it keeps its state on its own device.
 
-    When a shard fails, ``step()`` raises the original exception with the shard's index and device.
-    Every other shard has then finished its step. Parameters of the failed shard that are on
-    another device are unchanged; those on its own device, and the state of both, are what the
-    wrapped class leaves when its step fails.
+    If a shard fails, ``step()`` raises the original exception with the shard's index and device.
+    Every other shard has then finished its step. Parameters of the failed shard on other devices
+    are unchanged. Parameters on its own device, and the state of both, are what the wrapped class
+    leaves after a failed step.
 
     Example::
 
@@ -139,7 +117,6 @@ class ShardedOptimizer(Optimizer):
         super().__init__(model.parameters() if params is None else params, {})
         self._refuse_differentiable(*self.param_groups)
         self._follow()
-        _alive.add(self)
         first = self._shards[0].part.optimizer
         self.defaults = first.defaults
         for group, made in zip(self.param_groups, first.param_groups, strict=True):
@@ -352,7 +329,6 @@ class ShardedOptimizer(Optimizer):
         self._pools = WorkerPools()
         super().__setstate__(state)
         self._follow()
-        _alive.add(self)
         self._copy_scaling()
 
     def __repr__(self) -> str:

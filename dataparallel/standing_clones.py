@@ -6,7 +6,8 @@ Filling a clone costs more than the forward of a small layer. Since the paramete
 are always the same leaves, an earlier forward may still need a clone (activation checkpointing runs
 it again) when a later one uses it, as it is with the bare module. So the objects stay, and are
 filled again only if something has changed: an attribute, parameter, buffer or submodule of the
-original or of a clone is another object than before, or an empty container is not empty any more.
+original or of a clone is another object than before, or an empty container, such as a table of
+hooks, is not empty any more.
 Modules with attributes that lead to tensors or modules are filled anew each time, as are all where
 buffers are merged after the forward.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataparallel.clone import blank, fill, given_to
+from dataparallel.clone import blank, fill, given_to, own_tables
 from dataparallel.clones import ModuleClones
 from dataparallel.parts import REGISTRIES, Parts
 from dataparallel.replica_parameters import ReplicaParameters
@@ -170,6 +171,9 @@ class StandingClones(ModuleClones):
             for name, value in vars(module).items()
             if type(value) in _CONTAINERS and not value and name not in REGISTRIES
         ]
+        for counterparts in self._all:
+            for clone in self._clones_of(counterparts):
+                self._empty += own_tables(clone).values()
         self._filled = True
 
     def _fill_one(self, index: int) -> None:

@@ -80,7 +80,7 @@ class Broadcast:
             what: What the tensors are, for messages.
 
         Raises:
-            ValueError: A tensor is sparse or quantised.
+            ValueError: A tensor is sparse or quantized.
             CollectiveTimeout: Another process did not come in time.
         """
         found = [part for name, tensor in tensors.items() for part in _plain(name, tensor)]
@@ -126,7 +126,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
         return
     if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else str(tensor.layout)
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(
             f"{name!r} is {kind}, and only dense tensors are sent to other processes; make it "
             "dense, or let each process keep its own with DistributedDataParallel."

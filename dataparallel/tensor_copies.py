@@ -221,7 +221,7 @@ def signature(tensor: torch.Tensor) -> _Signature:
         tensor.stride() if tensor.layout == torch.strided else None,
         tensor.requires_grad,
         last_step_of(tensor),
-        # Attributes of a parameter, such as the scale of a quantised one, are copied with it.
+        # Attributes of a parameter, such as the scale of a quantized one, are copied with it.
         tuple((name, _Identity(value)) for name, value in vars(tensor).items()),
     )
 

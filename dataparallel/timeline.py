@@ -245,18 +245,10 @@ class Timeline:
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
         """Per replica an event that happens when its device has come this far."""
         recorded = {
-            device: _event_on(device)
+            device: _devices.timing_event(device)
             for device in dict.fromkeys(self.devices[replica] for replica in replicas)
         }
         return tuple(recorded[self.devices[replica]] for replica in replicas)
-
-
-def _event_on(device: torch.device) -> torch.Event | None:
-    try:
-        return _devices.timing_event(device)
-    except RuntimeError:
-        # The device is lost. What failed on it is told by who was at work, not by a clock.
-        return None
 
 
 def mark_backward(timeline: Timeline, result: Any) -> None:

@@ -132,6 +132,10 @@ when_backward_ends: Callable[[Callable[[], object]], None] = _private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 
+#: The tables of a module's hooks that its forward may add to. A clone has its own where they are
+#: empty. Without one of these names, replicas share the module's table.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 #: The hooks of a tensor by number, or None: those on its gradient, and those that run after its
 #: gradient was accumulated. Read to let hooks of users run on reduced gradients, once.
 backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
@@ -541,6 +545,11 @@ ignore_names: Callable[[torch.nn.Module, Any], None] = _private(
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
 )
 
+#: The wrapper of torch whose forward runs, or None. It would undo what one inside of it reduces.
+active_torch_wrapper: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = _private(
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", _nothing
+)
+
 
 def is_ignored(parameter: torch.Tensor) -> bool:
     """Whether a parameter has torch's mark for one that is not reduced."""
@@ -554,16 +563,9 @@ def is_ignored(parameter: torch.Tensor) -> bool:
 
 foreach_add: Any = _private("torch._foreach_add")
 foreach_add_: Any = _private("torch._foreach_add_")
-foreach_addcdiv_: Any = _private("torch._foreach_addcdiv_")
-foreach_addcmul_: Any = _private("torch._foreach_addcmul_")
 foreach_copy_: Any = _private("torch._foreach_copy_")
-foreach_div_: Any = _private("torch._foreach_div_")
-foreach_lerp_: Any = _private("torch._foreach_lerp_")
-foreach_maximum_: Any = _private("torch._foreach_maximum_")
-foreach_mul: Any = _private("torch._foreach_mul")
 foreach_mul_: Any = _private("torch._foreach_mul_")
 foreach_norm: Any = _private("torch._foreach_norm")
-foreach_sqrt: Any = _private("torch._foreach_sqrt")
 
 # --- containers ------------------------------------------------------------------------------
 
@@ -592,14 +594,6 @@ load_state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STAT
 
 #: An attribute that ``GradScaler`` looks for: the optimizer's kernels unscale by themselves.
 SUPPORTS_SCALING = "_step_supports_amp_scaling"
-
-
-def init_group(optimizer: Any, group: Any, *lists: list[Any]) -> None:
-    """Have SGD or Adam make the state of a group, and put it and the gradients into lists.
-
-    The lists are those of ``_init_group``: each class of torch's has its own.
-    """
-    _of(optimizer, "_init_group", type(optimizer).__name__)(group, *lists)
 
 
 def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:

@@ -1,200 +1,131 @@
-"""Train a small convolutional network on handwritten digits, on all devices of this machine.
+"""Train a convolutional network on handwritten digits, save its weights, and draw how it went.
 
-Under torchrun each process trains replicas of its own, on its part of every batch.
+python examples/train_digits.py                          all accelerators, or else two CPU replicas
+python examples/train_digits.py --devices cpu,cpu,cpu,cpu --epochs 5
+torchrun --nproc-per-node 2 examples/train_digits.py     each process takes half of the accelerators
 """
 
-from __future__ import annotations
-
 import argparse
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-import matplotlib
 import torch
-from common import (
-    ReplicaClock,
-    TrainingProgress,
-    choose_devices,
-    console,
-    describe_run,
-    join_processes,
-    load_checkpoint,
-    option_parser,
-    save_checkpoint,
-    typical_step,
-)
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.progress import track
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import nn
 
-from dataparallel import DistributedDataParallel
+import dataparallel as dp
 from dataparallel.monitor import StepMonitor, StepRecord
 from dataparallel.tools.monitor.step_picture import draw_step
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-EPOCHS = 12
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def main() -> int:
-    """Train, save, reload, plot. Returns 1 if the accuracy is below what is asked for."""
+def main() -> None:
     options = parse_options()
-    rank, world_size = join_processes()
-    torch.manual_seed(options.seed)
-    train_x, train_y, test_x, test_y = load_data()
-    devices = choose_devices(options.devices)
-    net = build_net().to(devices[0])
-    clock = ReplicaClock(net)
-    describe_run(net, devices, world_size)
+    if WORLD_SIZE > 1:
+        dp.init_process_group()
+    devices = options.devices.split(",") if options.devices else default_devices()
+    print(f"rank {RANK} trains on: {', '.join(map(str, devices))}", flush=True)
+    digits = load_digits()  # 1797 images of 8x8 pixels
+    x, y = torch.tensor(digits.images / 16).float().unsqueeze(1), torch.tensor(digits.target)
+    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = shuffled[360:], shuffled[:360]
 
-    # The last batch is not of one size in all processes, so the average goes by samples.
-    model = DistributedDataParallel(net, device_ids=devices, average="samples")
-    torch.manual_seed(options.seed + rank)
-    begin = time.perf_counter()
-    with StepMonitor(model) as monitor:
-        losses, accuracies = train(model, (train_x, train_y), (test_x, test_y), options, clock)
-    seconds = time.perf_counter() - begin
-
-    checkpoint = options.output / "digits.safetensors"
-    if rank == 0:
-        save_checkpoint(checkpoint, model)
-    model.close()
-    if rank > 0:
-        return 0
-    console.print(
-        f"test accuracy {accuracies[-1]:.2%} of {len(test_x)} digits after {seconds:.1f} s"
-    )
-    bare = build_net()
-    load_checkpoint(checkpoint, bare)
-    reloaded = accuracy(bare, test_x, test_y)
-    console.print(f"{checkpoint}: the bare module with these weights has {reloaded:.2%}")
-    plot = options.output / "digits.png"
-    draw(plot, losses, accuracies, typical_step(monitor))
-    console.print(f"{plot}: loss, accuracy, and what each replica did in one step")
-    # On accelerators one digit may fall to the other side by rounding.
-    if abs(reloaded - accuracies[-1]) > 0.005:
-        console.print("[red]the reloaded weights have another accuracy[/red]")
-        return 1
-    if accuracies[-1] < options.min_accuracy:
-        console.print(f"[red]the accuracy is below {options.min_accuracy:.2%}[/red]")
-        return 1
-    return 0
-
-
-def train(
-    model: DistributedDataParallel[nn.Module],
-    data: tuple[Tensor, Tensor],
-    test_data: tuple[Tensor, Tensor],
-    options: argparse.Namespace,
-    clock: ReplicaClock,
-) -> tuple[list[float], list[float]]:
-    """Train; returns the loss of each step, and the accuracy on the test data after each epoch."""
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    steps = -(-len(data[0]) // options.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.epochs * steps)
-    accuracies = []
-    with TrainingProgress(options.epochs, steps, clock) as progress:
-        for epoch in range(options.epochs):
-            model.train()
-            for x, y in shuffled_batches(*data, options, epoch):
-                output = model(x)
-                loss = criterion(output, y.to(output.device))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                progress.step(loss, len(x))
-            accuracies.append(accuracy(model, *test_data))
-    return progress.losses, accuracies
-
-
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = option_parser(
-        "train_digits",
-        "Train on 8x8 handwritten digits.",
-        epochs=EPOCHS,
-        batch_size=64,
-        lr=0.005,
-        processes=True,
-    )
-    parser.add_argument(
-        "--min-accuracy",
-        type=float,
-        metavar="X",
-        help="exit with status 1 below it; default: 0.97, or 0 with less than the default epochs",
-    )
-    options = parser.parse_args()
-    if options.min_accuracy is None:
-        options.min_accuracy = 0.97 if options.epochs >= EPOCHS else 0.0
-    return options
-
-
-def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images ``(N, 1, 8, 8)`` from 0 to 1 and labels ``(N,)``: four fifths train."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
-    train, test = train_test_split(
-        range(len(labels)), test_size=0.2, random_state=0, stratify=digits.target
-    )
-    return images[train], labels[train], images[test], labels[test]
-
-
-def build_net() -> nn.Module:
-    """Three convolutions and a linear layer."""
-    return nn.Sequential(
+    torch.manual_seed(options.seed)  # the same weights and the same order in every process
+    net = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
         *(nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 4 * 4, 10)),
     )
+    # The last batch is not of one size in all processes, so the average goes by samples.
+    model = dp.DistributedDataParallel(net, devices, average="samples")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    steps = options.epochs * -(-len(train) // options.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, steps)
+    order = torch.Generator().manual_seed(options.seed)
+    torch.manual_seed(options.seed + RANK)  # other dropout masks in every process
+    losses, accuracies = [], []
+    begin = time.perf_counter()
+    with StepMonitor(model) as monitor:
+        for epoch in track(range(options.epochs), "training", disable=RANK > 0):
+            model.train()
+            shuffled = train[torch.randperm(len(train), generator=order)]
+            for batch in shuffled.split(options.batch_size):
+                mine = batch[RANK::WORLD_SIZE]
+                loss = model.loss(nn.functional.cross_entropy, x[mine], y[mine])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                losses.append(loss.item())
+            model.eval()
+            with torch.no_grad():
+                recognized = model(x[test]).argmax(1).cpu() == y[test]
+            accuracies.append(recognized.float().mean().item())
+            if RANK == 0:
+                print(f"epoch {epoch + 1}: loss {losses[-1]:.4f}, accuracy {accuracies[-1]:.2%}")
+    seconds = time.perf_counter() - begin
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
+    if RANK == 0:
+        title = f"Test accuracy {accuracies[-1]:.2%} after {seconds:.1f} s"
+        options.output.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), options.output / "digits.pt")
+        draw(title, losses, accuracies, monitor.steps).savefig(options.output / "digits.png")
+        print(f"{title}; weights and plot are in {options.output}")
+    if accuracies[-1] < options.min_accuracy:
+        sys.exit(f"the accuracy is below {options.min_accuracy:.2%}")
 
 
-def shuffled_batches(
-    x: Tensor, y: Tensor, options: argparse.Namespace, epoch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """All samples once, in random order: of each batch the part of this process."""
-    rank, world_size = join_processes()
-    order = torch.Generator().manual_seed(options.seed * 1000 + epoch)
-    for batch in torch.randperm(len(x), generator=order).split(options.batch_size):
-        indices = batch[rank::world_size]
-        yield x[indices], y[indices]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Share of the images that are recognised."""
-    model.eval()
-    recognised: Tensor = model(x).argmax(1).cpu() == y
-    return recognised.float().mean().item()
+def default_devices() -> Sequence[torch.device | str]:
+    """This process's share of the accelerators, or two CPU replicas where there are none."""
+    number = len(dp.accelerators()) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    first = number * int(os.environ.get("LOCAL_RANK", 0))
+    return dp.accelerators()[first : first + number] or ["cpu", "cpu"]
 
 
 def draw(
-    path: pathlib.Path, losses: list[float], accuracies: list[float], step: StepRecord
-) -> None:
-    """Loss and accuracy above, the timeline below."""
-    figure, (above, below) = plt.subplots(2, figsize=(9, 7), height_ratios=(3, 2))
-    steps_per_epoch = len(losses) // len(accuracies)
-    above.plot([(i + 1) / steps_per_epoch for i in range(len(losses))], losses, color="#4477aa",
-               linewidth=1, label="training loss")  # fmt: skip
-    above.set(xlabel="epoch", ylabel="training loss (nats)", yscale="log")
-    above.set_title("Handwritten digits", loc="left")
-    right = above.twinx()
-    right.plot(range(1, len(accuracies) + 1), [100 * each for each in accuracies], color="#cc6677",
-               marker="o", label="test accuracy")  # fmt: skip
-    right.set_ylabel("test accuracy (%)")
-    right.set_ylim(top=100.5)
-    figure.legend(loc="center right", bbox_to_anchor=(0.98, 0.5), bbox_transform=above.transAxes)
-    draw_step(below, step)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    title: str, losses: list[float], accuracies: list[float], steps: list[StepRecord]
+) -> Figure:
+    """Loss, accuracy, and the training step of median length."""
+    figure = Figure(figsize=(9, 6.5), dpi=120)
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
+    figure.suptitle(f"Handwritten digits: {title[0].lower()}{title[1:]}")
+    axes = figure.subplot_mosaic([["loss", "accuracy"], ["step", "step"]], height_ratios=(3, 2))
+    epochs = [(i + 1) * len(accuracies) / len(losses) for i in range(len(losses))]
+    axes["loss"].semilogy(epochs, losses, color="#4477aa", linewidth=1)
+    axes["loss"].set(xlabel="epoch", ylabel="training loss (nats)")
+    percents = [100 * each for each in accuracies]
+    axes["accuracy"].plot(range(1, len(percents) + 1), percents, color="#cc6677", marker="o")
+    axes["accuracy"].set(xlabel="epoch", ylabel="test accuracy (%)")
+    for each in (axes["loss"], axes["accuracy"]):
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.3)
+    training = sorted((s for s in steps if s.kind == "train"), key=lambda s: s.seconds)
+    draw_step(axes["step"], training[len(training) // 2])
+    axes["step"].set_title("The training step of median length", loc="left")
+    return figure
+
+
+def parse_options() -> argparse.Namespace:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser.add_argument("--devices", help="one for each replica: cpu,cpu or cuda:0,cuda:1")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.005)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("out/digits"))
+    parser.add_argument("--min-accuracy", type=float, default=0.0, help="fail below, as 0.97")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

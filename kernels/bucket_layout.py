@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class BucketLayout:
-    """The places of a bucket, made once and used with every bucket of the same size.
+    """The places of tensors in a bucket. Make it once and use it for all buckets of that size.
 
     Example::
 
@@ -36,10 +36,10 @@ class BucketLayout:
 
     Args:
         bucket: A contiguous tensor of one dimension.
-        views: Views of it, each dense, and none overlapping another.
+        views: Dense views of the bucket that do not overlap.
 
     Raises:
-        ValueError: The bucket is not contiguous, or the views are not such views of it.
+        ValueError: The bucket is not contiguous, or ``views`` are not such views.
     """
 
     def __init__(self, bucket: torch.Tensor, views: Sequence[torch.Tensor]) -> None:

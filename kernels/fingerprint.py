@@ -33,12 +33,12 @@ class _Parameters(ctypes.Structure):
 
 @torch.no_grad()
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number for each tensor that depends on every bit and on its place.
+    """Compute one number per tensor, which depends on every bit and its place.
 
-    Equal bits at equal places give equal numbers on every device and in every process, whatever the
-    strides. Two tensors of one shape and dtype that differ in one element never have the same
-    number, and other different ones have it with a probability of about 2**-64. The number of a
-    tensor without elements is 0.
+    Equal bits at equal places give equal numbers on every device and in every process, for all
+    strides. If two tensors of one shape and dtype differ in one element only, their numbers differ.
+    Other different tensors have equal numbers with a probability of about ``2**-64``. The number of
+    a tensor without elements is 0.
 
     Example::
 
@@ -50,15 +50,15 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Returns:
         A new int64 tensor of shape ``(len(tensors),)`` on the tensors' device; on the CPU if there
-        are none. Nothing waits for it.
+        are none. The host does not wait for it.
 
     Raises:
-        ValueError: The tensors are on several devices, or one is sparse, quantised, without
+        ValueError: The tensors are on several devices, or one is sparse, quantized, without
             memory, or wraps others.
 
     Source: the row-major bytes are read as little-endian 64-bit words, the last one filled up with
     zeros. Each is added to its place times an odd number and mixed by the finalizer of MurmurHash3
-    (Austin Appleby, public domain), with shifts by 32; the results are added up modulo 2**64.
+    (Austin Appleby, public domain), with shifts by 32; the results are added up modulo ``2**64``.
     Places count from 1: the word at 0 is the number of bytes.
     """
     if not tensors:
@@ -108,4 +108,4 @@ def _kind(tensor: torch.Tensor) -> str:
         return f"a {type(tensor).__name__}, which wraps others"
     if tensor.layout != torch.strided:
         return f"{str(tensor.layout).removeprefix('torch.')}"
-    return "quantised" if tensor.is_quantized else "on the meta device" if tensor.is_meta else ""
+    return "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else ""

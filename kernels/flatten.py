@@ -48,20 +48,20 @@ def flatten(
         flatten([torch.ones(2, 3), torch.ones(4)], bucket, 0.5)
 
     Args:
-        tensors: Of any strides and dtypes. With ``views``, None for zeros.
+        tensors: Tensors of any strides and dtypes. With ``views``, None stands for zeros.
         bucket: A contiguous tensor of one dimension. No tensor may overlap it.
         scale: A factor; 1 if a dtype is integral. Default: 1.
-        views: Dense views of the bucket that do not overlap, one for each tensor and of its shape:
-            each element goes to where the view has it. A :class:`BucketLayout` spares the work of
-            looking at them in each call. Default: tensors lie in the bucket one after another, each
-            as if it were contiguous.
+        views: Dense views of the bucket that do not overlap, one for each tensor and of its shape.
+            Each element goes to its place in the view. A :class:`BucketLayout` saves the check of
+            the views in each call. Default: the tensors lie in the bucket one after another, each
+            in row-major order.
 
     Returns:
         The bucket.
 
     Raises:
-        ValueError: Bucket, views and tensors do not fit; integers are to be scaled; or a tensor is
-            missing, and its size is not known.
+        ValueError: Bucket, views and tensors do not fit; ``scale`` is not 1 for integers; or a
+            tensor is None without ``views``.
     """
     layout = _layout_of(tensors, bucket, scale, views)
     if _copy("flatten", tensors, bucket, scale, layout):
@@ -91,7 +91,8 @@ def unflatten(
 
     Args:
         bucket: As for :func:`flatten`.
-        tensors: Written, of any strides and dtypes. With ``views``, None leaves out a part.
+        tensors: The tensors for the results, of any strides and dtypes. With ``views``, None
+            leaves out a part.
         scale: As for :func:`flatten`.
         views: As for :func:`flatten`.
 

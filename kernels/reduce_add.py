@@ -54,32 +54,32 @@ def reduce_add(
     *,
     statistics: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add tensors up in their order, and scale the sum.
+    """Add tensors in their order, and scale the sum.
 
-    Sums of float16 and bfloat16 are kept and scaled in float32 and rounded once.
+    Sums of float16 and bfloat16 are computed in float32 and rounded once.
 
     Example::
 
         total = reduce_add([first, second, third], scale=1 / 3)
 
     Args:
-        inputs: At least one tensor, all of one shape and dtype. Those on other devices must be
-            ready on the current stream of the result's device, and be kept until the sum has been
-            computed there; :func:`dataparallel.comm.reduce_add` sees to both.
-        scale: Factor of the sum; for integers 1. Default: 1.
-        out: Where the sum is written; may be one of the inputs. Default: new memory on the device
+        inputs: At least one tensor, all of one shape and dtype. Inputs on other devices must be
+            ready on the current stream of the result's device, and you must keep them until the sum
+            is computed; :func:`dataparallel.comm.reduce_add` takes care of both.
+        scale: Factor of the sum; 1 for integers. Default: 1.
+        out: The tensor for the sum; may be one of the inputs. Default: a new tensor on the device
             of the first input.
-        statistics: A float64 tensor of shape ``(2,)`` on the device of the sum, in which the
-            squared L2 norm of the sum is written and the number of its elements that are infinite
-            or no numbers; of floating-point sums only. Default: they are not computed.
+        statistics: A float64 tensor of shape ``(2,)`` on the device of the sum. The function writes
+            the squared L2 norm of the sum to it, and the number of elements that are infinite or
+            NaN. For floating-point sums only. Default: None, they are not computed.
 
     Returns:
         ``out``, or a new tensor; with the strides of the first input if that is dense.
 
     Raises:
-        ValueError: There is no input; shapes, dtypes or devices do not fit; integers are to be
-            scaled; an input is sparse; or ``out`` overlaps an input without being the same, where
-            gaps between elements count too.
+        ValueError: There is no input; shapes, dtypes or devices do not fit; ``scale`` is not 1 for
+            integers; an input is sparse; or ``out`` overlaps an input without being the same
+            tensor. Gaps between elements count as overlap.
     """
     _check_inputs(inputs, scale)
     if out is None:

@@ -13,17 +13,17 @@ OF_EVERY_STEP = ("flatten", "reduce_add")
 
 
 def warm_up(device: torch.device, sources: Sequence[str] = OF_EVERY_STEP) -> None:
-    """Compile and load kernels on a device, so that the first step takes no longer than others.
+    """Compile and load kernels on a device, so the first step takes no longer than others.
 
-    A second call finds them loaded. Where the references do the work, nothing is done.
+    A second call does nothing, nor does a call for a device without kernels.
 
     Example::
 
         warm_up(torch.device("cuda:0"))
 
     Args:
-        device: Where kernels will be launched; any.
-        sources: Names of files in ``csrc/``, without their suffix. Default: those that every
+        device: Any device.
+        sources: Names of files in ``csrc/``, without their suffix. Default: the files that every
             training step of several replicas needs.
     """
     backend = backend_of(device)

@@ -20,6 +20,8 @@ ALLOWED = {
     "_modules",
     # The counter of changes of a tensor, in torch's notes on autograd.
     "_version",
+    # argparse's, of a parser: its options, which `shtab` reads too.
+    "_actions",
     # Python's, of named tuples.
     "_asdict",
     "_fields",

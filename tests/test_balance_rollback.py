@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.repeating.rollback import Rollback
+from dataparallel.balancing.rollback import Rollback
 from tests.test_balance_memory import Narrow
 
 DEVICES = [torch.device("cpu")] * 2
@@ -72,6 +72,22 @@ def test_inside_and_outside_of_inference_mode() -> None:
     net.running_mean.zero_()
     rollback.undo()
     assert net.running_mean.tolist() == [4.0] * 3
+
+
+def test_buffers_that_come_and_go() -> None:
+    net = nn.BatchNorm1d(2)
+    names, mean = list(net._buffers), net.running_mean
+    rollback = Rollback(DEVICES)
+    rollback.take([net])
+    del net.running_mean
+    net.register_buffer("new", torch.zeros(2))
+    rollback.undo()
+    assert list(net._buffers) == names
+    assert net.running_mean is mean
+    # What is right is left alone, whoever looks at it meanwhile.
+    live = net._buffers
+    rollback.undo()
+    assert net._buffers is live
 
 
 class _Counting(nn.Module):

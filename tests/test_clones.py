@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, current_replica, replicate
+from dataparallel import DataParallel, DistributedDataParallel, current_replica, replicate
 from tests.models import Shared, assert_all_close, grads_of, placed
 
 
@@ -121,6 +121,41 @@ def test_hooks_that_are_methods_see_the_clone(slots: list[str]) -> None:
     compare(Hooked, slots, 6, 3)
 
 
+class Counting(nn.Module):
+    """Installs a hook on its layer in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.handle: Any = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        counted: list[int] = []
+        if self.handle is None:
+            self.handle = self.layer.register_forward_hook(
+                lambda layer, inputs, output: layer.counted.append(len(output))
+            )
+        vars(self.layer)["counted"] = counted
+        output = self.layer(x)
+        return output, torch.tensor([counted])
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_hooks_that_a_forward_registers_belong_to_its_replica(
+    wrapper: Any, slots: list[str]
+) -> None:
+    model = wrapper(placed(Counting, slots[0]), slots[:2])
+    x = torch.randn(6, 4, dtype=torch.double, device=slots[0])
+    for _ in range(3):
+        output, counted = model(x)
+        assert counted.tolist() == [[3], [3]]
+        torch.testing.assert_close(output, model.module.layer(x))
+        assert len(model.module.layer._forward_hooks) == 1
+    model.module.handle.remove()
+    assert model(x)[1].shape == (2, 0)
+    model.close()
+
+
 def test_what_replica_0_assigns_is_assigned_to_the_original(slots: list[str]) -> None:
     class Notes(nn.Module):
         aux: Tensor
@@ -216,9 +251,9 @@ def test_zero_grad_in_the_forward_of_a_replica_is_an_error(slots: list[str]) -> 
     assert module.weight.grad is None
 
 
-def test_an_uninitialised_module_is_a_clear_error(slots: list[str]) -> None:
+def test_an_uninitialized_module_is_a_clear_error(slots: list[str]) -> None:
     model = DataParallel(nn.LazyLinear(3, device=slots[0]), slots)
-    with pytest.raises(ValueError, match=r"not initialised: weight, bias; call the module once"):
+    with pytest.raises(ValueError, match=r"not initialized: weight, bias; call the module once"):
         model(torch.randn(8, 3, device=slots[0]))
 
 

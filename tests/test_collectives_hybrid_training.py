@@ -18,7 +18,7 @@ from tests.cluster import Cluster
 ROWS = 4
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Two branches that need the whole batch, and a third layer that needs both."""
 
     def __init__(self, group: Any) -> None:
@@ -63,7 +63,7 @@ def train_wrapped(
     length = counts[rank] * ROWS
     devices = [kind if kind == "cpu" else f"{kind}:{i}" for i in range(counts[rank])]
     torch.manual_seed(3)
-    module = Centred(group or HybridGroup(timeout=30)).double()
+    module = Centered(group or HybridGroup(timeout=30)).double()
     model = dp.DistributedDataParallel(module.to(devices[0]), devices, average="none")
     # In one step each process has a single row, so a single replica.
     sizes = [(first, length), (first, length), (rank, 1), (first, length)]
@@ -82,7 +82,7 @@ def test_training_is_that_of_the_bare_module(
     cluster: Cluster, counts: tuple[int, ...], kind: str, group: Any
 ) -> None:
     torch.manual_seed(3)
-    bare = Centred(None).double()
+    bare = Centered(None).double()
     whole = [batch(sum(counts), step).double() for step in range(4)]
     whole[2] = whole[2][: len(counts)]
     expected = train(bare, whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from dataparallel.kernels import backend
 from dataparallel.reducer import builtin_hooks
 from dataparallel.reducer.grad_bucket import GradBucket
 from dataparallel.reducer.hooks import resolve_hook
@@ -20,7 +20,6 @@ from dataparallel.reducer.pending_hook import HookSender, run_hook
 from dataparallel.reducer.storage import BucketStorage
 from tests.cluster import Cluster
 from tests.comm_hook_cases import NAMES, Hook, a_bucket, completed, keep_group, parameters
-from tests.kernels.host_backend import HostBackend
 
 # --- hooks with processes --------------------------------------------------------------------
 
@@ -79,13 +78,48 @@ def test_numbers_are_divided_before_they_are_rounded(cluster: Cluster) -> None:
         assert theirs.isinf().all()
 
 
-@pytest.mark.parametrize("name", ["fp16_compress", "bf16_compress"])
-def test_a_bucket_is_compressed_by_kernels(name: str) -> None:
-    host = HostBackend()
-    with backend.registered([host]):
-        run_hook(resolve_hook(name), a_bucket()).wait(1.0, "the test")
-    suffix = name.removesuffix("_compress").replace("fp", "f")
-    assert host.launches == [f"compress_{suffix}", f"decompress_{suffix}"]
+def sent_dtypes(rank: int, world_size: int) -> list[torch.dtype]:
+    """What each hook gives to the all-reduce; the bucket keeps its dtype."""
+    keep_group()
+    all_reduce, sent = dist.all_reduce, []
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.dtype)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        for name in ("allreduce", "fp16_compress", "bf16_compress"):
+            for dtype in (torch.float32, torch.float64):
+                mean = run_hook(resolve_hook(name), a_bucket(dtype)).wait(10.0, "the test")
+                assert mean.dtype == dtype
+                torch.testing.assert_close(mean, torch.arange(38.0, dtype=dtype))
+    return sent
+
+
+def test_what_hooks_send_has_16_bits(cluster: Cluster) -> None:
+    for sent in cluster.run(sent_dtypes, 2):
+        assert sent == [
+            *(torch.float32, torch.float64),
+            *(torch.float16, torch.float16),
+            *(torch.bfloat16, torch.bfloat16),
+        ]
+
+
+def outside(rank: int, world_size: int, name: str) -> str:
+    group = dist.new_group([0])
+    try:
+        run_hook(resolve_hook(name, group), a_bucket()).wait(10.0, "the test")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fp16_compress"])
+def test_a_process_that_is_not_in_the_group(cluster: Cluster, name: str) -> None:
+    first, second = cluster.run(outside, 2, name)
+    assert first == ""
+    assert "this process is not in the group of the communication hook" in second
 
 
 def complex_means(rank: int, world_size: int) -> list[Tensor]:

@@ -219,12 +219,12 @@ def test_what_cannot_be_compared_is_named_in_the_log(caplog: pytest.LogCaptureFi
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
-def test_quantised_tensors_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_tensors_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     first, second = (
         torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.qint8) for scale in (0.1, 0.2)
     )
     check_replicas({"q": first}, [{"q": second}])
-    assert "'q' (quantised qint8 of shape (2,))" in caplog.text
+    assert "'q' (quantized qint8 of shape (2,))" in caplog.text
 
 
 def test_tensors_that_wrap_others() -> None:

@@ -73,7 +73,7 @@ def _join_no_sync(rank: int, world_size: int, replicas: int, counts: Sequence[in
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("counts", [(5, 2), (6, 2, 5)])
-def test_accumulation_without_synchronisation(
+def test_accumulation_without_synchronization(
     cluster: Cluster, counts: tuple[int, ...], replicas: int
 ) -> None:
     ours = cluster.run(_join_no_sync, len(counts), replicas, counts)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
 from tests.cluster import Cluster
+from tests.models import assert_all_close, grads_of
 
 Loss: TypeAlias = Callable[[nn.Module, Any, Tensor], None]
 
@@ -345,3 +346,40 @@ def test_after_a_hook_that_raised_nothing_keeps_the_module(view: bool) -> None:
     del model, net
     gc.collect()
     assert left() is None
+
+
+def _torchs_wrapper_around(rank: int, world_size: int) -> None:
+    """The other's wrapper would set what this one has delivered to zero."""
+    net = Net()
+    for group in (None, False):
+        inner = dp.DistributedDataParallel(net, ["cpu", "cpu"], process_group=group)
+        outer = nn.parallel.DistributedDataParallel(nn.Sequential(inner))
+        with pytest.raises(RuntimeError, match=r"would set all gradients to zero.*prepare_model"):
+            outer(batch(rank, 0))
+        with torch.no_grad():
+            torch.testing.assert_close(outer(batch(rank, 0)), net(batch(rank, 0)))
+        inner.close()
+    # DataParallel leaves gradients to autograd, where torch's wrapper sees them.
+    outer = nn.parallel.DistributedDataParallel(dp.DataParallel(net, ["cpu", "cpu"]))
+    outer(batch(rank, 0)).sum().backward()
+    both = torch.cat([batch(each, 0) for each in range(world_size)])
+    bare = Net()
+    (bare(both).sum() / world_size).backward()
+    # The last two are the head's, which is not used.
+    assert_all_close(grads_of(net)[:4], grads_of(bare)[:4])
+
+
+def test_torchs_wrapper_around_this_one(cluster: Cluster) -> None:
+    cluster.run(_torchs_wrapper_around, 2)
+
+
+def test_torchs_wrapper_in_a_single_process(cluster: Cluster) -> None:
+    cluster.run(_alone_in_torchs_wrapper, 1)
+
+
+def _alone_in_torchs_wrapper(rank: int, world_size: int) -> None:
+    net, bare = Net(), Net()
+    inner = dp.DistributedDataParallel(net, ["cpu", "cpu"])
+    nn.parallel.DistributedDataParallel(inner)(batch(0, 0)).sum().backward()
+    bare(batch(0, 0)).sum().backward()
+    assert_all_close(grads_of(net), grads_of(bare))

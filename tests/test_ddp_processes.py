@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
+from dataparallel.reducer import buckets
 from dataparallel.reducer.exchange import Exchange
 from dataparallel.reducer.guard import Said
 from tests.cluster import Cluster
@@ -348,3 +349,46 @@ def _trained(rank: int, world_size: int, cap: float) -> bytes:
 def test_deterministic_sums_do_not_depend_on_the_size_of_buckets(cluster: Cluster) -> None:
     results = [cluster.run(_trained, 3, cap) for cap in (0.001, 1.0, 25.0)]
     assert len({result for ranks in results for result in ranks}) == 1
+
+
+# --- an error at the end of the first round ------------------------------------------------------
+
+
+def _no_memory(rank: int, world_size: int) -> tuple[list[str], int, list[Any]]:
+    """Rank 1 cannot make its buckets in the order that was agreed on after the first round."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], timeout=20, bucket_cap_mb=0.00001)
+    storage: Any = vars(buckets)["BucketStorage"]
+    fails = rank == 1
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise torch.OutOfMemoryError("too little memory")
+        return storage(*arguments)
+
+    found = []
+    setattr(buckets, "BucketStorage", failing)  # noqa: B010
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            try:
+                model(torch.ones(2, 3)).sum().backward()
+                found.append("")
+            except torch.OutOfMemoryError as error:
+                found.append(str(error))
+    finally:
+        setattr(buckets, "BucketStorage", storage)  # noqa: B010
+    grads_now = [p.grad.tolist() for p in net.parameters() if p.grad is not None]
+    return found, len(model.reducer.buckets.plan), grads_now
+
+
+def test_no_memory_for_buckets_in_the_agreed_order(cluster: Cluster) -> None:
+    first, second = cluster.run(_no_memory, 2, timeout=40)
+    assert first[0] == [""] * 3
+    assert second[0] == ["too little memory", "", ""]
+    assert first[1:] == second[1:]
+    assert first[1] > 1

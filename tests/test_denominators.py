@@ -385,7 +385,7 @@ def test_a_subclass_is_known_as_long_as_it_keeps_the_forward() -> None:
         ({"reduce": True, "reduction": "sum"}, "mean"),
     ],
 )
-def test_deprecated_flags_are_honoured(flags: dict[str, Any], reduction: str) -> None:
+def test_deprecated_flags_are_honored(flags: dict[str, Any], reduction: str) -> None:
     function = functools.partial(F.mse_loss, **flags)
     assert prepare(function).reduction == reduction
     batch = Batch(logits(5, 2), (logits(5, 2),))

@@ -120,8 +120,16 @@ def test_what_is_not_a_device_specification(spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", ["cpu", 0, torch.device("cpu"), 1.5])
 def test_one_device_is_not_a_list(spec: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"but got {spec!r}; write [{spec!r}]")):
+    with pytest.raises(TypeError, match=re.escape(f"but got {spec!r}; write [{spec!r}]") + "$"):
         devices.parse_devices(spec)
+
+
+def test_a_number_may_be_a_device_or_how_many_there_are() -> None:
+    message = "got 2; write [2] if it is the device, range(2) if it is the number of devices, or "
+    with pytest.raises(TypeError, match=re.escape(f'{message}["cpu"] * 2 if it is the number of ')):
+        devices.parse_devices(2)  # type: ignore[arg-type]
+    assert devices.parse_devices(range(2)) == devices.accelerators()[:2]
+    assert devices.parse_devices(["cpu"] * 2) == (torch.device("cpu"),) * 2
 
 
 def test_an_empty_list() -> None:

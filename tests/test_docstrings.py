@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
-    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "guides").glob("*.md")),
 ]
 
 #: Blocks of pages that are not run, by their first line, and why.
@@ -87,12 +89,31 @@ def example_of(value: Any) -> str | None:
 EXAMPLES = {name: code for name, value in public() if (code := example_of(value))}
 
 
-def blocks_of(page: pathlib.Path) -> list[tuple[int, str]]:
-    """The ``python`` fences of a page, each with the number of its first line."""
+def path_of(page: pathlib.Path) -> str:
+    """Its path in this repository, as one writes it in a link."""
+    return page.relative_to(ROOT).as_posix()
+
+
+class Block(NamedTuple):
+    """A ``python`` fence of a page."""
+
+    line: int
+    code: str
+    #: The ``text`` fence right after it: what it prints.
+    output: str | None
+
+
+def blocks_of(page: pathlib.Path) -> list[Block]:
+    """The ``python`` fences of a page."""
     text = page.read_text()
+    fence = r"^([ ]*)```python\n(.*?)^\1```\n(?:\n*^\1```text\n(.*?)^\1```\n)?"
     return [
-        (text.count("\n", 0, found.start(2)) + 1, textwrap.dedent(found.group(2)))
-        for found in re.finditer(r"^([ ]*)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+        Block(
+            text.count("\n", 0, found.start(2)) + 1,
+            textwrap.dedent(found.group(2)),
+            None if found.group(3) is None else textwrap.dedent(found.group(3)),
+        )
+        for found in re.finditer(fence, text + "\n", re.MULTILINE | re.DOTALL)
     ]
 
 
@@ -279,29 +300,73 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
 
 
 def test_blocks_that_do_not_run_are_there() -> None:
-    first_lines = {code.split("\n", 1)[0] for page in PAGES for _, code in blocks_of(page)}
+    first_lines = {each.code.split("\n", 1)[0] for page in PAGES for each in blocks_of(page)}
     assert set(NOT_RUN) <= first_lines
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_examples_of_a_page(
-    page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    page: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One after another, as a reader would try them; those of README.md by themselves."""
+    """One after another, as a reader would try them.
+
+    README.md, the tour and the guides define all that they use.
+    """
     monkeypatch.chdir(tmp_path)
-    names = names_for('"cpu"')
-    for line, code in blocks_of(page):
-        if page.name == "README.md":
-            names = names_for(code)
+    complete = page.parent.name == "guides" or page.stem in ("README", "tour")
+    names = {} if complete else names_for('"cpu"')
+    for line, code, output in blocks_of(page):
+        names["__name__"] = "__main__"
+        capsys.readouterr()
         first = code.split("\n", 1)[0]
         if first.startswith(LAUNCHED):
-            launch(first, code, tmp_path)
+            print(launch(first, code, tmp_path), end="")
         elif first not in NOT_RUN:
             run(code, names, str(page), line)
+        if output is not None:
+            assert capsys.readouterr().out == output, f"{page}, the output of line {line}"
 
 
-def launch(command: str, code: str, folder: pathlib.Path) -> None:
-    """Run a script as its first line says."""
+def test_the_program_of_the_readme_runs_pasted_where_there_is_no_accelerator(
+    tmp_path: pathlib.Path,
+) -> None:
+    (program, *others) = blocks_of(ROOT / "README.md")
+    assert not others and program.output
+    (tmp_path / "pasted.py").write_text(program.code)
+    kept = {k: v for k, v in os.environ.items() if k != "DATAPARALLEL_VIRTUAL_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "pasted.py"],
+        cwd=tmp_path,
+        env=kept | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == program.output
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_links_of_a_page_lead_to_a_file(page: pathlib.Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [each for each in targets if not (page.parent / each).exists()] == []
+
+
+def test_the_start_page_leads_to_every_page() -> None:
+    start = (ROOT / "docs" / "README.md").read_text()
+    others = [page for page in PAGES if page.name != "README.md"]
+    assert [path_of(page) for page in others if f"({path_of(page)[5:]})" not in start] == []
+
+
+def launch(command: str, code: str, folder: pathlib.Path) -> str:
+    """Run a script as its first line says, and give what it prints."""
     *options, script = command.removeprefix(LAUNCHED).split()
     (folder / script).write_text(code)
     # On the loopback interface: the machine's name may lead elsewhere, or nowhere.
@@ -315,3 +380,4 @@ def launch(command: str, code: str, folder: pathlib.Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,100 +1,285 @@
-"""The examples, as a user starts them, for a short while."""
+"""The examples, as a user starts them."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import io
 import os
 import pathlib
+import queue
 import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+import nbformat
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from jupyter_client.manager import start_new_kernel
+from torch import nn
 
+import dataparallel as dp
 from dataparallel import checkpoint
+from tests.cluster import Cluster
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _EXAMPLES = _ROOT / "examples"
-_PNG = b"\x89PNG"
+_SHORT = ("one_process.py", "one_process_per_gpu.py", "hybrid.py", "resume.py")
 
 
-def run(script: str, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a script, in several processes under torchrun, which have four virtual devices."""
+def start(
+    script: str, *options: str, folder: pathlib.Path, processes: int = 1, devices: int = 0
+) -> subprocess.Popen[str]:
+    """Start a script in a folder, in several processes under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    devices = {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    virtual = {"DATAPARALLEL_VIRTUAL_DEVICES": str(devices)}
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
         [sys.executable, *launcher[: 5 * (processes > 1)], str(_EXAMPLES / script), *options],
-        env=os.environ | (devices if processes > 1 else {}),
-        capture_output=True,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (virtual if devices else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
     )
 
 
-@pytest.mark.parametrize("script", ["train_digits.py", "train_chars.py", "train_elastic.py"])
-def test_help_names_the_options_and_ends_with_examples(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def end(process: subprocess.Popen[str]) -> str:
+    """What a script has printed, which is to end well and without a warning."""
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "Warning" not in errors
+    return printed
+
+
+def launched(
+    cluster: Cluster,
+    script: str,
+    processes: int,
+    folder: pathlib.Path,
+    *options: str,
+    virtual: bool,
+) -> str:
+    """What a script prints in processes that are there already, with what torchrun tells them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    arguments = (str(_EXAMPLES / script), str(folder), port, options)
+    return "".join(
+        cluster.run(run_as_rank, processes, *arguments, init_group=False, virtual=virtual)
+    )
+
+
+@contextlib.contextmanager
+def in_folder(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def run_as_rank(
+    rank: int, world_size: int, script: str, folder: str, port: int, options: tuple[str, ...]
+) -> str:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    numbers["LOCAL_WORLD_SIZE"] = world_size
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in numbers.items()}),
+        mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
+        mock.patch.object(sys, "argv", [script, *options]),
+        in_folder(folder),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+@pytest.mark.parametrize("script", _SHORT)
+def test_an_example_is_read_in_a_minute(script: str) -> None:
+    lines = (_EXAMPLES / script).read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 40
+    assert len(lines) <= 50
+
+
+def test_all_examples_are_tried() -> None:
+    elsewhere = {"notebook.ipynb", "train_digits.py", "parameter_server.py"}
+    there = {path.name for path in _EXAMPLES.iterdir() if path.is_file()}
+    assert there == {*_SHORT, *elsewhere}
+
+
+def test_one_process(tmp_path: pathlib.Path) -> None:
+    printed = end(start("one_process.py", folder=tmp_path))
+    check_one_process(printed, ["cpu"])
+    state = torch.load(tmp_path / "net.pt")
+    assert sorted(state) == ["0.bias", "0.weight", "3.bias", "3.weight"]
+
+
+def test_one_process_with_four_accelerators(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    printed = launched(cluster, "one_process.py", 1, tmp_path, virtual=True)
+    check_one_process(printed, [f"virtual:{i}" for i in range(4)])
+
+
+def check_one_process(printed: str, devices: list[str]) -> None:
+    assert re.search(r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%", printed), printed
+    assert "training steps of" in printed
+    assert all(device in printed for device in devices)
+
+
+def test_one_process_per_gpu(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    alone = end(start("one_process_per_gpu.py", folder=tmp_path, processes=2))
+    assert re.search(r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%", alone), alone
+    on_accelerators = launched(cluster, "one_process_per_gpu.py", 2, tmp_path, virtual=True)
+    assert losses(on_accelerators) == losses(alone)
+    assert len(losses(alone)) == 5
+
+
+def test_hybrid(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    on_accelerators = end(start("hybrid.py", folder=tmp_path, processes=2, devices=4))
+    on_cpu = launched(cluster, "hybrid.py", 2, tmp_path, virtual=False)
+    for printed, shares in (
+        (on_accelerators, ["virtual:0, virtual:1", "virtual:2, virtual:3"]),
+        (on_cpu, ["cpu, cpu", "cpu, cpu"]),
+    ):
+        for rank, share in enumerate(shares):
+            assert f"rank {rank} trains on: {share}" in printed
+        assert len(losses(printed)) == 5
+        assert losses(printed)[-1] < 0.5 * losses(printed)[0]
+
+
+def test_a_killed_training_goes_on_and_ends_with_the_same_weights(
+    cluster: Cluster, tmp_path: pathlib.Path
 ) -> None:
-    path = str(_EXAMPLES / script)
-    monkeypatch.setattr(sys, "argv", [path, "--help"])
-    monkeypatch.syspath_prepend(str(_EXAMPLES))
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(path, run_name="__main__")
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    for option in ("--devices", "--epochs", "--batch-size", "--lr", "--seed", "--output"):
-        assert option in shown
-    assert f"examples:\n  python examples/{script}" in shown
+    killed = start("resume.py", folder=tmp_path / "killed")
+    assert killed.stdout is not None
+    # At whatever the training and the thread that saves are doing just then.
+    for line in killed.stdout:
+        if line.startswith("step 100:"):
+            break
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    begun = re.findall(r"begins at step (\d+)", end(start("resume.py", folder=tmp_path / "killed")))
+    assert 0 < int(begun[0]) < 400
+    (tmp_path / "whole").mkdir()
+    launched(cluster, "resume.py", 1, tmp_path / "whole", virtual=False)
+    states = []
+    for name in ("whole", "killed"):
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 4))
+        assert checkpoint.load(tmp_path / name / "out" / "resume", net).step == 400
+        states.append(net.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("devices", ["cpu,cpu", "virtual:0,virtual:1"])
-def test_digits_are_learnt_saved_and_drawn(devices: str, tmp_path: pathlib.Path) -> None:
-    options = ("--epochs", "4", "--min-accuracy", "0.9", "--devices", devices)
-    finished = run("train_digits.py", *options, "--output", str(tmp_path / "new"))
-    assert finished.returncode == 0, finished.stderr
-    assert "test accuracy 9" in finished.stdout
-    state = load_file(tmp_path / "new" / "digits.safetensors")
-    assert all(not name.startswith("module.") for name in state)
-    assert all(tensor.device == torch.device("cpu") for tensor in state.values())
-    assert (tmp_path / "new" / "digits.png").read_bytes().startswith(_PNG)
-    assert len(list((tmp_path / "new").iterdir())) == 2
+def test_the_notebook(tmp_path: pathlib.Path) -> None:
+    notebook = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in cells), "it is kept without what a run has printed"
+    assert sum(len(cell.source.splitlines()) for cell in cells) <= 40
+    environment = os.environ | {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=environment, startup_timeout=60)
+    try:
+        shown = [message for cell in cells for message in outputs_of(client, cell.source)]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    printed = "".join(content["text"] for kind, content in shown if kind == "stream")
+    assert re.search(r"epoch 5/5: loss 0\.\d+", printed), printed
+    assert re.search(r"test accuracy 9\d\.\d%", printed), printed
+    views = [content["data"] for kind, content in shown if kind == "update_display_data"]
+    assert views and all("text/html" in view for view in views)
+    results = [content["data"] for kind, content in shown if kind == "execute_result"]
+    assert "index=3" in results[0]["text/plain"]
+    assert "training steps of" in results[1]["text/html"]
+    assert (tmp_path / "net.pt").exists()
 
 
-def test_too_low_an_accuracy_is_a_failure(tmp_path: pathlib.Path) -> None:
-    options = ("--epochs", "1", "--min-accuracy", "1.0", "--lr", "0.0001")
-    finished = run("train_digits.py", *options, "--output", str(tmp_path))
-    assert finished.returncode == 1
-    assert "the accuracy is below 100.00%" in finished.stdout
+def outputs_of(client: Any, code: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run a cell; what it prints, shows and changes meanwhile."""
+    client.execute(code)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            message = client.get_iopub_msg(timeout=5)
+        except queue.Empty:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        assert kind != "error", "\n".join(content["traceback"])
+        if kind == "status" and content["execution_state"] == "idle":
+            return
+        yield kind, content
+    raise TimeoutError(f"the cell has not ended within 60 s:\n{code}")
+
+
+# --- the digits ------------------------------------------------------------------------------
+
+
+def test_digits_are_learned_saved_and_drawn(tmp_path: pathlib.Path) -> None:
+    options = ("--epochs", "4", "--min-accuracy", "0.9", "--output", "new/folder")
+    printed = end(start("train_digits.py", *options, folder=tmp_path))
+    assert "rank 0 trains on: cpu, cpu\n" in printed
+    assert re.search(r"^Test accuracy 9\d\.\d\d% after", printed, re.MULTILINE), printed
+    assert len(losses(printed)) == 4
+    written = tmp_path / "new" / "folder"
+    state = torch.load(written / "digits.pt")
+    assert state["0.weight"].shape == (32, 1, 3, 3)
+    assert (written / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(written.iterdir())) == 2
+
+
+def test_two_processes_train_on_two_accelerators_each(
+    cluster: Cluster, tmp_path: pathlib.Path
+) -> None:
+    options = ("--epochs", "1", "--batch-size", "128", "--output", "two")
+    printed = launched(cluster, "train_digits.py", 2, tmp_path, *options, virtual=True)
+    for rank, devices in enumerate(["virtual:0, virtual:1", "virtual:2, virtual:3"]):
+        assert f"rank {rank} trains on: {devices}" in printed
+    assert printed.count("Test accuracy") == 1
+    assert torch.load(tmp_path / "two" / "digits.pt", map_location="cpu")
 
 
 @pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """What the examples share."""
-    monkeypatch.syspath_prepend(str(_EXAMPLES))
-    device = torch.accelerator.current_device_index()
-    yield importlib.import_module("common")
-    torch.accelerator.set_device_index(device)
+def digits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs the script in this process, or gives what it defines."""
+
+    def run(*options: str, name: str = "__main__") -> dict[str, Any]:
+        script = str(_EXAMPLES / "train_digits.py")
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        return runpy.run_path(script, run_name=name)
+
+    return run
 
 
-def test_without_torchrun_an_example_takes_all_accelerators(common: ModuleType) -> None:
-    assert common.choose_devices(None) == [f"virtual:{i}" for i in range(4)]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.usefixtures("no_accelerator")
-def test_without_accelerators_an_example_takes_the_cpu_twice(
-    processes: int, common: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_help_names_the_options(
+    digits: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert common.choose_devices(None) == ["cpu", "cpu"]
+    with pytest.raises(SystemExit, match="0"):
+        digits("--help")
+    shown = capsys.readouterr().out
+    for option in ("--devices", "--epochs", "--batch-size", "--lr", "--seed", "--output"):
+        assert option in shown
+    assert "torchrun --nproc-per-node 2 examples/train_digits.py" in shown
+
+
+def test_too_low_an_accuracy_is_a_failure(
+    digits: Callable[..., dict[str, Any]], tmp_path: pathlib.Path
+) -> None:
+    options = ("--epochs", "1", "--batch-size", "512", "--lr", "1e-5", "--devices", "cpu")
+    with pytest.raises(SystemExit, match=r"the accuracy is below 99\.00%"):
+        digits(*options, "--min-accuracy", "0.99", "--output", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -102,126 +287,40 @@ def test_without_accelerators_an_example_takes_the_cpu_twice(
     [
         (1, [[0, 1, 2, 3]]),
         (2, [[0, 1], [2, 3]]),
-        (3, [[0], [1], [2, 3]]),
+        (3, [[0], [1], [2]]),
         (4, [[0], [1], [2], [3]]),
-        (6, [[0], [1], [2], [3], [0], [1]]),
     ],
 )
-def test_under_torchrun_an_example_takes_its_share_of_the_accelerators(
+def test_each_process_takes_a_share_of_the_accelerators(
     processes: int,
     shares: list[list[int]],
-    common: ModuleType,
+    digits: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    default_devices = digits(name="train_digits")["default_devices"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for rank, share in enumerate(shares):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert common.choose_devices("cpu,virtual:3") == ["cpu", "virtual:3"]
-        assert common.choose_devices(None) == [f"virtual:{i}" for i in share]
-        assert torch.accelerator.current_device_index() == share[0]
-    shared = "6 processes take 4 accelerators in turn" in capsys.readouterr().out
-    assert shared == (processes > 4)
+        assert default_devices() == tuple(dp.accelerators()[i] for i in share)
 
 
-def test_two_processes_of_torchrun_train_on_two_devices_each(tmp_path: pathlib.Path) -> None:
-    finished = run("train_digits.py", "--epochs", "1", "--output", str(tmp_path), processes=2)
-    assert finished.returncode == 0, finished.stderr
-    for rank, devices in enumerate(["virtual:0, virtual:1", "virtual:2, virtual:3"]):
-        said = rf"rank {rank} of 2: .* one replica on each of: {devices}$"
-        assert re.search(said, finished.stdout, re.MULTILINE), finished.stdout
-    assert finished.stdout.count("test accuracy") == 1
-    assert load_file(tmp_path / "digits.safetensors")
-
-
-def test_letters_are_learnt_and_written(tmp_path: pathlib.Path) -> None:
-    finished = run(
-        "train_chars.py", "--epochs", "1", "--batch-size", "4", "--output", str(tmp_path)
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "nats per letter (unigram" in finished.stdout
-    assert "what the model writes" in finished.stdout
-    assert (tmp_path / "chars.png").read_bytes().startswith(_PNG)
-
-
-class _Killed(BaseException):
-    """The end of a process, in a test that needs no other one."""
-
-
-def test_training_goes_on_from_the_last_step_of_an_epoch(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_each_process_takes_the_cpu_twice(
+    processes: int, digits: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*_: int) -> None:
-        checkpoint.close()
-        torch.distributed.destroy_process_group()
-        raise _Killed
-
-    monkeypatch.syspath_prepend(str(_EXAMPLES))
-    monkeypatch.setattr("os.kill", kill)
-    # Three steps each.
-    options = ("--epochs", "3", "--batch-size", "600", "--devices", "cpu", "--save-every", "3")
-    script = _EXAMPLES / "train_elastic.py"
-    monkeypatch.setattr(
-        "sys.argv", [str(script), *options, "--fail-at-step", "3", "--output", str(tmp_path)]
-    )
-    # Torch puts one of its own in its place.
-    monkeypatch.setattr("sys.excepthook", sys.excepthook)
-    main = runpy.run_path(str(script))["main"]
-    with pytest.raises(_Killed):
-        main()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert main() == 0
-    said = capsys.readouterr().out
-    assert "1 processes begin at step 3 (restart 1)\nepoch 2/3, step 6: loss" in said
+    default_devices = digits(name="train_digits")["default_devices"]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert default_devices() == ["cpu", "cpu"]
 
 
-class NetWithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.linear(x), y)
-
-
-class MaskedNet(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        assert mask.shape == (8,)
-        return x * mask
-
-
-def test_the_code_in_the_readme_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (_ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) >= 8
-    names: dict[str, Any] = {
-        "torch": torch,
-        "criterion": nn.CrossEntropyLoss(),
-        "x": torch.randn(6, 8),
-        "y": torch.tensor([1, 2, 0, 1, 2, 0]),
-        "mask": torch.ones(8),
-        "net_with_loss": NetWithLoss(),
-        "masked_net": MaskedNet(),
-    }
-    names["loader"] = [(names["x"], names["y"])]
-    # The first block leaves out the devices, which are four virtual ones here.
-    names["net"] = nn.Linear(8, 3)
-    exec(compile(blocks[0], "README.md", "exec"), names)
-    assert {p.device for p in names["net"].parameters()} == {torch.device("virtual:0")}
-    names["net"] = nn.Linear(8, 3)
-    for block in blocks[1:]:
-        exec(compile(block, "README.md", "exec"), names)
-    checkpoint.close()
-    said = [line for line in capsys.readouterr().out.splitlines() if " samples in " in line]
-    assert sorted(said) == [f"3 samples in replica {i} on cpu" for i in (0, 1)]
+# --- the README ------------------------------------------------------------------------------
 
 
 def test_the_commands_in_the_readme_exist() -> None:
     text = (_ROOT / "README.md").read_text()
     targets = set(re.findall(r"make ([a-z-]+)", text))
     makefile = (_ROOT / "Makefile").read_text()
-    assert {"train", "test", "train-chars"} <= targets
+    assert {"train", "test", "gpu"} <= targets
     assert all(f"\n{target}:" in makefile for target in targets)

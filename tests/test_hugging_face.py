@@ -9,7 +9,10 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
+from tests.guides import definitions
 from tests.models import assert_all_close, grads_of
+from tests.test_docstrings import ROOT
 
 Weight = Callable[..., Tensor | None]
 WRAPPERS: tuple[Any, ...] = (dp.DataParallel, dp.DistributedDataParallel)
@@ -142,6 +147,18 @@ def test_a_forward_without_labels(wrapper: Any) -> None:
     assert_all_close([model(**inputs).logits], [bare(**inputs).logits])
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_hidden_states(wrapper: Any) -> None:
+    net = gpt2()
+    bare, model = copy.deepcopy(net), wrapper(net, ["cpu", "cpu"])
+    ids = torch.randint(3, 31, (5, 9))
+    # transformers installs hooks on the layers in the first forward.
+    for _ in range(2):
+        states = model(ids, output_hidden_states=True).hidden_states
+        assert_all_close(states, bare(ids, output_hidden_states=True).hidden_states)
+    model.close()
+
+
 @each_model
 @each_wrapper
 def test_accelerate(wrapper: Any, make: Callable[[], nn.Module], weight: Weight) -> None:
@@ -167,32 +184,44 @@ def test_accelerate(wrapper: Any, make: Callable[[], nn.Module], weight: Weight)
 # --- Trainer -------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, folder: pathlib.Path, n_gpu: int = 0) -> tuple[list[float], float]:
-    """Two steps, of two batches each; returns their losses and that of an evaluation."""
-    from transformers import Trainer, TrainingArguments
+def arguments_for(folder: pathlib.Path, n_gpu: int = 0, **others: Any) -> Any:
+    """Two steps, of two batches each."""
+    from transformers import TrainingArguments
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=5,
-        per_device_eval_batch_size=5,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        learning_rate=0.1,
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        # Trainer asks the class of the model for these, and here that is the wrapper.
-        label_names=["labels"],
-    )
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 5,
+        "per_device_eval_batch_size": 5,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(**options | others)
     assert arguments.n_gpu == 0
     arguments._n_gpu = n_gpu
+    return arguments
+
+
+def train(
+    model: nn.Module, folder: pathlib.Path, n_gpu: int = 0, trainer_class: Any = None, **others: Any
+) -> tuple[list[float], float]:
+    """Returns the losses of the steps and that of an evaluation."""
+    from transformers import Trainer
+
+    if trainer_class is None:
+        # Trainer asks the class of the model for these, and here that is the wrapper.
+        trainer_class, others = Trainer, {"label_names": ["labels"], **others}
     # A column that no model takes.
     data = [{**one, "number": torch.tensor(i)} for i, one in enumerate(samples(20))]
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:10])
+    arguments = arguments_for(folder, n_gpu, **others)
+    trainer = trainer_class(model, arguments, train_dataset=data, eval_dataset=data[:10])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, trainer.evaluate()["eval_loss"]
@@ -258,3 +287,118 @@ def test_trainer_and_a_vector(tmp_path: pathlib.Path, caplog: pytest.LogCaptureF
         train(dp.DataParallel(net, ["cpu", "cpu"]), tmp_path)
     (message,) = [text for text in caplog.messages if "pass scalars= to the wrapper" in text]
     assert "outputs['loss']" in message
+
+
+# --- the class of the guide ----------------------------------------------------------------------
+
+
+def parallel_trainer(**names: Any) -> Any:
+    """The class, with a function of the test for ``scalars=`` where one is given."""
+    text = definitions("hugging_face")
+    if names:
+        assert 'scalars="sum"' in text
+        text = text.replace('scalars="sum"', "scalars=weight")
+    exec(text, names)
+    return names["ParallelTrainer"]
+
+
+@pytest.mark.parametrize("n_gpu", [0, 2])
+@each_model
+def test_the_trainer_of_the_guide(
+    trained: Any, tmp_path: pathlib.Path, make: Callable[[], nn.Module], weight: Weight, n_gpu: int
+) -> None:
+    from safetensors.torch import load_file
+
+    bare, losses, evaluated = trained(make)
+    _, net = pair(make)
+    names = {"weight": weight} if make is t5 else {}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    found, of_evaluation = train(net, tmp_path, n_gpu, parallel_trainer(**names), **saving)
+    assert found == pytest.approx(losses, rel=1e-3)
+    assert of_evaluation == pytest.approx(evaluated, rel=1e-5)
+    assert_all_close(net.parameters(), bare.parameters())
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert set(saved) <= set(bare.state_dict()) and "module" not in " ".join(saved)
+
+
+def test_the_trainer_of_the_guide_computes_in_bfloat16(tmp_path: pathlib.Path) -> None:
+    _, net = pair(gpt2)
+    seen = set()
+    layer: Any = net.get_submodule("transformer.h.0.attn.c_attn")
+    layer.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    train(net, tmp_path, 0, parallel_trainer(), bf16=True)
+    assert seen == {torch.bfloat16}
+
+
+def test_the_trainer_of_the_guide_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    _, net = pair(gpt2)
+    again = copy.deepcopy(net)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+    data = samples(20)
+    arguments = arguments_for(tmp_path, **saving)
+    parallel_trainer()(net, arguments, train_dataset=data).train()
+    trainer = parallel_trainer()(again, arguments, train_dataset=data)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert_all_close(again.parameters(), net.parameters(), rtol=0, atol=0)
+
+
+IN_PROCESSES = """
+import pathlib, sys
+import torch
+from accelerate import Accelerator
+from tests import test_hugging_face as tests
+
+folder = pathlib.Path(sys.argv[1])
+_, net = tests.pair(tests.gpt2)
+trained = tests.train(net, folder / "trainer", 0, ParallelTrainer, per_device_train_batch_size=2)
+
+accelerator = Accelerator(cpu=True)
+_, other = tests.pair(tests.gpt2)
+model = dp.DistributedDataParallel(
+    other, ["cpu", "cpu"], scalars=tests.num_next_tokens, average="samples"
+)
+model = accelerator.prepare_model(model, evaluation_mode=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(tests.samples(20), batch_size=2)
+optimizer, loader = accelerator.prepare(optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+model.check_replicas()
+if accelerator.is_main_process:
+    states = {"trainer": net.state_dict(), "accelerate": other.state_dict()}
+    torch.save({"trained": trained, **states}, folder / "found.pt")
+"""
+
+
+def test_several_processes(tmp_path: pathlib.Path) -> None:
+    """Two processes with two replicas each, against the bare model in one."""
+    (tmp_path / "script.py").write_text(definitions("hugging_face") + IN_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node=2", str(tmp_path / "script.py"), str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt")
+
+    bare, _ = pair(gpt2)
+    # Batches of four in one process are those of two in each of two processes.
+    losses, evaluated = train(bare, tmp_path / "bare", per_device_train_batch_size=4)
+    assert found["trained"][0] == pytest.approx(losses, rel=1e-3)
+    assert found["trained"][1] == pytest.approx(evaluated, rel=1e-5)
+    assert_all_close(found["trainer"].values(), bare.state_dict().values())
+
+    bare, _ = pair(gpt2)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    data: Any = samples(20)
+    for batch_of_all in torch.utils.data.DataLoader(data, batch_size=4):
+        bare(**batch_of_all).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_all_close(found["accelerate"].values(), bare.state_dict().values())

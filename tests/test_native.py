@@ -139,10 +139,10 @@ def test_threads_that_start_together_get_one_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small: NativeExtension
 ) -> None:
     monkeypatch.setenv("CXX", str(compiler_that_notes(tmp_path)))
-    load_file, initialised = native._load_file, []
+    load_file, initialized = native._load_file, []
 
     def slow_load_file(name: str, path: Path) -> ModuleType:
-        initialised.append(name)
+        initialized.append(name)
         time.sleep(0.1)
         return load_file(name, path)
 
@@ -155,7 +155,7 @@ def test_threads_that_start_together_get_one_module(
 
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(load, range(4)))) == 1
-    assert initialised == ["small_extension"]
+    assert initialized == ["small_extension"]
     assert len(calls(tmp_path)) == 3  # Two units and the link.
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel.optimizer_in_backward import InBackwardOptimizers
 from dataparallel.tensor_copies import last_step_of
@@ -152,6 +153,38 @@ def test_hooks(kind: Callable[..., BackwardTwins]) -> None:
     assert "extra" in twins.optimizers.state_dict()
     handle.remove()
     assert "extra" not in twins.optimizers.state_dict()
+
+
+def test_a_hook_of_all_optimizers_may_change_the_gradients_of_a_bucket() -> None:
+    twins = ours(torch.optim.SGD, lr=0.1)
+    seen: list[int] = []
+
+    def halve(optimizer: Optimizer, *_: Any) -> None:
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        seen.append(len(members))
+        for p in members:
+            p.grad = p.grad / 2
+
+    handle = register_optimizer_step_pre_hook(halve)
+    try:
+        twins.step()
+    finally:
+        handle.remove()
+    twins.assert_equal()
+    assert seen == [*map(len, FIRST), 6]
+
+
+def test_sparse_gradients() -> None:
+    p, q = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
+    optimizers = InBackwardOptimizers.make(torch.optim.SGD, [p], lr=0.1)
+    plain = torch.optim.SGD([q], lr=0.1)
+    for parameter in (p, q):
+        nn.functional.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+    assert p.grad is not None and p.grad.is_sparse
+    optimizers.step([p])
+    plain.step()
+    assert_same(p.detach(), q.detach())
+    assert not torch.equal(p, torch.ones(4, 2))
 
 
 def test_buckets_that_are_stepped_at_the_same_time() -> None:
@@ -296,7 +329,7 @@ def test_copies_are_independent_and_go_on(
 def test_gradients_cannot_be_accumulated(kind: Callable[..., BackwardTwins]) -> None:
     twins = kind()
     with pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step"):
-        twins.optimizers.begin(synchronised=False)
+        twins.optimizers.begin(synchronized=False)
     twins.set_gradients(without=[0])
     match = r"5 of 6 parameters .* have a gradient before it begins, .* of shape \(48,\)"
     with pytest.raises(RuntimeError, match=match):

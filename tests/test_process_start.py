@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataparallel.comm import process_errors
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.process_start import init_process_group, start, stores
+from dataparallel.process_start import init_process_group, interfaces, start, stores
 from dataparallel.process_start.agreement import Agreement
 from dataparallel.process_start.membership import Membership, find_membership
 from tests.cluster import Cluster
@@ -391,3 +391,8 @@ def test_the_interface_of_one_machine_is_not_that_of_several(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     start._choose_interface(False)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_the_loopback_interface_leads_to_no_other_machine() -> None:
+    assert interfaces.interface_towards("127.0.0.1", 29500) is None
+    assert interfaces.interface_towards("no such name", 29500) is None

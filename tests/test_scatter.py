@@ -166,7 +166,7 @@ def test_in_dims_of_scatter_follows_the_container() -> None:
         ({-1: 0}, TypeError, r"by position from 0, but got \[-1\]"),
         ({"m": "rows"}, TypeError, r"in_dims for kwargs\['m'\] is an int, None, .* got 'rows'"),
         ({"m": {"b": 0}}, ValueError, r"names \['b'\] in kwargs\['m'\], which has \['a'\]"),
-        ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has 1"),
+        ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has \['a'\]; give"),
         ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] .*from -2 to 1"),
     ],
 )

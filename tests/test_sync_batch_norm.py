@@ -80,7 +80,7 @@ def test_training_equals_the_bare_module(
         assert_same_state(bare, net)
 
 
-def test_a_layer_that_is_synchronised_already_stays_so_with_buffers_sync(slots: list[str]) -> None:
+def test_a_layer_that_is_synchronized_already_stays_so_with_buffers_sync(slots: list[str]) -> None:
     with torch.device(slots[0]):
         bare = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     net = copy.deepcopy(bare)
@@ -199,10 +199,10 @@ def test_derivatives_of_third_order(slots: list[str]) -> None:
 
     x = torch.randn(5, 2, dtype=torch.double) * 4
     results = []
-    for synchronised in (False, True):
+    for synchronized in (False, True):
         leaf = x.clone().requires_grad_()
         chunks = list(leaf.split((2, 0, 1, 2)))
-        output = run_replicas(layer, chunks, slots)[1] if synchronised else plain(leaf)
+        output = run_replicas(layer, chunks, slots)[1] if synchronized else plain(leaf)
         (first,) = torch.autograd.grad(output.pow(3).sum(), leaf, create_graph=True)
         (second,) = torch.autograd.grad(first.pow(2).sum(), leaf, create_graph=True)
         results.append([first, second, *torch.autograd.grad(second.sin().sum(), leaf)])

@@ -1,4 +1,4 @@
-"""Conversion of ordinary batch norm layers into synchronised ones."""
+"""Conversion of ordinary batch norm layers into synchronized ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tree(nn.Module):
         self.other = nn.InstanceNorm1d(8, affine=True)
 
 
-def test_every_layer_becomes_synchronised_and_stays_the_same_otherwise() -> None:
+def test_every_layer_becomes_synchronized_and_stays_the_same_otherwise() -> None:
     tree = Tree()
     names = [name for name, _ in tree.named_modules(remove_duplicate=False)]
     tensors = {id(tensor) for tensor in (*tree.parameters(), *tree.buffers())}

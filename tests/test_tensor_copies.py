@@ -119,15 +119,15 @@ def test_a_graph_keeps_the_values_that_it_was_made_with() -> None:
 
 
 def test_class_and_attributes_of_parameters_are_kept() -> None:
-    class Quantised(nn.Parameter):
+    class Quantized(nn.Parameter):
         scale: torch.Tensor
         bits: int
 
-    original = Quantised(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
+    original = Quantized(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
     original.scale = torch.ones(2, device=DEVICES[0])
     original.bits = 4
     copy = TensorCopies(DEVICES).update([original], 2)[1][0]
-    assert isinstance(copy, Quantised)
+    assert isinstance(copy, Quantized)
     assert copy.bits == 4
     assert copy.scale.device == DEVICES[1]
 
@@ -147,10 +147,10 @@ def test_layouts_are_kept() -> None:
 
 
 def test_attributes_of_a_parameter_are_a_part_of_it() -> None:
-    class Quantised(nn.Parameter):
+    class Quantized(nn.Parameter):
         scale: torch.Tensor
 
-    original = Quantised(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
+    original = Quantized(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
     copies = TensorCopies(DEVICES)
     for value in (2.0, 5.0):
         original.scale = torch.tensor(value, device=DEVICES[0])
@@ -159,7 +159,7 @@ def test_attributes_of_a_parameter_are_a_part_of_it() -> None:
     assert copies.update([original], 2)[1][0].scale.item() == 10.0  # type: ignore[attr-defined]
 
 
-def test_a_sparse_neighbour_hides_nothing() -> None:
+def test_a_sparse_neighbor_hides_nothing() -> None:
     sparse = torch.eye(3, device=DEVICES[0]).to_sparse_coo()
     dense = torch.ones(3, device=DEVICES[0])
     copies = TensorCopies(DEVICES)

@@ -98,13 +98,13 @@ SECONDS = {
 }
 
 
-def summarise(made: Outcome) -> AutogradRow:
-    (row,) = autograd_summary.summarise([Case("chain of 4", 4, 16)], made)
+def summarize(made: Outcome) -> AutogradRow:
+    (row,) = autograd_summary.summarize([Case("chain of 4", 4, 16)], made)
     return row
 
 
 def test_ours_is_compared_with_torchs_round_by_round() -> None:
-    row = summarise(outcome(SECONDS))
+    row = summarize(outcome(SECONDS))
     assert row.agrees
     assert (row.workers, row.case, row.calls, row.size) == (2, "chain of 4", 4, 16)
     assert (row.ours, row.torch) == (Spread(2.0, 1.0, 3.0), Spread(2.0, 2.0, 2.0))
@@ -118,7 +118,7 @@ def test_ours_is_compared_with_torchs_round_by_round() -> None:
 
 @pytest.mark.parametrize("errors", [(1.0, 0.0), (0.0, math.nan), (math.inf, 0.0)])
 def test_a_wrong_gradient_at_the_beginning_or_the_end_counts(errors: tuple[float, ...]) -> None:
-    assert not summarise(outcome(SECONDS, *errors)).agrees
+    assert not summarize(outcome(SECONDS, *errors)).agrees
 
 
 def test_calls_that_did_not_arrive_are_seen() -> None:

@@ -197,11 +197,11 @@ def test_replicas_are_compared_with_their_own_peers() -> None:
         "hybrid": outcome("hybrid", {f"hybrid {key}": (1.0, 1.0)}),
         "hybrid peers": outcome("hybrid peers", {f"gloo {key}": (4.0, 4.0)}),
     }
-    (row,) = collectives_summary.summarise_replicas(task(), "local", outcomes)
+    (row,) = collectives_summary.summarize_replicas(task(), "local", outcomes)
     assert row.agrees
     assert (row.ours, row.torch) == (Spread(2.0, 1.0, 3.0), Spread(2.0, 2.0, 2.0))
     assert row.ratio == Spread(1.0, 0.5, 1.5)
-    (row,) = collectives_summary.summarise_replicas(task(), "hybrid", outcomes)
+    (row,) = collectives_summary.summarize_replicas(task(), "hybrid", outcomes)
     assert row.ratio == Spread(0.25, 0.25, 0.25)
 
 
@@ -213,7 +213,7 @@ def test_a_wrong_result_of_any_member_is_seen(errors: tuple[float, ...], wrong: 
         name: outcome(name, {f"{form} all_reduce 1024": (1.0,)}, *(errors * (name == wrong)))
         for name, form in forms.items()
     }
-    (row,) = collectives_summary.summarise_replicas(task(), "local", outcomes)
+    (row,) = collectives_summary.summarize_replicas(task(), "local", outcomes)
     assert not row.agrees
 
 
@@ -226,7 +226,7 @@ def test_operations_of_processes_are_compared_size_by_size() -> None:
         for size in (8, 16)
     }
     given = task(8, 16, operations=operations), outcome("processes", seconds)
-    rows = collectives_summary.summarise_process(*given)
+    rows = collectives_summary.summarize_process(*given)
     assert [(row.operation, row.size) for row in rows] == [
         (operation, size) for operation in operations for size in (8, 16)
     ]
@@ -242,7 +242,7 @@ def test_an_all_reduce_uses_a_share_of_the_better_of_copy_and_sum() -> None:
         "processes": outcome("processes", {"gloo all_reduce 1024": (10.0, 20.0)}),
         "memory": outcome("memory", memory, members=3),
     }
-    (row,) = collectives_summary.summarise_memory(task(), outcomes)
+    (row,) = collectives_summary.summarize_memory(task(), outcomes)
     assert row.copy == Spread(3570.0, 1020.0, 6120.0)
     assert row.sum == Spread(3060.0, 3060.0, 3060.0)
     # First round: 3060 of 6120 (the copy); second: 510 of 3060 (the sum).

@@ -128,19 +128,19 @@ def outcome(name: str, *backward: float, errors: tuple[float, ...] = (0.0,)) -> 
 
 def test_rounds_of_reduction_are_compared() -> None:
     outcomes = [outcome("ours", 1.0, 3.0), outcome("bare", 0.5, 0.5), outcome("ddp", 2.0, 2.0)]
-    row = reducer_summary.summarise_reduction("small", "1x2", outcomes)
+    row = reducer_summary.summarize_reduction("small", "1x2", outcomes)
     assert row.ours == Spread(2.0, 1.0, 3.0)
     assert row.bare == Spread(0.5, 0.5, 0.5)
     assert row.ours_over_ddp == Spread(1.0, 0.5, 1.5)
     assert row.agrees
-    alone = reducer_summary.summarise_reduction("small", "1x2", outcomes[:1])
+    alone = reducer_summary.summarize_reduction("small", "1x2", outcomes[:1])
     assert (alone.ddp, alone.bare, alone.ours_over_ddp) == (None, None, None)
 
 
 @pytest.mark.parametrize("error", [1e-3, math.nan])
 def test_a_wrong_gradient_in_any_process_is_seen(error: float) -> None:
     outcomes = [outcome("ours", 1.0), outcome("ddp", 1.0, errors=(0.0, error, 0.0))]
-    assert not reducer_summary.summarise_reduction("small", "1x2", outcomes).agrees
+    assert not reducer_summary.summarize_reduction("small", "1x2", outcomes).agrees
 
 
 def test_what_computation_does_not_hide_is_exposed() -> None:
@@ -149,14 +149,14 @@ def test_what_computation_does_not_hide_is_exposed() -> None:
     all_hidden = {"communication": 4.0, "computation": 10.0, "hidden": 4.001}
     finished = [{"statistics": [first, all_hidden]}, {"statistics": [others, all_hidden]}]
     who = Contestant("ddp", "torch DDP 2x1", ())
-    row = reducer_summary.summarise_overlap("mlp", Outcome(who, [], {}, finished))
+    row = reducer_summary.summarize_overlap("mlp", Outcome(who, [], {}, finished))
     assert row.communication == Spread(4.5, 4.0, 5.0)
     assert row.computation == Spread(10.5, 10.0, 11.0)
     assert row.hidden.low == 2.0
     assert row.exposed is not None
     assert dataclasses.astuple(row.exposed) == pytest.approx((0.3, 0.0, 0.6))
     silent = [{"statistics": [dict.fromkeys(first, 0.0)]}]
-    assert reducer_summary.summarise_overlap("mlp", Outcome(who, [], {}, silent)).exposed is None
+    assert reducer_summary.summarize_overlap("mlp", Outcome(who, [], {}, silent)).exposed is None
 
 
 class Timed(torch.nn.Module):

@@ -27,14 +27,14 @@ def measured(
 
 def test_ratios_are_taken_within_each_round() -> None:
     ours, bare = measured("ours", 1.0, 10.0, 2.0), measured("bare", 2.0, 20.0, 3.0)
-    first, second = summary.summarise([ours, bare])
+    first, second = summary.summarize([ours, bare])
     assert first.seconds == Spread(2.0, 1.0, 10.0)
     assert first.speedup == Spread(2.0, 1.5, 2.0)
     assert second.ours_over_this == Spread(0.5, 0.5, 2.0 / 3.0)
 
 
 def test_without_the_bare_module_there_is_no_speedup() -> None:
-    rows = summary.summarise([measured("ours", 1.0), measured("ddp", 2.0)])
+    rows = summary.summarize([measured("ours", 1.0), measured("ddp", 2.0)])
     assert [row.speedup for row in rows] == [None, None]
     assert all(row.agrees for row in rows)
 
@@ -54,7 +54,7 @@ def test_other_losses_gradients_or_parameters_are_seen(
     loss: float, norm: float, error: float, agrees: bool
 ) -> None:
     ours = measured("ours", 1.0, loss=loss, norm=norm, error=error)
-    first, second = summary.summarise([ours, measured("bare", 1.0)])
+    first, second = summary.summarize([ours, measured("bare", 1.0)])
     assert (first.agrees, second.agrees) == (agrees, True)
 
 
@@ -88,7 +88,7 @@ def test_memory_is_compared_where_the_tensors_are(
         dataclasses.replace(measured(name, 1.0), host_bytes=h, device_bytes=d)
         for name, h, d in zip(("ours", "ddp"), host, device, strict=True)
     ]
-    assert summary.summarise(each)[1].memory_ratio == ratio
+    assert summary.summarize(each)[1].memory_ratio == ratio
 
 
 # --- bars --------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def results(**ratios: tuple[float, int]) -> dict[str, list[Row]]:
     for case, (time, memory) in ratios.items():
         ours = dataclasses.replace(measured("ours", time, 1.1 * time), host_bytes=memory)
         peer = dataclasses.replace(measured("ddp", 1.0, 1.0), host_bytes=4)
-        found[case] = summary.summarise([ours, peer])
+        found[case] = summary.summarize([ours, peer])
     return found
 
 
@@ -151,7 +151,7 @@ def test_bars_are_shown_as_met_or_missed() -> None:
 
 
 def table(*entries: Measured) -> str:
-    return shown(report.build_table({"transformer (16)": summary.summarise(entries)}, "title"))
+    return shown(report.build_table({"transformer (16)": summary.summarize(entries)}, "title"))
 
 
 def test_the_table_fits_into_80_columns() -> None:
@@ -168,3 +168,16 @@ def test_the_table_fits_into_80_columns() -> None:
 
 def test_the_table_marks_a_contestant_that_trains_otherwise() -> None:
     assert "9.0000 ✗" in table(measured("ours", 1.0, loss=9.0), measured("bare", 2.0))
+
+
+def test_a_narrow_terminal_loses_no_digit() -> None:
+    table = report.new_table("times")
+    for heading in ("first", "second", "third"):
+        table.add_column(heading, no_wrap=True)
+    figures = ["123456.78", "0.01..100.12", "98765 4321"]
+    table.add_row(*figures)
+    console = Console(width=20, file=io.StringIO())
+    report.print_table(table, console)
+    assert isinstance(console.file, io.StringIO)
+    assert all(figure in console.file.getvalue() for figure in figures)
+    assert console.width == 20

@@ -24,9 +24,36 @@ def test_every_command_explains_itself(
         assert "examples:\n  dataparallel " in text
 
 
-def test_a_group_without_a_subject_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench"]) == 0
-    assert "train" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "part"), [([], "bench"), (["bench"], "train"), (["monitor"], "record")]
+)
+def test_a_group_alone_prints_its_help(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 0
+    assert f"\n    {part}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "hint"),
+    [
+        ("monitro", "", "; did you mean 'monitor'?"),
+        ("monitor topp", " monitor", "; did you mean 'top'?"),
+        ("monitor top --atach=7", " monitor top", "; did you mean '--attach'?"),
+        ("monitor top --sorce a --onse", " monitor top", "; did you mean '--once', '--source'?"),
+        ("monitor record x --format cvs", " monitor record", "; did you mean 'csv'?"),
+        ("--versoin", "", "; did you mean '--version'?"),
+        ("doctor --xyz", " doctor", "arguments: --xyz"),
+        ("xyz", "", ")"),
+    ],
+)
+def test_a_misspelled_word_is_told_with_the_one_that_is_close(
+    line: str, command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(line.split())
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"dataparallel{command}: error: ") and told.endswith(hint)
 
 
 def test_examples_in_the_help_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +144,7 @@ def test_the_command_line_itself_needs_no_extra() -> None:
 
 def test_python_dash_m_is_the_same_command() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "dataparallel.tools", "--version"],
+        [sys.executable, "-m", "dataparallel", "--version"],
         capture_output=True,
         text=True,
         timeout=120,

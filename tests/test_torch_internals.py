@@ -199,7 +199,6 @@ def test_names_are_torchs_own_objects() -> None:
         (lambda: torch_internals.group_backend(object(), torch.device("cpu")), "_get_backend"),
         (lambda: torch_internals.num_collectives(object()), "_get_sequence_number_for_group"),
         (lambda: torch_internals.open_with(object(), print), "Future._set_unwrap_func"),
-        (lambda: torch_internals.init_group(object(), {}), "object._init_group"),
         (lambda: torch_internals.own_state_numbers(object()), "_sync_param_groups"),
         (lambda: torch_internals.configure_join(object()), "Join._set_joinable_configs"),
     ],

@@ -161,7 +161,7 @@ def test_dataclass_drops_what_it_cached() -> None:
     assert rebuilt.total == 1
 
 
-def test_frozen_dataclass_is_not_initialised_again() -> None:
+def test_frozen_dataclass_is_not_initialized_again() -> None:
     assert flatten(Frozen(1))[1].rebuild(["never again"]).x == "never again"
 
 

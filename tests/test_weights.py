@@ -21,7 +21,7 @@ from tests.models import assert_all_close, grads_of, twins
 WRAPPERS: tuple[Any, ...] = (dp.DataParallel, dp.DistributedDataParallel)
 
 
-class Labelled(nn.Module):
+class Labeled(nn.Module):
     """Makes its loss itself: the mean over the labels that are not -100."""
 
     def __init__(self, masks: bool = False) -> None:
@@ -43,7 +43,7 @@ def num_labels(x: Tensor, labels: Tensor) -> Tensor:
     return (labels != -100).sum()
 
 
-def labelled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
+def labeled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
     """A sequence of 6 for each of ``lengths``, of which so many labels count."""
     random = torch.Generator().manual_seed(rank)
     x = torch.randn(len(lengths), 6, 4, dtype=torch.double, generator=random)
@@ -62,9 +62,9 @@ def labelled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[
 def test_a_function_weighs_chunks(
     slots: list[str], wrapper: Any, lengths: list[int], masks: bool
 ) -> None:
-    bare, net = twins(lambda: Labelled(masks), slots[0])
+    bare, net = twins(lambda: Labeled(masks), slots[0])
     model = wrapper(net, slots[:3], scalars=num_labels)
-    x, labels = labelled_batch(0, lengths, slots[0])
+    x, labels = labeled_batch(0, lengths, slots[0])
     expected = bare(x, labels)
     outputs = model(x, labels=labels)
     expected["loss"].backward()
@@ -74,8 +74,8 @@ def test_a_function_weighs_chunks(
 
 
 def test_where_no_label_counts_the_loss_is_that_of_the_bare_module(slots: list[str]) -> None:
-    model = dp.DataParallel(Labelled().double().to(slots[0]), slots, scalars=num_labels)
-    assert model(*labelled_batch(0, [0, 0], slots[0]))["loss"].isnan()
+    model = dp.DataParallel(Labeled().double().to(slots[0]), slots, scalars=num_labels)
+    assert model(*labeled_batch(0, [0, 0], slots[0]))["loss"].isnan()
 
 
 def test_a_weight_may_be_a_number_and_none_adds_up() -> None:
@@ -93,8 +93,8 @@ def test_a_weight_may_be_a_number_and_none_adds_up() -> None:
 
 
 def test_a_function_is_kept_by_copies() -> None:
-    bare, net = twins(Labelled, "cpu")
-    batch = labelled_batch(0, [6, 1, 2])
+    bare, net = twins(Labeled, "cpu")
+    batch = labeled_batch(0, [6, 1, 2])
     expected = bare(*batch)["loss"]
     for wrapper in WRAPPERS:
         model = wrapper(net, ["cpu", "cpu"], scalars=num_labels)
@@ -167,8 +167,8 @@ def test_options_that_are_none() -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_vector_of_losses_is_told_of_once(wrapper: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = wrapper(Labelled(), ["cpu", "cpu"])
-    x, labels = labelled_batch(0, [1, 2])
+    model = wrapper(Labeled(), ["cpu", "cpu"])
+    x, labels = labeled_batch(0, [1, 2])
     x = x.float()
     caplog.set_level(logging.WARNING, "dataparallel")
     with torch.no_grad():
@@ -181,8 +181,8 @@ def test_a_vector_of_losses_is_told_of_once(wrapper: Any, caplog: pytest.LogCapt
     (message,) = caplog.messages
     assert "(outputs['loss'])" in message and "pass scalars= to the wrapper" in message
     for quiet in (
-        wrapper(Labelled(), ["cpu", "cpu"], scalars="mean"),
-        wrapper(Labelled(), ["cpu"]),
+        wrapper(Labeled(), ["cpu", "cpu"], scalars="mean"),
+        wrapper(Labeled(), ["cpu"]),
     ):
         quiet(x, labels)["loss"].backward()
     wrapper(nn.Linear(4, 2), ["cpu", "cpu"])(x).sum().backward()
@@ -274,12 +274,12 @@ LENGTHS = ([[6, 1, 1], [2, 0]], [[5, 6, 1], [0, 0]], [[0], [0, 6, 1]])
 def _labels(rank: int, world_size: int) -> None:
     for masks in (False, True):
         for replicas in (1, 2):
-            bare, net = twins(functools.partial(Labelled, masks), "cpu")
+            bare, net = twins(functools.partial(Labeled, masks), "cpu")
             model = dp.DistributedDataParallel(
                 net, ["cpu"] * replicas, average="samples", scalars=num_labels, timeout=20.0
             )
             for lengths in LENGTHS:
-                batches = [labelled_batch(k, lengths[k]) for k in range(world_size)]
+                batches = [labeled_batch(k, lengths[k]) for k in range(world_size)]
                 whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
                 bare(*whole)["loss"].backward()
                 own = model(*batches[rank])["loss"]

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction["Parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that tells which word a misspelled one may be; its subcommands do so too."""
+
+    #: Python 3.15 would name the same word once more.
+    suggest_on_error = False
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _suggestion([str(value)], map(str, action.choices or ()))
+            raise
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what is unknown: no outer parser knows what is close to it."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.split("=")[0] for word in unknown if word.startswith("-")]
+            known = [name for action in self._actions for name in action.option_strings]
+            hint = _suggestion(options, known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
+
+
+def _suggestion(words: Iterable[str], known: Iterable[str]) -> str:
+    known = list(known)
+    close = {match for word in words for match in difflib.get_close_matches(word, known, n=1)}
+    return f"; did you mean {', '.join(map(repr, sorted(close)))}?" if close else ""
 
 
 def add_command(
@@ -17,7 +48,7 @@ def add_command(
     summary: str,
     examples: Sequence[str],
     run: Callable[[argparse.Namespace], int] | None = None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Add a subcommand whose ``--help`` ends with examples.
 
     Args:
@@ -38,13 +69,14 @@ def add_command(
         epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    def print_help(arguments: argparse.Namespace) -> int:
-        parser.print_help()
-        return 0
-
-    parser.set_defaults(run=run or print_help)
+    parser.set_defaults(run=run or (lambda arguments: print_help(parser)))
     return parser
+
+
+def print_help(parser: argparse.ArgumentParser) -> int:
+    """What a command does that only groups others; the exit status is that of success."""
+    parser.print_help()
+    return 0
 
 
 def names_in(known: Sequence[str]) -> Callable[[str], list[str]]:

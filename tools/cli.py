@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from dataparallel.tools import completion
+from dataparallel.tools.arguments import Parser, print_help
 from dataparallel.tools.bench import command as bench
 from dataparallel.tools.doctor import command as doctor
 from dataparallel.tools.monitor import command as monitor
@@ -64,7 +66,7 @@ def _failed(error: OSError) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands. Each lives in a package of its own and adds itself."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dataparallel",
         description="Train PyTorch models on all devices of a machine from one process.",
         epilog="Each command has its own --help.",
@@ -72,8 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {metadata.version('dataparallel')}"
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda arguments: print_help(parser))
     doctor.add_to(commands)
     bench.add_to(commands)
     monitor.add_to(commands)
+    completion.add_to(commands, parser)
     return parser

@@ -21,20 +21,17 @@ from torch import nn
 from dataparallel.balancing.change import Change
 from dataparallel.balancing.chunk_shares import divide
 from dataparallel.balancing.memory_handover import MemoryHandover
+from dataparallel.balancing.obstacles import Obstacles
 from dataparallel.balancing.saved_state import SavedState
 from dataparallel.balancing.settings import Settings, whole_number
 from dataparallel.balancing.split_decisions import SplitDecisions
+from dataparallel.balancing.step_rollback import StepRollback, check_repeatable, num_processes
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.data_parallel import DataParallel
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.record import StepRecord
-from dataparallel.repeating.step import (
-    StepRollback,
-    num_processes,
-    obstacles_of,
-    refuse_steps_in_backward,
-)
+from dataparallel.suggestions import suggesting
 
 T = TypeVar("T")
 
@@ -42,15 +39,11 @@ _log = logging.getLogger("dataparallel")
 
 # How often a step that ran out of memory is run again.
 _MAX_REPEATS = 20
-# What can be done where a forward cannot be run again.
-_REMEDY = (
-    "go on from a checkpoint with a smaller batch, or with the limits that state_dict() of the "
-    "Balancer has now"
-)
 # Steps whose records are made together: no more, so that it is known soon what has changed.
 _MOST_AT_ONCE = 5
 
 
+@suggesting
 def balance(
     model: DataParallel[Any],
     *,
@@ -61,10 +54,10 @@ def balance(
 ) -> Balancer:
     """Let a wrapper divide its batches by the measured speed and memory of its replicas.
 
-    For devices of different speed, and those that are throttled or shared with others. Gradients
-    stay those of the bare module. A replica that runs out of memory hands a part of its chunk to
-    the others, and training goes on. See Note [Balancing is exact], Note [When chunks change] and
-    Note [Too little memory].
+    Use it where one device is slower than the others, throttled, or shared with another program.
+    Gradients stay those of the bare module. A replica that runs out of memory hands a part of its
+    chunk to the others, and training goes on. See Note [Balancing is exact], Note [When chunks
+    change] and Note [Too little memory].
 
     Example::
 
@@ -77,20 +70,21 @@ def balance(
                 optimizer.zero_grad()
         print(balancer.shares, balancer.history)
 
-    Keep what it returns outside of the module and the wrapper; it cannot be copied or pickled.
+    Keep the Balancer outside the module and the wrapper. It cannot be copied or pickled.
 
     Args:
-        model: The wrapper. With several processes each balances the replicas that it has.
-        every: Chunks change at most once in so many steps. Default: 10.
-        threshold: The part of a step's time that a change must save, 0 to 1. Default: 0.03.
-        warmup: So many steps at the beginning are not measured. Default: 5.
-        window: Speeds are medians over so many steps, at least ``every``. Default: 30.
+        model: The wrapper. With several processes, each process balances its own replicas.
+        every: Chunks change at most once in this number of steps. Default: 10.
+        threshold: The part of a step's time that a change must save, from 0 to below 1. Default:
+            0.03.
+        warmup: Number of steps at the beginning that are not measured. Default: 5.
+        window: Number of steps over which speeds are medians, at least ``every``. Default: 30.
 
     Returns:
-        What balances, until its ``close()`` or the end of its ``with`` block.
+        A :class:`Balancer`. It works until its ``close()`` or the end of its ``with`` block.
 
     Raises:
-        TypeError: ``model`` is no wrapper of this package, or an option is no number.
+        TypeError: ``model`` is not a wrapper of this package, or an option is not a number.
         ValueError: A number is out of range.
         RuntimeError: The wrapper is balanced already.
     """
@@ -144,17 +138,18 @@ class Balancer:
     # --- how batches are divided -----------------------------------------------------------------
 
     def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """How many samples each replica gets of a batch.
+        """Tell how many samples of a batch each replica gets.
 
         Args:
-            batch_size: Number of samples. With fewer than replicas, the first ones get one each.
+            batch_size: Number of samples. If it is less than the number of replicas, the first
+                replicas get one each.
 
         Returns:
             One number per replica that takes part.
 
         Raises:
-            TypeError: ``batch_size`` is no whole number.
-            ValueError: It is negative.
+            TypeError: ``batch_size`` is not a whole number.
+            ValueError: ``batch_size`` is negative.
         """
         batch_size = whole_number("batch_size", batch_size)
         if batch_size < 0:
@@ -182,7 +177,8 @@ class Balancer:
         """What the wrapper runs its forwards through. See Note [Too little memory]."""
         model = self._model()
         assert model is not None, "a wrapper is alive while it is called"
-        obstacles = obstacles_of(model, modules, inputs, _REMEDY)
+        syncs_buffers = model.buffer_policy == "sync" and num_processes(model) > 1
+        obstacles = Obstacles(modules, inputs, syncs_buffers=syncs_buffers)
         return self._handover.attempt(call, modules, model._engine, obstacles)
 
     @property
@@ -192,14 +188,14 @@ class Balancer:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the last batch's size that each replica gets; they add up to 1."""
+        """The share of the last batch that each replica gets. The shares add up to 1."""
         size = self._batch_size or 1000 * len(self._devices)
         sizes = self.sizes(size)
         return tuple(n / size for n in sizes) + (0.0,) * (len(self._devices) - len(sizes))
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """Samples per second of each replica with the chunk that it gets; None before measuring."""
+        """Samples per second of each replica with its present chunk; None before measuring."""
         latest = self._decisions.latest
         if latest is None:
             return None
@@ -208,13 +204,13 @@ class Balancer:
 
     @property
     def limits(self) -> tuple[int | None, ...]:
-        """For how many samples each replica has memory; None where that is not known."""
+        """The most samples that each replica may get; None for a replica without a limit."""
         return tuple(self._handover.limits)
 
     # --- speed -----------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        """Take in what a step took; the wrapper's own steps come here by themselves.
+        """Take in the record of a step; the wrapper's own steps arrive by themselves.
 
         Args:
             record: The step.
@@ -255,7 +251,7 @@ class Balancer:
         parameters: Iterable[torch.Tensor] | None = None,
         modules: Iterable[nn.Module] = (),
     ) -> T:
-        """Compute gradients, again with other chunks if a replica runs out of memory in backward.
+        """Compute gradients, and repeat with other chunks if a replica runs out of memory.
 
         Example::
 
@@ -268,23 +264,24 @@ class Balancer:
             optimizer.step()
 
         Args:
-            closure: Forward and backward, without the step of an optimizer. It may be called
-                several times; gradients, buffers and generators are then as they were before. It
-                must not write its inputs in place.
-            parameters: All tensors that it gives gradients. Default: the wrapper's parameters.
-            modules: Further modules whose buffers it may write, such as a criterion. Default: none.
+            closure: Forward and backward, without the step of an optimizer. The Balancer may call
+                it several times, and restores gradients, buffers and generators before each
+                repetition. It must not write its inputs in place.
+            parameters: All tensors that get gradients. Default: the wrapper's parameters.
+            modules: Further modules that may write buffers, such as a criterion. Default: none.
 
         Returns:
-            What ``closure`` returns.
+            The return value of ``closure``.
 
         Raises:
-            RuntimeError: There are several processes, or optimizers that step in backward.
-            BaseException: What ``closure`` raises, if other chunks do not help.
+            RuntimeError: There are several processes, or optimizers that step in backward, or the
+                Balancer was closed.
+            BaseException: The error of ``closure``, if other chunks do not help.
         """
         model = self._model()
         if model is None or self._closed:
             raise RuntimeError("this Balancer was closed; make another with dataparallel.balance")
-        _check_repeatable(model)
+        check_repeatable(model)
         state = StepRollback(model, parameters, modules)
         for _ in range(_MAX_REPEATS):
             try:
@@ -297,22 +294,22 @@ class Balancer:
         return closure()
 
     def lift_limits(self) -> None:
-        """Forget for how many samples memory was too small, for example after other work ended."""
+        """Forget all memory limits, for example after another program has freed its memory."""
         self._handover.limits[:] = [None] * len(self._devices)
         self._known.clear()
 
     # --- life ------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Leave the division as it is, except where memory is too small; measuring goes on."""
+        """Go on measuring, but change chunks only where memory is too small."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Change chunks again after :meth:`pause`."""
         self._paused = False
 
     def close(self) -> None:
-        """Stop; the wrapper divides its batches evenly again. A second call does nothing."""
+        """Stop balancing: the wrapper divides batches evenly again. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -339,32 +336,22 @@ class Balancer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs that goes on where this one has stopped; numbers and None only."""
+        """Return costs and limits for a checkpoint: lists of numbers and None."""
         return SavedState(self._decisions.costs, tuple(self._handover.limits)).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Divide batches as the Balancer did that gave ``state``.
+        """Divide batches as another Balancer did.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The ``state_dict()`` of that Balancer.
 
         Raises:
-            ValueError: It is of another number of replicas, or nothing of the kind.
+            ValueError: ``state`` has another number of replicas, or is not the state of a Balancer.
         """
         loaded = SavedState.from_dict(state, len(self._devices))
         self._decisions.costs = loaded.costs
         self._handover.limits[:] = loaded.limits
         self._known.clear()
-
-
-def _check_repeatable(model: DataParallel[Any]) -> None:
-    if num_processes(model) > 1:
-        raise RuntimeError(
-            f"Balancer.step runs a step again, which all {num_processes(model)} processes would "
-            "have to do together; catch the error of backward in each of them (a RuntimeError, of "
-            "which torch.OutOfMemoryError is one), drop the gradients and run the step again"
-        )
-    refuse_steps_in_backward(model)
 
 
 def _check(model: object) -> None:

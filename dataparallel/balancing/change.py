@@ -8,16 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Change:
-    """When the chunks of the replicas became others, and why.
+    """One change of the chunks, with its reason.
 
     Attributes:
-        step: Number of the step after which that was, from 1; 0 before the first.
-        reason: ``"speed"`` after measurements, ``"worse"`` where such a change has not helped and
-            was taken back, ``"memory"`` where a replica ran out of it.
-        before: Samples per replica, of a batch as the last one.
-        after: Likewise, from then on.
-        gain: Predicted part of a step's time that is saved, 0 to 1; None where it was no choice.
-        why: The same in words.
+        step: Number of the step before the change, from 1; 0 if no step has ended.
+        reason: ``"speed"``: the measurements promise shorter steps. ``"worse"``: steps became
+            longer, and the Balancer takes a change back. ``"memory"``: a replica ran out of memory.
+        before: Samples per replica before the change, for a batch of the last size.
+        after: Samples per replica after the change.
+        gain: Predicted part of a step's time that the change saves, 0 to 1; None for the other two
+            reasons.
+        why: The reason in words.
     """
 
     step: int

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from dataparallel.balancing.chunk_shares import fits
+from dataparallel.balancing.obstacles import Obstacles
 from dataparallel.balancing.out_of_memory import is_out_of_memory, replicas_named_by
+from dataparallel.balancing.rollback import Rollback, RollbackPool
 from dataparallel.devices import empty_cache
 from dataparallel.engine import ReplicaEngine
 from dataparallel.error_location import add_note
-from dataparallel.repeating.obstacles import Obstacles
-from dataparallel.repeating.rollback import Rollback, RollbackPool
 from dataparallel.timeline import Span
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class MemoryHandover:
         """
         with self._lock:
             self._devices = tuple(devices)
-            self._rollbacks.use_devices(devices)
+            self._rollbacks = RollbackPool(devices)
             self._last_sizes = ()
             self.limits = [None if old is None else self.limits[old] for old in kept]
 

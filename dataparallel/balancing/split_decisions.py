@@ -3,10 +3,10 @@
 Note [When chunks change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A change has to be worth more than a threshold, and more than three times the standard error of what
-was measured; else noise would move the chunks to and fro. It is judged by what came of it: if steps
-got longer it is taken back, and the next one has to wait twice as long. What a chunk costs each
-replica is measured all the time, so a device that is throttled later gets less then, and more again
-when it has recovered. See Note [What a chunk costs].
+was measured; otherwise noise would move the chunks back and forth. The balancer judges a change by
+the steps after it: if they got longer, it takes the change back, and waits twice as long before the
+next one. It measures all the time what a chunk costs each replica, so a device that is throttled
+later gets less then, and more again when it has recovered. See Note [What a chunk costs].
 """
 
 from __future__ import annotations

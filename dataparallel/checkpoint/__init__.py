@@ -1,4 +1,4 @@
-"""Save and load trainings: whole generations, verified, with any number of processes.
+"""Save and load whole trainings, with any number of processes.
 
 Example::
 

@@ -8,4 +8,4 @@ class CheckpointError(RuntimeError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no checkpoint yet: nothing was ever saved in the directory, so none can be lost."""
+    """Nothing was ever saved in the directory, so no checkpoint can be lost."""

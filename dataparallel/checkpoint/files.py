@@ -2,8 +2,8 @@
 
 Note [Files that are whole]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A file is written beside under a name of its own, synchronised with the disk, and renamed: whoever
-opens it by its name finds all of it. The rename itself lasts once the directory is synchronised
+A file is written beside under a name of its own, synchronized with the disk, and renamed: whoever
+opens it by its name finds all of it. The rename itself lasts once the directory is synchronized
 too. A process that is killed on the way leaves a file whose name begins with a dot, which readers
 never look at and the next writer removes.
 
@@ -35,7 +35,7 @@ _SAFE = (
 )
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _RELATIVE = os.open in os.supports_dir_fd
-# What file systems answer that cannot synchronise a directory.
+# What file systems answer that cannot synchronize a directory.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EACCES}
 
 _UNFINISHED = ".tmp"
@@ -123,7 +123,7 @@ class Folder:
                 raise
 
     def put(self, name: str, write: Callable[[int], T]) -> T:
-        """Write a file under another name, synchronise it with the disk, and rename it.
+        """Write a file under another name, synchronize it with the disk, and rename it.
 
         Args:
             name: The name at last; a file that has it is replaced.

@@ -23,12 +23,12 @@ _NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """What a look at the folder of a generation shows; the files are not read.
+    """What the folder of a generation shows without a look into its files.
 
     Attributes:
-        number: Of the generation.
-        complete: Whether it is finished, and all of its files are there in their full size.
-        bytes: Of its files together, as far as they are there.
+        number: The number of the generation.
+        complete: Whether it is finished, and all of its files have their full size.
+        bytes: The size of its files together.
         when: When it was finished, in seconds since 1970; None if that is not known.
         reason: Why it is not complete; None if it is.
     """
@@ -84,7 +84,7 @@ def next_number(directory: str | os.PathLike[str]) -> int:
 
 
 def generations(directory: str | os.PathLike[str]) -> list[GenerationInfo]:
-    """What there is in a directory, at a glance: hashes are compared when it is read.
+    """List the generations in a directory; only ``load`` verifies their hashes.
 
     Example::
 
@@ -92,10 +92,10 @@ def generations(directory: str | os.PathLike[str]) -> list[GenerationInfo]:
             print(info.number, info.bytes, info.reason or "complete")
 
     Args:
-        directory: Of the checkpoints; one that is not there has none.
+        directory: The directory of the checkpoints. If it does not exist, the list is empty.
 
     Returns:
-        The generations by rising number.
+        The generations, by rising number.
 
     Raises:
         CheckpointError: The directory cannot be read.

@@ -28,16 +28,17 @@ from dataparallel.checkpoint.parts import parts_of
 from dataparallel.checkpoint.peers import Peers
 from dataparallel.checkpoint.reading import Reading
 from dataparallel.checkpoint.saving_calls import Path, group_of
+from dataparallel.suggestions import suggesting
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load` found.
+    """What :func:`load` has loaded.
 
     Attributes:
         step: How many steps the training had made; 0 if there was nothing to load.
         epoch: Which epoch it was in, if that was saved.
-        user: The user's data.
+        user: What was saved as ``user``.
         number: The generation; None if there was nothing to load.
         rejected: Newer generations that were not used, each with the reason.
         processes: How many processes saved it.
@@ -54,8 +55,8 @@ class Loaded:
     def restore_rng(self) -> None:
         """Put the random generators into their saved states once more.
 
-        For code between the load and the first step that draws random numbers, which the training
-        did not at this place: a new iterator of a ``DataLoader`` for example.
+        Call it if code between the load and the first step draws random numbers that the saved
+        training did not draw there. A new iterator of a ``DataLoader`` does so.
 
         Raises:
             CheckpointError: No states of random generators were saved.
@@ -65,6 +66,7 @@ class Loaded:
         self._restore()
 
 
+@suggesting
 def load(
     directory: Path | Sequence[Path],
     model: nn.Module | None = None,
@@ -82,31 +84,32 @@ def load(
 ) -> Loaded:
     """Load the last good generation; every process calls it.
 
-    A generation that is damaged is not used: the one before it is, with a warning in the log. There
-    may be other numbers of replicas and processes than at the save. Nothing in a file is executed.
+    If a generation is damaged, the log has a warning, and the one before it is loaded. The numbers
+    of replicas and processes may differ from those at the save. Nothing in a file is executed.
 
     Example::
 
         loaded = checkpoint.load("run", model, optimizer, missing_ok=True)
 
     Args:
-        directory: As in :func:`save`; or several, of which the one that was saved to last is
-            taken: say one in memory (``/dev/shm``), saved to at every step, and one on the disk.
-        model, optimizer, scheduler, sampler, states: What takes the saved state; None is left out.
+        directory: As in :func:`save`; or several, of which the one with the latest save is loaded:
+            for example one in memory (``/dev/shm``) for every step, and one on the disk.
+        model, optimizer, scheduler, sampler, states: The objects that get the saved state.
         number: Which generation. Default: the last good one.
-        rng: Whether to restore random generators, if they were saved. A process that was not there
-            derives numbers of its own from the first one's. Default: True.
-        strict: Whether names and dtypes must be the same on both sides. ``False`` loads what is on
-            both, and converts dtypes; shapes must agree in any case. Default: True.
-        missing_ok: Whether it is fine that nothing was ever saved. Default: False.
+        rng: Whether to restore random generators, if they were saved. A process with a new rank
+            derives its own from those of rank 0. Default: True.
+        strict: Whether names and dtypes must be the same on both sides. ``False`` loads the names
+            that both have, and converts dtypes. Shapes must agree in any case. Default: True.
+        missing_ok: Whether to return step 0 if nothing was ever saved. Default: False, an error.
         process_group, timeout: As in :func:`save`.
 
     Returns:
-        What was loaded, and the user's data.
+        The step, the user's data, and which generation it was.
 
     Raises:
-        CheckpointError: There is no good generation, or not the one asked for; or it does not fit.
+        CheckpointError: No generation is good, or the one asked for is not, or it does not fit.
             Nothing was changed, in any process.
+        NoCheckpoint: Nothing was ever saved, and ``missing_ok`` is False.
         TypeError, ValueError: As in :func:`save`.
     """
     parts = parts_of(model, optimizer, scheduler, sampler, states)

@@ -17,9 +17,9 @@ T = TypeVar("T")
 class ResumableSampler(Sampler[list[int]]):
     """Batches of indices in an order that depends on the seed and the epoch alone.
 
-    A batch is divided among the processes, so all of them together train on the same batches
-    however many they are. The position counts what the training has got from :meth:`over`, not what
-    the workers of a ``DataLoader`` have fetched ahead.
+    The processes divide each batch, so any number of them trains on the same batches. The position
+    counts the batches that :meth:`over` gave out, not those that the workers of a ``DataLoader``
+    have prefetched.
 
     Example::
 
@@ -34,10 +34,10 @@ class ResumableSampler(Sampler[list[int]]):
         dataset: Anything with a length, or that length.
         batch_size: How many samples a batch has, over all processes together.
         shuffle: Whether samples come in random order. Default: True.
-        seed: Of the order. Default: 0.
-        drop_last: Whether samples are left out that do not fill a batch. Default: False: the last
-            batch is smaller; if it has fewer samples than there are processes, those of the
-            beginning come once more, so that each process has one.
+        seed: The seed of the order. Default: 0.
+        drop_last: Whether to leave out an incomplete last batch. Default: False. If that batch has
+            fewer samples than there are processes, samples from the beginning of the epoch fill it
+            up, so that each process has one.
         rank, num_processes: This process and how many there are. Default: those of
             ``torch.distributed``, and 0 and 1 without it.
 
@@ -106,15 +106,15 @@ class ResumableSampler(Sampler[list[int]]):
             yield self._share_of(batch)
 
     def over(self, loader: Iterable[T]) -> Iterator[T]:
-        """The rest of this epoch; what is given out is counted.
+        """Iterate over the rest of this epoch, and count the batches.
 
-        A ``DataLoader`` draws a seed for its workers when an iteration begins, also one in the
-        middle of an epoch. Here it depends on the position, and torch's own generator stays as it
-        is. What workers draw by themselves after that, for augmentations, is not saved.
+        A ``DataLoader`` draws a seed for its workers when an iteration begins, also in the middle
+        of an epoch. Here the seed depends on the position, and torch's own generator stays as it
+        is. Random numbers that workers draw for augmentations are not saved.
 
         Args:
-            loader: Whose ``batch_sampler`` this is, or the sampler itself. It must not begin
-                another iteration meanwhile.
+            loader: A loader with this sampler as its ``batch_sampler``, or the sampler itself. It
+                must not begin another iteration meanwhile.
         """
         state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(
@@ -180,7 +180,7 @@ class ResumableSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Spread, so that neighbouring seeds and epochs have nothing in common.
+        # Spread, so that neighboring seeds and epochs have nothing in common.
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order

@@ -16,8 +16,8 @@ class Progress(NamedTuple):
     """How far a save has come in this process.
 
     Attributes:
-        written: Bytes that are written.
-        total: Bytes that this process writes; 0 as long as that is not known.
+        written: Bytes written so far.
+        total: Bytes that this process writes; 0 until that is known.
     """
 
     written: int
@@ -65,8 +65,8 @@ class Saving:
         """Wait until the generation is on the disk in all processes.
 
         Args:
-            timeout: Seconds. Default: as long as it takes; other processes are waited for no longer
-                than the ``timeout`` of the save.
+            timeout: Seconds. Default: without a limit; the save itself waits for the other
+                processes no longer than its own ``timeout``.
 
         Returns:
             The number of the generation.
@@ -74,7 +74,7 @@ class Saving:
         Raises:
             CheckpointError: It was not saved; the last good generation is as it was. Or this is a
                 fork of the process that saves.
-            TimeoutError: It takes longer than ``timeout``; it goes on.
+            TimeoutError: The save takes longer than ``timeout``. It goes on.
         """
         if not self._ended.is_set() and self._process != os.getpid():
             # The thread that saves is not in the fork.

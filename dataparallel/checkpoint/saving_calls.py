@@ -18,6 +18,7 @@ from dataparallel.checkpoint.module_state import devices_of
 from dataparallel.checkpoint.parts import RNG, USER, Part, parts_of
 from dataparallel.checkpoint.saver import FORMAT, Saver
 from dataparallel.checkpoint.saving import Saving
+from dataparallel.suggestions import suggesting
 
 #: Where a checkpoint is.
 Path = str | os.PathLike[str]
@@ -27,6 +28,7 @@ _lock = threading.Lock()
 _inherited: list[dict[str, Saver]] = []
 
 
+@suggesting
 def save(
     directory: Path,
     model: nn.Module | None = None,
@@ -44,42 +46,42 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> Saving:
-    """Save a training as one more generation; every process calls it.
+    """Save a training as a new generation; every process calls it.
 
-    Whenever a process is killed, a generation is there completely or not at all: its files are
-    written beside and brought to the disk, and the manifest with their hashes comes last.
+    The manifest with the hashes of all files is written last. So if a process is killed, the
+    generation is either complete or does not count.
 
     Example::
 
         saving = checkpoint.save("run", model, optimizer, step=step, asynchronous=True)
 
     Args:
-        directory: For this training alone, the same one for all processes; nobody else may save
-            there from the first save until :func:`close`.
+        directory: Where to save; the same in all processes. No other training may save there
+            between the first save and :func:`close`.
         model: A module, bare or in a wrapper; saved under the module's own names.
-        optimizer, scheduler: Any with ``state_dict()`` and ``load_state_dict()``.
+        optimizer, scheduler: Objects with ``state_dict()`` and ``load_state_dict()``.
         step: How many steps the training has made.
         epoch: Which epoch it is in. Default: None.
-        sampler: A :class:`ResumableSampler`, or what has a state, or an epoch and ``set_epoch``, or
-            a ``torch.Generator`` as ``generator``.
+        sampler: A :class:`ResumableSampler`, or an object with ``state_dict()``, with ``epoch`` and
+            ``set_epoch()``, or with a ``torch.Generator`` as ``generator``.
         rng: Whether to save the random generators of Python, NumPy, torch and the model's devices.
-        user: Data of numbers, texts, lists, dicts, tensors and the like.
-        states: More objects by name, each with a state, such as a ``GradScaler``.
+        user: Your own data: numbers, strings, lists, dicts, tensors and the like.
+        states: More objects by name, such as a ``GradScaler``.
         keep: How many generations stay, at least 1. Default: 3.
         asynchronous: Whether to return once the state is copied to host memory, and write it while
             the training goes on. The next save waits until it is written. Default: False.
-        process_group: Who trains together. Default: the group of the model's wrapper, else all.
+        process_group: The processes that save. Default: those of the model's wrapper, else all.
         timeout: Seconds that a process waits for the slowest one to write. Default: the time limit
             of the process group.
 
     Returns:
-        A handle; without ``asynchronous`` the save has ended.
+        A handle. Without ``asynchronous`` the save has ended.
 
     Raises:
-        CheckpointError: It was not saved: the disk is full, another process failed or holds the
-            directory. What was there is as it was. Or an earlier asynchronous save failed unseen.
-        TypeError, ValueError: A value cannot be saved, or an argument is out of range; if there
-            are other processes, that is a CheckpointError in them.
+        CheckpointError: Nothing was saved: the disk is full, or another process failed or holds the
+            directory. Or this one is saved, but an earlier asynchronous save failed unseen.
+        TypeError, ValueError: A value cannot be saved, or an argument is out of range. The other
+            processes raise a CheckpointError.
     """
     saver = _saver(directory, process_group or group_of(model), timeout)
     told = {"step": step, "epoch": epoch, "processes": saver.peers.world_size}
@@ -110,16 +112,16 @@ def _take(
 
 
 def close(directory: Path | None = None) -> None:
-    """Wait for saves that are under way, and release the directory, its lock and all memory.
+    """Wait for saves that are under way, and release the directory, its lock and the memory.
 
-    A later save begins anew; every process should call it, or none.
+    You may save there again later. Every process should call it, or none.
 
     Example::
 
         checkpoint.close("run")
 
     Args:
-        directory: As in :func:`save`. Default: all.
+        directory: As in :func:`save`. Default: all directories.
     """
     with _lock:
         names = list(_savers) if directory is None else [os.path.realpath(directory)]

@@ -78,7 +78,7 @@ def write(
 
     Returns:
         The size of the file in bytes; and what returns its SHA-256, once it is known. Until then
-        there is time to synchronise the file with the disk.
+        there is time to synchronize the file with the disk.
 
     Raises:
         OSError: The file could not be written.

@@ -90,10 +90,10 @@ def wrap_result(tensor: Tensor) -> Tensor:
 
 
 class AsyncCollectiveTensor(_TorchAsync):
-    """The result of a collective that may still be under way; see :func:`wrap`.
+    """The result of a collective that may still be under way.
 
-    A use waits; metadata and views do not. The results of operations are plain tensors, and so are
-    views once the wait is over.
+    The first operation on it waits. Its shape and its views are there at once. Operations return
+    plain tensors.
 
     Example::
 
@@ -111,7 +111,7 @@ class AsyncCollectiveTensor(_TorchAsync):
 
     @property
     def completed(self) -> bool:  # type: ignore[override]
-        """Whether a use by this thread would not wait."""
+        """Whether this thread can use the result without a wait."""
         return self._claim.completed
 
     def wait(self) -> Tensor:

@@ -1,9 +1,9 @@
 """Batch norm with the statistics of a batch whose chunks several members of a group have.
 
-Note [Synchronised batch norm]
+Note [Synchronized batch norm]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each member computes mean, sum of squared deviations and number of values of its chunk. One
-collective in the middle of forward brings these to all, and each normalises its own chunk with the
+collective in the middle of forward brings these to all, and each normalizes its own chunk with the
 statistics of the whole batch:
 
     chunk 0 ── statistics ──┐                   ┌── statistics of all ── output 0
@@ -107,7 +107,7 @@ def _is_only_replica(group: LocalGroup, label: str) -> bool:
 def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
     """What ``layer`` does with batch statistics, over the chunks of all members.
 
-    See Note [Synchronised batch norm].
+    See Note [Synchronized batch norm].
 
     Args:
         layer: Where parameters and running statistics are; these are updated as usual.
@@ -136,7 +136,7 @@ def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: 
             )
     mean, variance, count = _combined(everywhere, layer.num_features)
     _update_running_statistics(layer, mean, variance, count)
-    return _normalised(layer, input, chunk, mean, variance)
+    return _normalized(layer, input, chunk, mean, variance)
 
 
 def _chunk_of(input: Tensor) -> _Chunk:
@@ -191,7 +191,7 @@ def _update_running_statistics(
         layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
 
 
-def _normalised(
+def _normalized(
     layer: BatchNorm, input: Tensor, chunk: _Chunk, mean: Tensor, variance: Tensor
 ) -> Tensor:
     scale = torch.rsqrt(variance + layer.eps)

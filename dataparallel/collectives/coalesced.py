@@ -23,7 +23,7 @@ from dataparallel.collectives.reductions import op_name
 def all_reduce_coalesced(
     self: Sequence[Tensor], reduceOp: str, group: Group, tag: str = ""
 ) -> list[Tensor]:
-    """Each tensor reduced over all members, at all members.
+    """Reduce each of several tensors, and return the results to all members.
 
     Example::
 
@@ -34,7 +34,7 @@ def all_reduce_coalesced(
             :func:`~dataparallel.collectives.functional.all_reduce`. Neither the list nor the
             tensors are written to.
         reduceOp: As in :func:`~dataparallel.collectives.functional.all_reduce`.
-        group: Who takes part, see :data:`~dataparallel.collectives.groups.Group`.
+        group: The members, see :data:`~dataparallel.collectives.groups.Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -53,7 +53,7 @@ def all_reduce_coalesced(
 def all_gather_into_tensor_coalesced(
     self: Sequence[Tensor], group: Group, tag: str = ""
 ) -> list[Tensor]:
-    """For each tensor, those of all members concatenated along the first dimension.
+    """Concatenate each of several tensors over all members, along the first dimension.
 
     Example::
 
@@ -80,7 +80,7 @@ def reduce_scatter_tensor_coalesced(
     group: Group,
     tag: str = "",
 ) -> list[Tensor]:
-    """Each tensor reduced over all members, of which each member gets a chunk.
+    """Reduce each of several tensors, and return a chunk of each result to each member.
 
     Example::
 
@@ -88,8 +88,8 @@ def reduce_scatter_tensor_coalesced(
 
     Args:
         inputs, reduceOp, group, tag: See :func:`all_reduce_coalesced`.
-        scatter_dim: For each tensor, along which dimension to divide; its length there is a
-            multiple of the number of members.
+        scatter_dim: For each tensor, the dimension to divide. Its length is a multiple of the
+            number of members.
 
     Returns:
         A new tensor for each, contiguous; ``size`` times shorter in its ``scatter_dim``.

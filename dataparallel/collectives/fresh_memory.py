@@ -23,7 +23,7 @@ _HUGE = 2 * 1024 * 1024
 
 
 def fresh_like(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor of the shape, strides and dtype of a CPU tensor."""
+    """An uninitialized tensor of the shape, strides and dtype of a CPU tensor."""
     result = torch.empty_like(tensor)
     size = result.numel() * result.element_size()
     if size >= _LARGE and (advise := _advise()) is not None:

@@ -26,7 +26,7 @@ from dataparallel.collectives.refusals import check_input
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, after the collective that writes it.
+    """Wait for the collective that writes a tensor.
 
     On the CPU the call blocks; on an accelerator the current stream waits.
 
@@ -35,7 +35,7 @@ def wait_tensor(tensor: Tensor) -> Tensor:
         total = wait_tensor(all_reduce(x, "sum", group))
 
     Args:
-        tensor: From any function of this module, or any other.
+        tensor: The result of a function of this module, or any other tensor.
 
     Returns:
         A plain tensor with the same memory.
@@ -53,19 +53,19 @@ def wait_tensor(tensor: Tensor) -> Tensor:
 
 
 def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
-    """The tensor of one member, at all members.
+    """Copy the tensor of one member to all members.
 
-    Its gradient is the sum of the gradients of all members, at ``src``; so the tensor has to
-    require grad at all members or at none.
+    The gradient at ``src`` is the sum of the gradients of all members. So the tensor requires grad
+    at all members or at none.
 
     Example::
 
         weight = broadcast(weight, 0, group)
 
     Args:
-        self: Of one shape and dtype at all members; only that of ``src`` is read.
+        self: Has the same shape and dtype at all members; only that of ``src`` is read.
         src: The member, from 0.
-        group: Who takes part, see :data:`Group`.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -78,18 +78,18 @@ def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
 
 
 def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tensor:
-    """The tensors of all members reduced to one, at all members.
+    """Reduce the tensors of all members, and return the result to all members.
 
     Example::
 
         mean = all_reduce(loss, "avg", group)
 
     Args:
-        self: Of one shape and dtype at all members.
+        self: Has the same shape and dtype at all members.
         reduceOp: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``, which are all
-            differentiable (what several members have in common in a minimum shares its gradient
-            evenly), or ``"band"``, ``"bor"``, ``"bxor"`` for integers.
-        group: Who takes part, see :data:`Group`.
+            differentiable, or ``"band"``, ``"bor"``, ``"bxor"`` for integers. If several members
+            have the same minimum or maximum, they share its gradient evenly.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -102,10 +102,10 @@ def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tens
 
 
 def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -> Tensor:
-    """The tensors of all members reduced to one, at one member.
+    """Reduce the tensors of all members, and return the result to one member.
 
-    Across processes, backward is a collective too: members that have no use for their result add
-    ``0 * result.sum()`` to their loss, else the others wait for them.
+    Across processes, backward is a collective too. A member that does not use its result adds
+    ``0 * result.sum()`` to its loss; otherwise the others wait for it.
 
     Example::
 
@@ -125,16 +125,16 @@ def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -
 
 
 def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = "") -> Tensor:
-    """The tensors of all members concatenated, at all members.
+    """Concatenate the tensors of all members, and return the result to all members.
 
     Example::
 
         batch = all_gather_tensor(chunk, 0, group)
 
     Args:
-        self: Of one shape and dtype at all members. Scalars are stacked.
-        gather_dim: Along which dimension; any.
-        group: Who takes part, see :data:`Group`.
+        self: Has the same shape and dtype at all members. Scalars are stacked.
+        gather_dim: The dimension along which to concatenate.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -147,9 +147,9 @@ def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = ""
 
 
 def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "") -> Tensor:
-    """The tensors of all members concatenated, at one member.
+    """Concatenate the tensors of all members, and return the result to one member.
 
-    For backward see :func:`reduce`.
+    Backward is that of :func:`reduce`.
 
     Example::
 
@@ -171,7 +171,7 @@ def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "")
 def reduce_scatter_tensor(
     self: Tensor, reduceOp: str, scatter_dim: int, group: Group, tag: str = ""
 ) -> Tensor:
-    """The tensors of all members reduced to one, of which each member gets a chunk.
+    """Reduce the tensors of all members, and return a chunk of the result to each.
 
     Example::
 
@@ -179,8 +179,7 @@ def reduce_scatter_tensor(
 
     Args:
         self, reduceOp, group, tag: See :func:`all_reduce`.
-        scatter_dim: Along which dimension to divide; any whose length is a multiple of the number
-            of members.
+        scatter_dim: The dimension to divide. Its length is a multiple of the number of members.
 
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
@@ -193,18 +192,17 @@ def reduce_scatter_tensor(
 
 
 def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "") -> Tensor:
-    """Chunks of the tensor of one member, one for each member.
+    """Divide the tensor of one member, and return a chunk to each member.
 
     Example::
 
         mine = scatter(batch, 0, 0, group)
 
     Args:
-        self: Of one shape and dtype at all members; only that of ``src`` is read.
-        scatter_dim: Along which dimension to divide; any whose length is a multiple of the number
-            of members.
-        src: Whose tensor is divided, from 0.
-        group: Who takes part, see :data:`Group`.
+        self: Has the same shape and dtype at all members; only that of ``src`` is read.
+        scatter_dim: The dimension to divide. Its length is a multiple of the number of members.
+        src: The member whose tensor is divided, from 0.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -224,17 +222,17 @@ def all_to_all_single(
     group: Group,
     tag: str = "",
 ) -> Tensor:
-    """Rows from every member to every member.
+    """Send rows from every member to every member.
 
     Example::
 
         mine = all_to_all_single(tokens, counts_in, counts_out, group)
 
     Args:
-        self: Rows of one shape and dtype at all members.
+        self: Its rows have the same shape and dtype at all members.
         output_split_sizes: How many rows come from each member.
         input_split_sizes: How many rows go to each member. Both None: equally many.
-        group: Who takes part, see :data:`Group`.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -251,21 +249,21 @@ def all_to_all_single(
 
 
 def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> Tensor:
-    """Each member's tensor, at another member.
+    """Send the tensor of each member to another member.
 
     Example::
 
         from_the_left = permute_tensor(x, [1, 2, 3, 0], group)
 
     Args:
-        self: Of one shape and dtype at all members.
+        self: Has the same shape and dtype at all members.
         src_dst: For each member, the member that gets its tensor.
-        group: Who takes part, see :data:`Group`.
+        group: The members, see :data:`Group`.
         tag: Tells groups over the same ranks apart.
 
     Returns:
-        A new tensor like ``self``. If some member gets several tensors, or none: at all members
-        the rows that it got, in the order of the members that gave them.
+        A new tensor like ``self``. If a member gets several tensors or none, every member gets a
+        tensor of the rows that it received, in the order of the senders.
 
     Raises:
         ValueError: ``src_dst`` does not name a member for each member.

@@ -48,7 +48,7 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
         ValueError: There is no such group, or this process is not in it.
         TypeError: ``group`` is of a type that stands for no group.
         RuntimeError: A process group was named within one of several replicas, or
-            ``torch.distributed`` is not initialised.
+            ``torch.distributed`` is not initialized.
     """
     if isinstance(group, LocalGroup):
         return group

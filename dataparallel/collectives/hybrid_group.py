@@ -31,17 +31,16 @@ _PATIENCE = 4
 
 
 class HybridGroup(LocalGroup):
-    """All replicas of all processes; by name ``"hybrid"``.
+    """The group of all replicas of all processes; pass ``"hybrid"`` for the default one.
 
-    The replicas of the first process come first, then those of the second, and so on; each process
-    may have another number of them, and another one at each call. Called outside of replicas, a
-    process is one member. Without ``torch.distributed``, or with one process, it is a
-    :class:`LocalGroup`.
+    Members count from the replicas of the first process to those of the last. Processes may have
+    different numbers of replicas, at each call. Outside of a replica, a process is one member.
+    Without ``torch.distributed``, or with one process, it is a :class:`LocalGroup`.
 
-    Every replica of every process comes to the same collectives in the same order, in backward
-    too; what differs is an error in all processes, see Note [Agreement before each collective].
-    Calls from several threads at the same time need a group each, and groups are used for the
-    first time in the same order in all processes.
+    Every replica of every process calls the same collectives in the same order, in backward too.
+    If they differ, all processes raise an error, see Note [Agreement before each collective].
+    Threads that call collectives at the same time use a group each. All processes use their groups
+    for the first time in the same order.
 
     Example::
 
@@ -52,8 +51,8 @@ class HybridGroup(LocalGroup):
 
     Args:
         process_group: The processes that take part. Default: all.
-        timeout: Seconds that a process waits for the others, and a replica for the others of its
-            process. Default: the time limit of the process group; 300 without one.
+        timeout: Seconds that a process waits for the other processes, and a replica for the other
+            replicas. Default: the time limit of the process group; 300 without one.
 
     Raises:
         ValueError: ``timeout`` is not positive.
@@ -80,7 +79,7 @@ class HybridGroup(LocalGroup):
         return HybridGroup, (None, self._link.timeout)
 
     def close(self) -> None:
-        """Give the process group back, in all processes; the next collective makes a new one."""
+        """Release the process group, in all processes; the next collective makes a new one."""
         self._link.close()
 
     def has_other_processes(self) -> bool:
@@ -89,12 +88,12 @@ class HybridGroup(LocalGroup):
 
     @untraced
     def size(self) -> int:
-        """How many members the group has: a collective of its own, which all members come to."""
+        """How many members the group has. All members call it, because it is a collective."""
         return self.place()[1]
 
     @untraced
     def rank(self) -> int:
-        """The member that this is, from 0 to ``size() - 1``: a collective as :meth:`size` is."""
+        """The number of this member, from 0. All members call it, because it is a collective."""
         return self.place()[0]
 
     @untraced

@@ -95,7 +95,7 @@ class HybridLink:
 
     def current(self) -> ProcessLink:
         """The link; a new one at the first call, after a failure, and after ``torch.distributed``
-        was initialised again.
+        was initialized again.
         """
         with self.lock:
             if self._link is not None and (self._link.broken or not _is_known(self._link)):

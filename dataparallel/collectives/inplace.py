@@ -28,17 +28,17 @@ from dataparallel.collectives.groups import Group
 def all_reduce_inplace(
     tensor: Tensor, op: Any = "sum", group: Group = None, async_op: bool = False, tag: str = ""
 ) -> Tensor:
-    """Reduce the tensors of all members, each into itself.
+    """Reduce the tensors of all members, and write the result into them.
 
     Example::
 
         all_reduce_inplace(grad, dist.ReduceOp.AVG)
 
     Args:
-        tensor: Of one shape and dtype at all members; overwritten.
+        tensor: Has the same shape and dtype at all members; overwritten.
         op: The operation, see :func:`all_reduce`; also a ``torch.distributed.ReduceOp``.
-        group: Who takes part. None: the default process group.
-        async_op: Only False: the function that is not in place is asynchronous.
+        group: The members. None: the default process group.
+        async_op: Must be False. The function that returns a new tensor is asynchronous.
         tag: Tells groups over the same ranks apart.
 
     Returns:
@@ -60,7 +60,7 @@ def all_gather_tensor_inplace(
     tag: str = "",
     gather_dim: int = 0,
 ) -> Tensor:
-    """Concatenate the tensors of all members into one.
+    """Concatenate the tensors of all members, and write the result.
 
     Example::
 
@@ -69,9 +69,9 @@ def all_gather_tensor_inplace(
     Args:
         output_tensor: Overwritten. With ``gather_dim=0`` of any shape with as many elements, for
             example with a dimension of members in front.
-        input_tensor: Of one shape and dtype at all members.
+        input_tensor: Has the same shape and dtype at all members.
         group, async_op, tag: See :func:`all_reduce_inplace`.
-        gather_dim: Along which dimension.
+        gather_dim: The dimension along which to concatenate.
 
     Returns:
         ``output_tensor``.
@@ -94,7 +94,7 @@ def reduce_scatter_tensor_inplace(
     scatter_dim: int = 0,
     tag: str = "",
 ) -> Tensor:
-    """Reduce the tensors of all members, and write this member's chunk.
+    """Reduce the tensors of all members, and write this member's chunk of the result.
 
     Example::
 
@@ -102,9 +102,9 @@ def reduce_scatter_tensor_inplace(
 
     Args:
         output: Overwritten. With ``scatter_dim=0`` of any shape with as many elements.
-        input: Of one shape and dtype at all members.
+        input: Has the same shape and dtype at all members.
         op, group, async_op, tag: See :func:`all_reduce_inplace`.
-        scatter_dim: Along which dimension to divide.
+        scatter_dim: The dimension to divide.
 
     Returns:
         ``output``.
@@ -126,7 +126,7 @@ def reduce_scatter_inplace(
     async_op: bool = False,
     tag: str = "",
 ) -> Tensor:
-    """Reduce the lists of all members, and write the tensor for this member.
+    """Reduce the lists of all members entry by entry, and write the entry of this member.
 
     Example::
 
@@ -169,7 +169,7 @@ def all_to_all_inplace(
     async_op: bool = False,
     tag: str = "",
 ) -> Tensor:
-    """Write the rows that all members give to this one.
+    """Send rows from every member to every member, and write those for this one.
 
     Example::
 
@@ -208,16 +208,16 @@ def all_gather_inplace(
     async_op: bool = False,
     tag: str = "",
 ) -> Sequence[Tensor]:
-    """Write the tensors of all members, each into its own.
+    """Gather the tensors of all members, and write each of them.
 
     Example::
 
         all_gather_inplace([torch.empty(n) for n in lengths], mine)
 
     Args:
-        tensor_list: One tensor per member, of the shape of that member's tensor; all are
-            overwritten. The shapes may differ, and have to be the same at all members.
-        tensor: What this member gives.
+        tensor_list: One tensor per member, of the shape of that member's ``tensor``; all are
+            overwritten. Shapes may differ within the list, and are the same at all members.
+        tensor: The tensor of this member.
         group, async_op, tag: See :func:`all_reduce_inplace`.
 
     Returns:
@@ -325,8 +325,8 @@ _BY_NAME: dict[str, Callable[..., None]] = {
     "all_gather": _all_gather,
 }
 
-#: For each function of ``torch.distributed`` that writes in place, what does the same and can be
-#: traced. It takes the same arguments and, like the original, returns None.
+#: Maps each function of ``torch.distributed`` that writes in place to one that does the same and
+#: can be traced. It takes the same arguments and, like the original, returns None.
 traceable_collective_remaps: dict[Callable[..., Any], Callable[..., None]] = {
     getattr(dist, name): function
     for name, function in _BY_NAME.items()

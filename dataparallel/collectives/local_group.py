@@ -20,14 +20,13 @@ from dataparallel.rendezvous import DEFAULT_TIMEOUT, Rendezvous, current_rendezv
 
 
 class LocalGroup:
-    """The replicas of this process that run at the moment; by name ``"local"``.
+    """The group of the replicas of this process; pass ``"local"`` for the default one.
 
-    Called in the forward of a module that runs in replicas, those of the same call take part.
-    Anywhere else the group has one member. All of them must come to the same collectives in the
-    same order.
+    In the forward of a module that runs in replicas, its members are the replicas of that call.
+    Anywhere else it has one member. All members call the same collectives in the same order.
 
-    The replicas meet at the collective, so its result is there when it returns (on an accelerator:
-    in the order of the current stream), as a plain tensor.
+    A collective waits for all replicas. So it returns the result as a plain tensor (on an
+    accelerator: in the order of the current stream).
 
     Example::
 
@@ -57,7 +56,7 @@ class LocalGroup:
         return 1 if replica is None else replica.num_replicas
 
     def rank(self) -> int:
-        """The member that this is, from 0 to ``size() - 1``."""
+        """The number of this member, from 0."""
         replica = current_replica()
         return 0 if replica is None else replica.index
 

@@ -130,12 +130,11 @@ def checks_of(group: dist.ProcessGroup) -> GroupChecks:
 
 
 def set_checks(mode: CheckMode, group: Group = None) -> None:
-    """Choose when collectives are compared across processes before they are launched.
+    """Choose when processes compare their collectives before they launch them.
 
-    Others of the same shape would give wrong numbers, other dtypes too, and other shapes end a
-    process with gloo. Where collectives are compared, all processes raise a
-    :class:`CollectiveMismatch` instead, with what each of them was about to do. Call this in all
-    processes at the same point.
+    Without a check, different operations or dtypes give wrong numbers, and with gloo different
+    shapes end a process. With a check, all processes raise a :class:`CollectiveMismatch` that shows
+    the collective of each. Call this in all processes at the same point.
 
     Example::
 
@@ -143,14 +142,14 @@ def set_checks(mode: CheckMode, group: Group = None) -> None:
 
     Args:
         mode: ``"sampled"`` (the default): the first three collectives of a group, or steps of a
-            wrapper, three after a difference, and every 64th; in between collectives are noted,
-            and compared at the next check. ``"always"``: all. ``"off"``: none.
-        group: The process group whose collectives in this module are meant, as in the collectives
-            themselves. Default: all groups and wrappers that are used from now on.
+            wrapper, three after a mismatch, and every 64th. The next check also compares those in
+            between. ``"always"``: all. ``"off"``: none.
+        group: The process group, as in the collectives themselves. Default: all groups and
+            wrappers that are used from now on.
 
     Raises:
-        ValueError: ``mode`` is none of the three; or ``group`` has one process only, where other
-            checks are made.
+        ValueError: ``mode`` is none of the three; or ``group`` is a group of replicas, which
+            always compare their collectives.
     """
     mode = checked_mode(mode)
     if group is None:
@@ -168,10 +167,10 @@ def set_checks(mode: CheckMode, group: Group = None) -> None:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Give the collectives over processes within a ``with`` block a name.
+    """Name the collectives over processes in a ``with`` block.
 
-    Two collectives of one shape that come in another order in another process are told apart by
-    their names only. Messages have the name, too.
+    If processes call two collectives of the same kind and shape in a different order, the checks
+    can tell only by the names. Messages show the name, too.
 
     Example::
 

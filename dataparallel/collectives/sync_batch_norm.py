@@ -1,4 +1,4 @@
-"""Synchronised batch norm as a module."""
+"""Synchronized batch norm as a module."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm with the statistics of the whole batch, of which each member has a chunk.
+    """Batch norm over the whole batch, of which each member has a chunk.
 
-    In training each member normalises with mean and variance over the chunks of all members, as one
-    module would with the whole batch: same outputs, gradients of any order and running statistics,
-    also where chunks differ in size or are empty. All members must come to the same layers in the
-    same order, and if one computes gradients of the input, all must.
+    In training each member normalizes with the mean and variance of the chunks of all members.
+    Outputs, gradients of any order and running statistics are those of one module with the whole
+    batch, also if chunks differ in size or are empty. All members call the same layers in the same
+    order. If one of them computes gradients of the input, all must.
 
-    In evaluation nothing is exchanged, as in torch: the layer uses its running statistics, or,
-    where it has none, those of the chunk. So does a layer in training whose group has one member.
+    In evaluation the members exchange nothing, as in torch: the layer uses its running statistics,
+    or those of the chunk if it has none. If the group has one member, the layer works as
+    ``torch.nn.BatchNorm1d`` does.
 
     Example::
 
@@ -41,7 +42,7 @@ class SyncBatchNorm(BatchNorm):
             0.1.
         affine: Whether there are a weight and a bias. Default: True.
         track_running_stats: Whether there are running statistics. Default: True.
-        group: Who takes part: ``"hybrid"`` (the replicas of all processes; without a process
+        group: The members: ``"hybrid"`` (the replicas of all processes; without a process
             group, of this one), ``"local"`` (the replicas of this process), or any other group
             that :func:`~dataparallel.collectives.all_reduce` takes. A ``ProcessGroup`` is kept by
             its name. Default: ``"hybrid"``.
@@ -50,7 +51,7 @@ class SyncBatchNorm(BatchNorm):
         bias: Whether an affine layer has a bias. Default: True.
 
     Attributes:
-        group: Who takes part.
+        group: The members.
         label: Names the layer in messages, and keeps layers apart where members meet.
     """
 
@@ -86,7 +87,7 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised input; waits for the other members in training.
+        """Normalize the input; in training the layer waits for the other members.
 
         Example::
 
@@ -120,10 +121,10 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert(cls, module: ModuleT, group: Group | None = None) -> ModuleT:
-        """Let all batch norm layers of a module be synchronised.
+        """Make all batch norm layers of a module synchronized ones.
 
-        The layers themselves change their class, so all that refers to them stays right: shared
-        layers, hooks, optimizers, and names in the ``state_dict``.
+        The layers change their class in place. So shared layers, hooks, optimizers and the names in
+        the ``state_dict`` stay as they are.
 
         Example::
 
@@ -132,14 +133,14 @@ class SyncBatchNorm(BatchNorm):
         Args:
             module: With layers ``BatchNorm1d``, ``2d``, ``3d`` or ``torch.nn.SyncBatchNorm``, at
                 any depth, or such a layer itself.
-            group: Who takes part, see :class:`SyncBatchNorm`. Default: ``"hybrid"``, or the group
-                that a synchronised layer has already.
+            group: The members, see :class:`SyncBatchNorm`. Default: ``"hybrid"``, or the group
+                that a synchronized layer has already.
 
         Returns:
             ``module`` itself.
 
         Raises:
-            TypeError: A layer cannot be converted; then none is.
+            TypeError: A layer cannot be converted. Then no layer changes.
         """
         layers = {name: part for name, part in module.named_modules() if _is_batch_norm(part)}
         faults = [
@@ -148,7 +149,7 @@ class SyncBatchNorm(BatchNorm):
             if (fault := _fault(layer)) is not None
         ]
         if faults:
-            raise TypeError(f"cannot synchronise batch norm: {listed(faults, '; ')}")
+            raise TypeError(f"cannot synchronize batch norm: {listed(faults, '; ')}")
         for name, layer in layers.items():
             _become(cls, layer, name, group)
         return module
@@ -163,7 +164,7 @@ class SyncBatchNorm(BatchNorm):
 
         Args:
             module: See :meth:`convert`.
-            process_group: Who takes part; the ``group`` of :meth:`convert`.
+            process_group: The ``group`` of :meth:`convert`.
 
         Returns:
             ``module`` itself.

@@ -29,6 +29,7 @@ from dataparallel.comm.calls import Call, Said, describe, digest, digests
 from dataparallel.comm.check_board import Board, Exchange, board_of
 from dataparallel.comm.check_judge import WHICH, Judge
 from dataparallel.comm.process_errors import CollectiveError, purpose_of
+from dataparallel.suggestions import chosen
 
 #: When collectives are checked: never; in the first three steps, in three after a difference, and
 #: in every 64th; or always.
@@ -69,10 +70,10 @@ _UNUSABLE = (
 
 
 class CollectiveMismatch(CollectiveError):
-    """The processes came with different collectives; the message says which rank with which.
+    """Processes were about to run different collectives; the message shows those of each rank.
 
     Attributes:
-        usable: Whether nothing is in flight, so that the same processes can go on.
+        usable: Whether the same processes can go on: nothing was launched.
     """
 
     usable = True
@@ -84,11 +85,8 @@ def checked_mode(mode: str) -> CheckMode:
     Raises:
         ValueError: It is none.
     """
-    for known in get_args(CheckMode):
-        if mode == known:
-            found: CheckMode = known
-            return found
-    raise ValueError(f"checks are 'off', 'sampled' or 'always', but got {mode!r}")
+    found: CheckMode = chosen("checks", mode, get_args(CheckMode))
+    return found
 
 
 def default_mode() -> CheckMode:

@@ -40,7 +40,7 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default group.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
         ValueError: This process is not a member of ``group``.
     """
     if not dist.is_available() or not dist.is_initialized():

@@ -83,7 +83,7 @@ class ProcessLink:
     Raises:
         ValueError: ``timeout`` is not positive, ``purpose`` is not one word, or this process is not
             a member of ``group``.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
         CollectiveTimeout: Another process did not make its link in time.
         CollectiveError: Another process has ended, or the store does not answer.
     """

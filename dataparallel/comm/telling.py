@@ -19,13 +19,13 @@ _BEFORE = "_dataparallel_before"
 
 @contextlib.contextmanager
 def telling_failures(doing: str = "the training loop") -> Iterator[None]:
-    """Let the other processes know of an exception that leaves the ``with`` block.
+    """Tell the other processes if an exception leaves the ``with`` block.
 
-    A process that raises in its own code, such as a loader or a loss, and lives on leaves the
-    others waiting for it. Within the block they are released at once, with an error that carries
-    the message and the traceback. An exception that nobody catches is told without it; not so in
-    processes of ``multiprocessing`` and ``torch.multiprocessing.spawn``, which catch all of them:
-    there the others see on the same machine that the process has ended, but not why.
+    If your own code raises, for example in a loader, and the process lives on, the others wait for
+    it. Within the block they raise an error at once, with the message and the traceback. They also
+    learn of an exception that nobody catches, without the block. Processes of ``multiprocessing``
+    and ``torch.multiprocessing.spawn`` catch all exceptions; there the others only see, on the same
+    machine, that the process has ended.
 
     Example::
 

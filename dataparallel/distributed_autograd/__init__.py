@@ -1,6 +1,8 @@
 """Autograd across workers: remote calls, and one backward through all of them."""
 
-# Imported for its effect: a process that has called init_rpc is a worker.
+# Imported for their effect: wrappers reduce gradients in contexts, and a process that has called
+# init_rpc is a worker.
+from dataparallel.distributed_autograd import context_home as context_home
 from dataparallel.distributed_autograd import process_endpoint as process_endpoint
 from dataparallel.distributed_autograd.backward import WorkerError, backward
 from dataparallel.distributed_autograd.calls import rpc_async, rpc_sync

@@ -12,13 +12,11 @@ known when the next forward begins. ``end_step`` ends it at once.
 On an accelerator a step ends when the device is done with it. So each replica has its own beginning
 and end, its phases add up to what lies between, and the step is as long as the host took for it.
 
-When replicas are dropped or added, the step under way begins anew. A step of which a device that is
-lost would have to tell something has no record.
+When replicas are dropped or added, the step under way begins anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -149,9 +147,8 @@ class StepAssembler:
                 self._close(step, max(span.end for span in step.spans))
             self._step = None
         for device in dict.fromkeys(self._timeline.devices):
-            # The run is over: now it may wait, so that no step is lost. The device may be.
-            with contextlib.suppress(RuntimeError):
-                synchronize(device)
+            # The run is over: now it may wait, so that no step is lost.
+            synchronize(device)
         self._deliver(1)
 
     def end_step(self, *, explicit: bool = True) -> None:
@@ -187,10 +184,8 @@ class StepAssembler:
             with self._reading:
                 while self._ended:
                     step = self._ended.popleft()
-                    # The device may be lost.
-                    with contextlib.suppress(RuntimeError):
-                        step.wait()
-                        self._made.append(self._record(step))
+                    step.wait()
+                    self._made.append(self._record(step))
                 self._use_devices(kept)
             if self._step is not None:
                 self._step = _Step(self._step.begin)
@@ -263,22 +258,16 @@ class StepAssembler:
         with self._reading:
             if self._made:
                 return self._made.popleft()
-            while self._ended:
-                step = self._ended[0]
-                # A device that is lost will never tell.
-                with contextlib.suppress(RuntimeError):
-                    if not step.has_happened():
-                        return None
-                    record = self._record(step)
-                    self._forget(step)
-                    return record
-                self._forget(step)
-        return None
-
-    def _forget(self, step: _Step) -> None:
-        # In between the first may have been pushed out by a new one.
-        if self._ended and self._ended[0] is step:
-            self._ended.popleft()
+            if not self._ended:
+                return None
+            step = self._ended[0]
+            if not step.has_happened():
+                return None
+            record = self._record(step)
+            # In between the first may have been pushed out by a new one.
+            if self._ended and self._ended[0] is step:
+                self._ended.popleft()
+            return record
 
     def _record(self, step: _Step) -> StepRecord:
         if step.number != self._last_number + 1:

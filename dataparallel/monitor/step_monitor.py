@@ -20,6 +20,7 @@ from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState, describe_run, with_buckets
 from dataparallel.monitor.summary import Summary, summarize
+from dataparallel.suggestions import suggesting
 from dataparallel.timeline import Phase
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@suggesting
 class StepMonitor:
     """Records in which phase each replica of a wrapper is, step by step.
 

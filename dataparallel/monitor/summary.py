@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +17,7 @@ from dataparallel.monitor.scores import (
     imbalance,
     score_replicas,
 )
+from dataparallel.monitor.summary_html import as_html
 from dataparallel.monitor.summary_text import describe
 from dataparallel.monitor.totals import RunTotals, total_steps
 from dataparallel.timeline import Phase
@@ -144,7 +144,7 @@ class Summary:
 
     def _repr_html_(self) -> str:
         # What a notebook shows of the last value of a cell.
-        return f"<pre>{html.escape(describe(self))}</pre>"
+        return as_html(self)
 
 
 def summarize(steps: Sequence[StepRecord], info: RunInfo) -> Summary:

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 _WIDTH = 100
 #: See Note [Straggler scores].
 _SCORES = ("score", "score per sample", "score to own best")
+NO_STEP = (
+    "No step has ended yet. A step ends when the next forward begins, or when the StepMonitor is "
+    "left; look again then."
+)
 _NAMES = {"train": "training ", "inference": "inference ", "all": ""}
 
 
 def describe(summary: Summary) -> str:
     """What a summary says, for people: plain text of several lines."""
     if not summary.num_steps:
-        return (
-            "No step has ended yet. A step ends when the next forward begins, or when the "
-            "StepMonitor is left; look again then."
-        )
+        return NO_STEP
     parts = [*headlines(summary), "", *table(summary.replicas), ""]
     told = straggler_line(summary)
     if told:
@@ -77,9 +78,9 @@ def table(replicas: Sequence[ReplicaScore], width: int = _WIDTH) -> list[str]:
         width: So many characters are in a line at most, if possible: where seconds and shares do
             not fit there are only shares, and then the replicas are in several tables.
     """
-    whole = _columns(replicas, with_seconds=True)
+    whole = columns(replicas, with_seconds=True)
     if _width(whole) > width:
-        whole = _columns(replicas, with_seconds=False)
+        whole = columns(replicas, with_seconds=False)
     titles, *rest = whole
     lines: list[str] = []
     while rest:
@@ -91,7 +92,13 @@ def table(replicas: Sequence[ReplicaScore], width: int = _WIDTH) -> list[str]:
     return lines
 
 
-def _columns(replicas: Sequence[ReplicaScore], *, with_seconds: bool) -> list[list[str]]:
+def columns(replicas: Sequence[ReplicaScore], *, with_seconds: bool) -> list[list[str]]:
+    """The cells of a table: its titles, and what stands beside them for each replica.
+
+    Args:
+        replicas: What is shown.
+        with_seconds: Whether phases have seconds and shares, or shares alone.
+    """
     phases = [phase for phase in PHASES if any(one.shares.get(phase) for one in replicas)]
     found = [["replica", "device", "samples per step", *phases, "computing", *_SCORES]]
     for one in replicas:
@@ -107,15 +114,15 @@ def _columns(replicas: Sequence[ReplicaScore], *, with_seconds: bool) -> list[li
     return found
 
 
-def _width(columns: Sequence[Sequence[str]]) -> int:
-    return sum(max(map(len, column)) for column in columns) + 2 * (len(columns) - 1)
+def _width(table: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in table) + 2 * (len(table) - 1)
 
 
-def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in columns]
+def _lines(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in table]
     titles, *rest = [
         [cell.rjust(width) if i else cell.ljust(width) for cell in column]
-        for i, (column, width) in enumerate(zip(columns, widths, strict=True))
+        for i, (column, width) in enumerate(zip(table, widths, strict=True))
     ]
     return ["  ".join(row) for row in zip(titles, *rest, strict=True)]
 

@@ -45,8 +45,8 @@ _NAMES: dict[Phase, str] = {
 }
 _NO_WORK: tuple[Phase, ...] = ("input", "idle")
 
-#: Names of colours that chrome://tracing knows.
-_COLOURS: dict[Phase, str] = {
+#: Names of colors that chrome://tracing knows.
+_COLORS: dict[Phase, str] = {
     "input": "grey",
     "scatter": "rail_load",
     "forward": "thread_state_running",
@@ -238,7 +238,7 @@ def _of_process(steps: Sequence[StepRecord], info: RunInfo, rank: int) -> Iterat
             for segment in replica.segments:
                 when = _microseconds(begin + segment.begin), _microseconds(begin + segment.end)
                 event = _slice(segment.phase, "phase", *when, pid=rank, tid=index, args=about)
-                yield {**event, "cname": _COLOURS[segment.phase]}
+                yield {**event, "cname": _COLORS[segment.phase]}
 
 
 # --- events ----------------------------------------------------------------------------------

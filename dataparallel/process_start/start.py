@@ -27,8 +27,10 @@ from dataparallel.process_start.backends import (
     default_backend,
     default_timeout,
 )
+from dataparallel.process_start.interfaces import interface_towards, is_named_loopback
 from dataparallel.process_start.membership import Membership, find_membership
 from dataparallel.process_start.stores import open_store
+from dataparallel.suggestions import suggesting
 
 if TYPE_CHECKING:
     from dataparallel.torch_internals import Store
@@ -68,6 +70,7 @@ class _Place:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+@suggesting
 def init_process_group(
     backend: str | None = None,
     *,
@@ -84,9 +87,11 @@ def init_process_group(
 
     Takes the place of ``torch.distributed.init_process_group``. Under torchrun the processes first
     agree on a part of the store that no earlier group has used, so they never read the addresses
-    of those that are gone. Otherwise it does what torch does; alone, it needs no environment. If
-    all are on one machine, gloo uses the loopback interface: ``GLOO_SOCKET_IFNAME`` is set if it
-    is not, for groups that are made later, too, and processes that are started then inherit it.
+    of processes that are gone. Otherwise it does what torch does. A single process needs no
+    environment. Unless you have set ``GLOO_SOCKET_IFNAME``, the function sets it in two cases, and
+    processes that you start later inherit it. If all processes are on one machine, gloo uses the
+    loopback interface. If a machine's own name means a loopback address, as Debian writes it into
+    ``/etc/hosts``, gloo uses the interface through which the machine reaches the store.
 
     Example::
 
@@ -180,7 +185,7 @@ def _start(
     from dataparallel.torch_internals import PrefixStore
 
     store, agreement = _gather(member, given, seconds)
-    _choose_interface(agreement.one_machine)
+    _choose_interface(agreement.one_machine, member.address)
     try:
         dist.init_process_group(
             backend,
@@ -245,16 +250,20 @@ def _seconds(timeout: float | datetime.timedelta) -> float:
     return float(seconds)
 
 
-def _choose_interface(one_machine: bool) -> None:
+def _choose_interface(one_machine: bool, store: tuple[str, int] | None = None) -> None:
     """Tell gloo, whose groups are made now and later, which network to use."""
     if _chosen_interface and os.environ.get(_INTERFACE) == _chosen_interface.pop():
         del os.environ[_INTERFACE]
-    if not one_machine or _INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+    if _INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
         return
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ[_INTERFACE] = names[0]
-        _chosen_interface.append(names[0])
+    if one_machine:
+        names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        name = names[0] if names else None
+    else:
+        name = interface_towards(*store) if store and is_named_loopback() else None
+    if name is not None:
+        os.environ[_INTERFACE] = name
+        _chosen_interface.append(name)
 
 
 def _restore_hook() -> None:

@@ -79,7 +79,7 @@ class Accumulated:
         #: How large elements may be, as a part of the largest number of their dtype.
         self.magnitude = 0.0
 
-    def before_unsynchronised(self) -> None:
+    def before_unsynchronized(self) -> None:
         """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
         self.notice_zeroed()
         for index, reduced in enumerate(self.home.read(self._originals)):
@@ -197,7 +197,7 @@ class Accumulated:
             return self._unreduced[index]
         return view.clone()
 
-    def after_synchronised(self) -> None:
+    def after_synchronized(self) -> None:
         """Everything is reduced now."""
         self._unreduced.clear()
 

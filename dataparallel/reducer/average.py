@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
+from dataparallel.suggestions import chosen
+
 #: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
 #: each process's number of samples, or by a weight that the user gives. ``"none"``: the sum.
 AverageKind: TypeAlias = Literal["processes", "samples", "none"]
@@ -11,10 +13,8 @@ AverageKind: TypeAlias = Literal["processes", "samples", "none"]
 
 def check_average(average: str) -> AverageKind:
     """Return ``average`` if there is such a way, else raise a ValueError that lists them."""
-    for known in get_args(AverageKind):
-        if average == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"average must be one of {get_args(AverageKind)}, but got {average!r}")
+    found: AverageKind = chosen("average", average, get_args(AverageKind))
+    return found
 
 
 def scale_of(average: AverageKind, num_processes: int, *, weight: float, total: float) -> float:

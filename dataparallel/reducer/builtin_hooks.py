@@ -7,18 +7,51 @@ case: ``"power_sgd"``, ``"quantize_per_tensor"`` and so on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dataparallel import kernels
 from dataparallel.reducer.grad_bucket import GradBucket
-from dataparallel.reducer.hook_group import for_torch, not_in_group, world_size
-from dataparallel.reducer.int8_hook import Int8CompressState, int8_compress_hook
 
 #: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def world_size(process_group: dist.ProcessGroup | None) -> int:
+    """How many processes a hook reduces over.
+
+    Args:
+        process_group: The processes. Default: the default group; this process alone if there is
+            none.
+
+    Raises:
+        ValueError: This process is not in the group.
+    """
+    if process_group is None and not dist.is_initialized():
+        return 1
+    size = dist.get_world_size(process_group)
+    if size < 1:
+        raise _not_in_group()
+    return size
+
+
+def _not_in_group() -> ValueError:
+    return ValueError(
+        "this process is not in the group of the communication hook; register the hook with a "
+        "group that has all processes of the wrapper"
+    )
+
+
+def _for_torch(hook: _Hook) -> _Hook:
+    """A hook that torch's wrapper takes too.
+
+    It compares annotations with ``dist.GradBucket``, from which their texts differ.
+    """
+    hook.__annotations__.clear()
+    return hook
 
 
 def sum_over_processes(
@@ -43,7 +76,7 @@ def sum_over_processes(
         return alone
     work = dist.all_reduce(tensor, group=process_group, async_op=True)
     if work is None:
-        raise not_in_group()
+        raise _not_in_group()
     # The value of the work's own future is a list, and real where the tensor is complex.
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: (done.value(), tensor)[1]
@@ -51,7 +84,7 @@ def sum_over_processes(
     return future
 
 
-@for_torch
+@_for_torch
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -72,15 +105,17 @@ def _compress(
     buffer = bucket.buffer()
     numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     # Divided before it is rounded, so that what is too large for the dtype, but not when it is
-    # divided, does not become infinite.
-    small = kernels.compress(numbers, dtype, 1 / world_size(process_group))
+    # divided, does not become infinite. On a GPU ``out`` saves a pass over memory: torch rounds
+    # the products as it writes them.
+    small = torch.empty_like(numbers, dtype=dtype)
+    torch.mul(numbers.float(), 1 / world_size(process_group), out=small)
     future: torch.futures.Future[torch.Tensor] = sum_over_processes(process_group, small).then(
-        lambda done: (kernels.decompress(done.value(), numbers), buffer)[1]
+        lambda done: (numbers.copy_(done.value()), buffer)[1]
     )
     return future
 
 
-@for_torch
+@_for_torch
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -93,7 +128,7 @@ def fp16_compress_hook(
     return _compress(torch.float16, process_group, bucket)
 
 
-@for_torch
+@_for_torch
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -106,7 +141,7 @@ def bf16_compress_hook(
     return _compress(torch.bfloat16, process_group, bucket)
 
 
-@for_torch
+@_for_torch
 def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Every process keeps what it has: shows what communication costs, and trains wrongly.
 
@@ -128,13 +163,6 @@ BUILTIN: dict[str, CommHook] = {
 }
 
 
-#: Those that launch the kernels of compress.cu.
-COMPRESSING = (bf16_compress_hook, fp16_compress_hook, int8_compress_hook)
-
-# Its state is not the process group alone.
-_INT8 = "int8_compress"
-
-
 class _Recorder:
     """Stands for a wrapper with which one of torch's hook types registers its hook."""
 
@@ -149,7 +177,7 @@ def names() -> list[str]:
     from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
     torchs = (name.lower() for name in DDPCommHookType.__members__)
-    return sorted({*BUILTIN, _INT8, *torchs})
+    return sorted({*BUILTIN, *torchs})
 
 
 def hook_by_name(name: str, state: Any) -> tuple[CommHook, Any]:
@@ -158,17 +186,13 @@ def hook_by_name(name: str, state: Any) -> tuple[CommHook, Any]:
     Args:
         name: One of :func:`names`, in any case.
         state: The process group, or None for the default group. Torch's PowerSGD hooks get a
-            ``PowerSGDState`` with torch's defaults, and ``"int8_compress"`` an
-            ``Int8CompressState``; for other settings pass the hook itself.
+            ``PowerSGDState`` with torch's defaults; for other settings pass the hook itself.
 
     Raises:
         ValueError: There is no hook of that name.
     """
     if name.lower() in BUILTIN:
         return BUILTIN[name.lower()], state
-    if name.lower() == _INT8:
-        own = isinstance(state, Int8CompressState)
-        return int8_compress_hook, state if own else Int8CompressState(state)
     # Late, since most never need it: it imports torch's optimizers, and NumPy in some versions.
     from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 

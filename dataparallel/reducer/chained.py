@@ -30,7 +30,7 @@ class ChainedReducers:
         self,
         backward: Callable[[], None],
         *,
-        synchronise: bool = True,
+        synchronize: bool = True,
         weight: float = 1.0,
         task: int = NO_TASK,
         last: bool = True,
@@ -49,7 +49,7 @@ class ChainedReducers:
 
         gradients = self._reducer.reduce(
             both,
-            synchronise=synchronise,
+            synchronize=synchronize,
             weight=weight,
             task=task,
             last=last,

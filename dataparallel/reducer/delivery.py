@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import torch
 from torch import nn
@@ -152,7 +153,7 @@ class Delivery:
         home.settle()
         for original in self.originals:
             home.write(original, None)
-        self._accumulated.after_synchronised()
+        self._accumulated.after_synchronized()
         self.result = [None] * len(self.result)
         self.in_place.clear()
 
@@ -169,6 +170,14 @@ class Delivery:
 
     def _converted(self, index: int, grad: MaybeTensor) -> MaybeTensor:
         return None if grad is None else grad.to(self.originals[index].dtype)
+
+
+@overload
+def add(first: MaybeTensor, second: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor: ...
 
 
 def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:

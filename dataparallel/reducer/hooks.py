@@ -10,7 +10,7 @@ A hook may launch further collectives when its first one is done, from a callbac
 Where futures are completed by threads, as with gloo, the callbacks of two buckets run in an order
 that differs between processes, which mixes their collectives up: torch's wrapper then crashes as
 soon as there is a second bucket. Such hooks get one bucket at a time: the next one when the future
-of the one before is done. Torch's own ones are recognised; others say so by an attribute:
+of the one before is done. Torch's own ones are recognized; others say so by an attribute:
 ``hook.one_bucket_at_a_time = True``. It is not the rule for all, since a hook may complete the
 futures of several buckets together.
 """
@@ -51,7 +51,6 @@ class ResolvedHook(NamedTuple):
         one_bucket_at_a_time: See Note [Hooks that launch from callbacks].
         in_memory_order: Whether it gets gradients as contiguous tensors in any case. PowerSGD
             views them as matrices, which is not possible in every layout.
-        kernels: The sources of the kernels that it launches, to be compiled beforehand.
         keeps_nan: Whether a NaN that it has seen once comes back in every later step. PowerSGD
             keeps what it has rounded away, and the factors of the last step.
     """
@@ -61,7 +60,6 @@ class ResolvedHook(NamedTuple):
     name: str
     one_bucket_at_a_time: bool = False
     in_memory_order: bool = False
-    kernels: tuple[str, ...] = ()
     keeps_nan: bool = False
 
     def sender(
@@ -95,8 +93,8 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
     Args:
         hook: A function ``hook(state, bucket)``; or the name of one, or torch's
             ``BuiltinCommHookType`` or ``DDPCommHookType``. Names are ``"allreduce"``,
-            ``"fp16_compress"``, ``"bf16_compress"``, ``"int8_compress"``, ``"noop"`` and, in lower
-            case, those of ``DDPCommHookType``.
+            ``"fp16_compress"``, ``"bf16_compress"``, ``"noop"`` and, in lower case, those of
+            ``DDPCommHookType``.
         state: What a function is called with; for a name, the process group. Default: None, which
             stands for the default group.
 
@@ -123,14 +121,8 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
         one_bucket_at_a_time=_asks_for_one_at_a_time(function)
         or _comes_from(_LAUNCH_FROM_CALLBACKS, function, state),
         in_memory_order=power_sgd,
-        kernels=_kernels_of(function),
         keeps_nan=power_sgd,
     )
-
-
-def _kernels_of(function: CommHook) -> tuple[str, ...]:
-    compresses = any(function is hook for hook in builtin_hooks.COMPRESSING)
-    return ("compress",) if compresses else ()
 
 
 def check_hook(state: Any, hook: object) -> None:

@@ -78,7 +78,7 @@ class LoggingData:
         static_graph: As passed.
         average: The way of averaging over processes.
         bucket_cap_bytes: One limit, or one for each bucket.
-        has_sync_bn: Whether the module has synchronised batch norm.
+        has_sync_bn: Whether the module has synchronized batch norm.
         dtypes: Of the parameters, for example ``("float32",)``.
         num_parameter_tensors: Number of parameters that are reduced.
         total_parameter_size_bytes: Their size.

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from dataparallel.listing import MOST, listed
+from dataparallel.suggestions import chosen
 
 #: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
 #: processes raise :class:`NonFiniteGradients`.
@@ -60,10 +61,7 @@ class NonFinitePolicy:
         Raises:
             ValueError: There is no such action.
         """
-        for known in get_args(NonFiniteAction):
-            if action == known:
-                return NonFinitePolicy(known)
-        raise ValueError(f"nonfinite must be 'ignore', 'skip' or 'raise', but got {action!r}")
+        return NonFinitePolicy(chosen("nonfinite", action, get_args(NonFiniteAction)))
 
     @property
     def looks(self) -> bool:
@@ -97,7 +95,7 @@ class NonFinitePolicy:
                 f"nonfinite='skip' and the communication hook {hook} do not go together: it adds "
                 "what it has rounded away to the next steps, so that after one NaN all of them "
                 "would be skipped; leave nonfinite at 'ignore', pass 'raise', or use another hook, "
-                "such as 'bf16_compress' or 'int8_compress'"
+                "such as 'bf16_compress'"
             )
 
     def act(self, text: str) -> None:

@@ -37,8 +37,6 @@ class ReducerProcesses:
         parent = parent_group(group)
         self._group = group
         self._links: tuple[ProcessLink, ProcessLink] | None = None
-        #: A link of somebody else's over the same processes: if it breaks, they have lost touch.
-        self.companion: ProcessLink | None = None
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.rank = parent.rank()
         self.world_size = parent.size()
@@ -203,8 +201,7 @@ class ReducerProcesses:
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        links = (*(self._links or ()), self.companion)
-        broken = any(link is not None and link.broken is not None for link in links)
+        broken = any(link.broken is not None for link in self._links or ())
         return broken or self._was_interrupted
 
     def interrupted(self, error: BaseException) -> None:
@@ -215,12 +212,8 @@ class ReducerProcesses:
         """
         # First: telling may be interrupted, too.
         self._was_interrupted = True
-        self.tell(error, "backward")
-
-    def tell(self, error: BaseException, doing: str) -> None:
-        """Tell the other processes that this one has failed, if they can wait for it."""
         if self._links is not None:
-            self._links[1].tell(error, doing)
+            self._links[1].tell(error, "backward")
 
     def get_stuck(self, reason: str) -> None:
         """No step can be reduced any more, with whatever links; the others get to know.

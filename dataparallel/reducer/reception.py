@@ -90,5 +90,5 @@ class Reception:
         for number, flat in enumerate(flats):
             own, self._sums[number] = self._sums[number], []
             self._delivery.receive(number, flat, own, used, self.extra)
-        self._replica_sums.accumulated.after_synchronised()
+        self._replica_sums.accumulated.after_synchronized()
         return outcome

@@ -35,7 +35,6 @@ from dataparallel.reducer.bucket_plan import whole_order
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
-from dataparallel.reducer.errors import OtherRanksFailed
 from dataparallel.reducer.guard import Guard, Said
 from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor
@@ -70,11 +69,6 @@ class _End:
     later: bool = False
     held: frozenset[int] = frozenset()
     extra: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Note a gradient that came late."""
-        before = self.extra.get(index)
-        self.extra[index] = grad if before is None else before + grad
 
 
 class Reducer:
@@ -143,8 +137,6 @@ class Reducer:
         self._arriving: list[int] = []
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
-        #: Rounds with other processes that have ended, well or not.
-        self.num_ended = 0
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
         places = [leaf[0].device for leaf in self._leaves]
@@ -158,8 +150,6 @@ class Reducer:
         self.when_dropped: Callable[[], None] = lambda: None
         #: Called when a round has ended; set by the wrapper.
         self.at_end: Callable[[], None] = lambda: None
-        #: Called when a round has failed, with whether the other processes know.
-        self.at_failure: Callable[[BaseException, bool], None] = lambda error, told: None
         self._make_buckets()
 
     # --- buckets and hooks ---------------------------------------------------------------------
@@ -202,7 +192,7 @@ class Reducer:
         self,
         backward: Callable[[], None],
         *,
-        synchronise: bool = True,
+        synchronize: bool = True,
         weight: float = 1.0,
         task: int = NO_TASK,
         last: bool = True,
@@ -213,7 +203,7 @@ class Reducer:
 
         Args:
             backward: Computes gradients into the leaves.
-            synchronise: Whether to reduce over the processes.
+            synchronize: Whether to reduce over the processes.
             weight: The weight of this process in an average over samples.
             task: Number of the engine's backward; an unfinished round of another one has failed.
             last: Whether this ends the round; other forwards of the same backward follow if not.
@@ -234,9 +224,9 @@ class Reducer:
         try:
             if self._round is not None and not joins:
                 self._forget(self._round)
-            round_ = self._round or self._begin(synchronise, weight, eager=last, passes=passes)
+            round_ = self._round or self._begin(synchronize, weight, eager=last, passes=passes)
             try:
-                self._accumulated_is_known()
+                self._set_gradients_aside()
                 self.statistics.backward_begin()
                 backward()
                 self.statistics.backward_compute_end()
@@ -258,10 +248,10 @@ class Reducer:
         finally:
             self._entrances.leave(ended=ended)
 
-    def _begin(self, synchronise: bool, weight: float, *, eager: bool, passes: bool) -> Round:
+    def _begin(self, synchronize: bool, weight: float, *, eager: bool, passes: bool) -> Round:
         self._accumulated = self.accumulations.of(current_home())
         if self.optimizers is not None:
-            self.optimizers.begin(synchronised=synchronise, home=self._accumulated.home)
+            self.optimizers.begin(synchronized=synchronize, home=self._accumulated.home)
         self._exchange = None
         if self.order and not self.buckets.ordered:
             # An error was in the way at the end of the first round, but not for other processes.
@@ -269,11 +259,11 @@ class Reducer:
         self._user_hooks.guard()
         self.usage.begin_round()
         self._sums = [[] for _ in self.buckets.plan.buckets]
-        if self.processes is not None and synchronise:
+        if self.processes is not None and synchronize:
             self._accumulated.notice_zeroed()
             self._exchange = self._make_exchange(self.processes, weight)
         elif self.processes is not None:
-            self._accumulated.before_unsynchronised()
+            self._accumulated.before_unsynchronized()
         reduces = self._exchange is not None
         hooked = self._user_hooks.with_gradient_hooks
         # Hooks that see gradients before the engine would must see all of them, too.
@@ -281,7 +271,7 @@ class Reducer:
         later = passes and (reduces or bool(seen))
         through = frozenset(hooked) if later else frozenset()
         if self.guard is not None:
-            self.guard.begin(self.buckets, self._accumulated, stays=not synchronise)
+            self.guard.begin(self.buckets, self._accumulated, stays=not synchronize)
         with self.accumulations.in_grad.moving():
             self.buckets.attach(self._accumulated, hooked, reduces=reduces)
         self._replica_sums = ReplicaSums(
@@ -326,8 +316,12 @@ class Reducer:
             deterministic=self.options.deterministic,
         )
 
-    def _accumulated_is_known(self) -> None:
-        """Raise an error in a sum of which nobody knows the terms; here the others get to know."""
+    def _set_gradients_aside(self) -> None:
+        """Set gradients from before the round aside; an error here is told to the other ranks.
+
+        Raises:
+            RuntimeError: They are to be added up, and nobody knows which part is reduced already.
+        """
         if self._accumulated.is_aside:
             return
         changed = self._accumulated.changed() if self._exchange is not None else []
@@ -374,7 +368,7 @@ class Reducer:
         round_.finish()
         round_.wait_for_streams()
         for index, grad in self._replica_sums.late(round_).items():
-            self._end_of.add(index, grad)
+            self._end_of.extra[index] = add(self._end_of.extra.get(index), grad)
 
     def _finish(self, round_: Round) -> Delivery:
         assert self._replica_sums is not None
@@ -423,7 +417,7 @@ class Reducer:
             elif self.guard is not None:
                 self.guard.look_at_outside(index, grad)
             if number not in self._end_of.held:
-                self._end_of.add(index, grad)
+                self._end_of.extra[index] = add(self._end_of.extra.get(index), grad)
             elif self.buckets.is_viewed(number):
                 self.buckets.add_to_views(number, {index: grad})
             else:
@@ -436,7 +430,6 @@ class Reducer:
         """Note that a round has ended well."""
         self._accumulated.after_delivery()
         self._accumulated = self.accumulations.after_round()
-        self.num_ended += self._exchange is not None
         self._round = self._exchange = self._replica_sums = None
         self.statistics.backward_end()
         self.at_end()
@@ -514,11 +507,8 @@ class Reducer:
         self.last_error = str(error)
         self.statistics.abandon()
         exchange, self._exchange = self._exchange, None
-        told = self.processes is None
         try:
             if exchange is not None:
-                told = not exchange.concluded or isinstance(error, OtherRanksFailed)
-                self.num_ended += 1
                 exchange.abandon([self._originals[b[0]] for b in self.buckets.plan.buckets], error)
         finally:
             round_.drop()
@@ -527,7 +517,6 @@ class Reducer:
             self.buckets.forget_views(self._accumulated.home)
             self._accumulated = self.accumulations.after_round()
             self._round, self._replica_sums, self._sums = None, None, []
-            self.at_failure(error, told)
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know.

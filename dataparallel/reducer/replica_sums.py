@@ -79,8 +79,7 @@ class ReplicaSums:
             grad = left[position]
             if grad is not None and index in self.through:
                 # A view is written to with its bucket.
-                before = self.passed.get(index)
-                self.passed[index] = grad.clone() if before is None else before + grad
+                self.passed[index] = add(self.passed.get(index), grad.clone())
                 left[position] = None
         return left
 

@@ -20,7 +20,6 @@ A bucket is finished when its result is awaited, which may be some time after it
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -279,7 +278,8 @@ class ReducerStatistics:
         Args:
             bucket: Number of the bucket.
         """
-        if (sample := self._sample) is not None and (mark := self._made()) is not None:
+        if (sample := self._sample) is not None:
+            mark = _Mark(self._devices)
             with self._lock:
                 sample.launched.setdefault(bucket, mark)
 
@@ -289,7 +289,8 @@ class ReducerStatistics:
         Args:
             bucket: Number of the bucket.
         """
-        if (sample := self._sample) is not None and (mark := self._made()) is not None:
+        if (sample := self._sample) is not None:
+            mark = _Mark(self._devices)
             with self._lock:
                 sample.last = sample.finished[bucket] = mark
 
@@ -313,29 +314,20 @@ class ReducerStatistics:
             return self._latest
 
     def _mark(self, point: str) -> None:
-        if (sample := self._sample) is not None and (mark := self._made()) is not None:
+        if (sample := self._sample) is not None:
+            mark = _Mark(self._devices)
             with self._lock:
                 sample.points.setdefault(point, mark)
-
-    def _made(self) -> _Mark | None:
-        """A mark; None where a device is lost, which is for others to notice."""
-        try:
-            return _Mark(self._devices)
-        except RuntimeError:
-            self.abandon()
-            return None
 
     def _read(self, *, wait: bool) -> None:
         while self._unread:
             sample = self._unread[0]
-            # A device that is lost will never tell.
-            with contextlib.suppress(RuntimeError):
-                for mark in sample.marks():
-                    if wait:
-                        mark.synchronize()
-                    elif not mark.has_happened():
-                        return
-                self._add(sample)
+            for mark in sample.marks():
+                if wait:
+                    mark.synchronize()
+                elif not mark.has_happened():
+                    return
+            self._add(sample)
             self._unread.popleft()
 
     def _add(self, sample: _Sample) -> None:

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def is_enabled() -> bool:
-    """Whether this process has virtual devices.
+    """Tell whether this process has virtual devices.
 
     Example::
 
@@ -35,14 +35,14 @@ def is_enabled() -> bool:
 
 
 def device_count() -> int:
-    """The number of virtual devices.
+    """Return the number of virtual devices.
 
     Example::
 
         devices = [f"virtual:{i}" for i in range(dataparallel.virtual.device_count())]
 
     Returns:
-        The number given to ``enable``; 0 before.
+        The number that ``enable`` got; 0 before that call.
     """
     loaded = extension.loaded()
     return 0 if loaded is None else loaded.device_count()
@@ -51,8 +51,8 @@ def device_count() -> int:
 def enable(n: int = 4, *, strict: bool | None = None) -> None:
     """Add ``n`` virtual devices, ``virtual:0`` to ``virtual:{n-1}``, to this process.
 
-    The first call on a machine compiles the backend, which takes some seconds; later ones load it
-    from a cache. Calling it again with the same number does nothing.
+    The first call on a machine compiles the backend, which takes about 20 seconds. Later processes
+    load it from a cache. A second call with the same number does nothing.
 
     Example::
 
@@ -62,7 +62,7 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
     Args:
         n: How many devices, 1 to 64. Default: 4.
         strict: Whether default streams defer work as side streams do, see ``strict_mode``. Default:
-            what ``DATAPARALLEL_VIRTUAL_STRICT`` says, else no.
+            the environment variable ``DATAPARALLEL_VIRTUAL_STRICT`` (0 or 1), else no.
 
     Raises:
         TypeError: ``n`` is not an int.
@@ -90,6 +90,8 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
 
 def enable_from_environment() -> None:
     """Enable as many devices as ``DATAPARALLEL_VIRTUAL_DEVICES`` says, or none if it is unset.
+
+    ``import dataparallel`` calls this function.
 
     Example::
 

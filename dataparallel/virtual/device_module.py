@@ -40,12 +40,12 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the devices can be used; they need no further initialisation."""
+    """Whether the devices can be used; they need no further initialization."""
     return is_available()
 
 
 def init() -> None:
-    """Do nothing: enabling the devices has initialised them."""
+    """Do nothing: enabling the devices has initialized them."""
 
 
 def _lazy_init() -> None:

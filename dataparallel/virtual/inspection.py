@@ -1,4 +1,4 @@
-"""What the devices have done and what they have still to do, for tests that count."""
+"""Count the work of the devices, done and pending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 def pending(where: torch.Stream | torch.device | str | int | None = None) -> int:
-    """Count the operations and copies that were submitted and have not run.
+    """Count the operations and copies that are queued and have not run yet.
 
     Example::
 
@@ -50,7 +50,7 @@ def pending(where: torch.Stream | torch.device | str | int | None = None) -> int
 
 
 def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
-    """Count what was submitted since the start, or since ``reset_counters``.
+    """Count kernels, copies, allocations and waits since the start, or since ``reset_counters``.
 
     Example::
 
@@ -66,9 +66,9 @@ def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
         A dict with the keys ``kernels``, ``copies_host_to_device``, ``bytes_host_to_device``,
         ``copies_device_to_host``, ``bytes_device_to_host``, ``copies_device_to_device``,
         ``bytes_device_to_device`` (between two different devices; a copy within one is a kernel),
-        ``allocations``, ``allocated_bytes`` and ``host_waits``: for how many calls the host does
-        not go on before the device has worked, as it is with ``item()``, blocking copies from and
-        to the host, and ``synchronize()``.
+        ``allocations``, ``allocated_bytes`` and ``host_waits``: the number of calls in which the
+        host waits for the device, such as ``item()``, blocking copies from and to the host, and
+        ``synchronize()``.
 
     Raises:
         RuntimeError: Virtual devices are not enabled.

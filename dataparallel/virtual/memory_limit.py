@@ -1,4 +1,4 @@
-"""Devices that run out of memory, to test what happens then."""
+"""Limit the memory of virtual devices, to test how a program handles a full device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataparallel.virtual.inspection import index_of
 
 
 def set_memory_limit(device: torch.device | str | int | None, limit: int | None) -> None:
-    """Let a virtual device have so much memory and no more.
+    """Limit the memory of a virtual device.
 
-    What would need more raises ``torch.OutOfMemoryError``, as on a GPU. Tensors that exist stay,
-    also if they are more than the limit.
+    An allocation beyond the limit raises ``torch.OutOfMemoryError``, as on a GPU. Existing tensors
+    stay, even if they exceed the limit.
 
     Example::
 
@@ -26,12 +26,12 @@ def set_memory_limit(device: torch.device | str | int | None, limit: int | None)
 
     Args:
         device: A virtual device; None for each of them.
-        limit: Bytes that its tensors may have together, at least 0. None is no limit, as it is at
-            the beginning.
+        limit: Bytes for all tensors of the device together, at least 0. None means no limit, which
+            is the state at the start.
 
     Raises:
         RuntimeError: Virtual devices are not enabled.
-        TypeError: ``limit`` is no integer.
+        TypeError: ``limit`` is neither an int nor None.
         ValueError: There is no such virtual device, or ``limit`` is negative.
     """
     extension = required()

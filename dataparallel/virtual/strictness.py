@@ -1,4 +1,4 @@
-"""Strict mode: default streams defer too, so that a wait forgotten on them shows."""
+"""Strict mode: default streams defer their work too, so a wait forgotten on them shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataparallel.virtual.extension import required
 
 
 def is_strict() -> bool:
-    """Whether strict mode is on.
+    """Tell whether strict mode is on.
 
     Example::
 
@@ -27,8 +27,8 @@ def is_strict() -> bool:
 def set_strict(value: bool) -> None:
     """Turn strict mode on or off, for all devices and threads.
 
-    Turning it off runs what default streams have deferred, because they run everything at once
-    from then on.
+    In strict mode the default streams defer their work as side streams do. When you turn it off,
+    they run the work that they have deferred.
 
     Example::
 
@@ -45,7 +45,7 @@ def set_strict(value: bool) -> None:
 
 @contextlib.contextmanager
 def strict_mode(value: bool = True) -> Iterator[None]:
-    """Turn strict mode on for a block of code, and put it back afterwards.
+    """Turn strict mode on for a block of code, and restore the old mode afterwards.
 
     Example::
 

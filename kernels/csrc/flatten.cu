@@ -5,7 +5,7 @@
 //
 // - RUN: in the same order, so both are arrays. Packs of 16 bytes on both sides, two to four of
 //   them in flight for each thread. Writes are always aligned; where reads are not, each thread
-//   reads the aligned packs around its elements (its neighbour's pack comes from the L1 cache) and
+//   reads the aligned packs around its elements (its neighbor's pack comes from the L1 cache) and
 //   shifts.
 // - STRIDED: any strides. Threads go along the bucket, so that it is accessed in a row, and
 //   compute where the element of the tensor is. A warp accesses the tensor in a row too if the
@@ -160,7 +160,7 @@ struct SmallDivisor {
   }
 };
 
-// Takes the tile with neighbouring threads at neighbouring elements of the tensor, or of the
+// Takes the tile with neighboring threads at neighboring elements of the tensor, or of the
 // bucket: calls load and store with (place in the tile, place in that array). A thread loads some
 // elements before it stores the first.
 template <bool IN_TENSOR, typename S, typename Load, typename Store>

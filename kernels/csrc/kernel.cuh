@@ -21,7 +21,6 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-typedef signed char i8;
 
 // --- numbers of 16 bits ---------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from dataparallel.comm_hooks import Int8CompressState, int8_compress_hook
 from tests.cluster import Cluster
 from tests.device_only.cases import (
     STEPS,
@@ -50,7 +49,6 @@ HOOKS: dict[str, tuple[Callable[[Any], object], float]] = {
     "fp16": (lambda m: m.register_comm_hook(None, "fp16_compress"), 1e-3),
     "torch's fp16": (lambda m: m.register_comm_hook(None, default_hooks.fp16_compress_hook), 1e-3),
     "bf16": (lambda m: m.register_comm_hook(None, "bf16_compress"), 1e-2),
-    "int8": (lambda m: m.register_comm_hook(Int8CompressState(), int8_compress_hook), 1e-2),
     "powerSGD": (lambda m: m.register_comm_hook(power_sgd(), powerSGD_hook.powerSGD_hook), 1e-5),
 }
 

@@ -23,7 +23,7 @@ from tests.device_only.cases import (
 )
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Takes the mean of the whole batch away, and multiplies by what an exchange brings."""
 
     def __init__(self, group: str | None) -> None:
@@ -43,13 +43,13 @@ class Centred(nn.Module):
         return output
 
 
-def make_centred(group: str | None) -> Centred:
+def make_centered(group: str | None) -> Centered:
     torch.manual_seed(9)
-    return Centred(group)
+    return Centered(group)
 
 
 def train(rank: int, size: int, replicas: int) -> State:
-    model = wrap(make_centred("hybrid"), rank, replicas)
+    model = wrap(make_centered("hybrid"), rank, replicas)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         x, y = share(step, rank)
@@ -62,7 +62,7 @@ def train(rank: int, size: int, replicas: int) -> State:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_with_hybrid_collectives(cluster: Cluster, replicas: int) -> None:
     got = cluster.run(train, 2, replicas, virtual=True, backend="vccl")
-    module = make_centred(None)
+    module = make_centered(None)
     optimizer = optimizer_of(module)
     for step in range(STEPS):
         x, y = batch(step)

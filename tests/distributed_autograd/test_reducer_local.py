@@ -74,6 +74,25 @@ def test_gradients_of_parameters_and_inputs(replicas: int, view: bool) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("devices", [["virtual:0"], ["virtual:1", "virtual:0"]], ids=len)
+def test_replicas_on_accelerators(devices: list[str], view: bool) -> None:
+    net, bare = Net().to(devices[0]), Net()
+    model = dp.DistributedDataParallel(net, devices, gradient_as_bucket_view=view)
+    for step in range(3):
+        bare.zero_grad()
+        table = fresh_table()
+        bare(table[words(step, 0)]).pow(2).mean().backward()
+        with context() as context_id:
+            vectors = rpc_sync("server", look_up, (words(step, 0),))
+            backward(context_id, [model(vectors.to(devices[0])).pow(2).mean()])
+            found = in_context(context_id, net)
+            expect([g if g is None else g.cpu() for g in found], grads(bare), step)
+            (found_table,) = rpc_sync("server", get_gradients, (context_id,)).values()
+            torch.testing.assert_close(found_table, table.grad)
+    model.close()
+
+
+@pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_retained_graph_is_gone_through_again(replicas: int, view: bool) -> None:
     net, bare = Net(), Net()

@@ -101,7 +101,7 @@ class Figures:
             )
 
         Args:
-            goal: The number of the goal in docs/reliability.md.
+            goal: The number by which the table sorts its rows.
             what: What was measured, and over what: the worst of all (p100), a median, a count.
             value: The figure.
             unit: Of value and limit. "s", "ms", "us", "x" (a ratio) and "%" get five times the

@@ -87,11 +87,11 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Points around eight centres."""
+    """Points around eight centers."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     y = torch.randint(8, (32,), generator=generator)
-    centres = torch.linspace(-1, 1, 8 * 32).view(8, 32).sin()
-    return centres[y] + 0.5 * torch.randn(32, 32, generator=generator), y
+    centers = torch.linspace(-1, 1, 8 * 32).view(8, 32).sin()
+    return centers[y] + 0.5 * torch.randn(32, 32, generator=generator), y
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import statistics
@@ -15,10 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import nn
 
+from dataparallel import checkpoint
 from tests.cluster import Cluster
 from tests.faults import elastic_cases
 from tests.faults.elastic_cases import EVERY, Journal
@@ -36,8 +39,14 @@ class Launch:
         self._folder = folder
         self.agents: list[subprocess.Popen[str]] = []
 
-    def start(self, *options: str, program: Sequence[str], **variables: str) -> None:
-        """Start torchrun on one machine; each call is one more."""
+    def start(
+        self,
+        *options: str,
+        program: Sequence[str],
+        folder: pathlib.Path = ROOT,
+        **variables: str,
+    ) -> None:
+        """Start torchrun on one machine, in a folder; each call is one more."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
         environment |= variables
         # Otherwise the agents and the processes would be told what this test found out.
@@ -45,7 +54,7 @@ class Launch:
         command = [sys.executable, "-m", "torch.distributed.run", *options, *program]
         with open(self._folder / f"agent{len(self.agents)}", "w") as log:
             agent = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True
+                command, cwd=folder, env=environment, stdout=log, stderr=log, text=True
             )
         self.agents.append(agent)
 
@@ -211,12 +220,16 @@ def test_a_machine_that_joins_later(launch: Launch, tmp_path: pathlib.Path) -> N
     steps = 20
     options = [*options_of("c10d"), "--nnodes", "1:2", "--nproc-per-node", "1"]
     options += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
-    # See docs/elastic.md.
-    of_agent = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    launch.start(*options, program=program(tmp_path, steps, [], needed=2), **of_agent)
+    program_of_all = program(tmp_path, steps, [], needed=2)
+
+    def start() -> None:
+        # See docs/elastic.md.
+        launch.start(*options, program=program_of_all, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    start()
     journal = Journal(tmp_path / "journal")
     wait_until(lambda: any(line.get("step") == EVERY for line in journal.read()))
-    launch.start(*options, program=program(tmp_path, steps, [], needed=2), **of_agent)
+    start()
     launch.wait(120.0)
     lines = journal.read()
     resumed = [(line["rank"], line["step"]) for line in lines if line["event"] == "resume"]
@@ -284,16 +297,25 @@ def processes_of(folder: pathlib.Path, restart: int) -> list[int]:
 def test_the_example_ends_with_the_weights_of_an_undisturbed_run(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:
-    generations = []
-    for name, fault in (("whole", []), ("killed", ["--fail-at-step", "35"])):
-        output = tmp_path / name
-        script = ["examples/train_elastic.py", "--epochs", "2", "--output", str(output), *fault]
-        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-        launch.start(*options, program=script)
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    states = []
+    for number, name in enumerate(("whole", "killed")):
+        (tmp_path / name).mkdir()
+        script = [str(ROOT / "examples" / "resume.py")]
+        launch.start(*options, program=script, folder=tmp_path / name)
+        log = tmp_path / f"agent{number}"
+        if name == "killed":
+            wait_until(lambda log=log: "step 100:" in log.read_text())  # type: ignore[misc]
+            os.kill(random.choice(children_of(launch.agents[number].pid)), signal.SIGKILL)
         launch.wait(120.0)
-        generation = max(output.glob("generation-*"))
-        generations.append(load_file(generation / "rank-00000.safetensors"))
-    assert "begin at step 30 (restart 1)" in (tmp_path / "agent1").read_text()
-    whole, killed = generations
-    assert whole.keys() == killed.keys()
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 4))
+        assert checkpoint.load(tmp_path / name / "out" / "resume", net).step == 400
+        states.append(net.state_dict())
+        begun = [int(step) for step in re.findall(r"begins at step (\d+)", log.read_text())]
+        assert len(begun) == (2 if name == "whole" else 4)
+        assert begun[:2] == [0, 0] and all(step > 0 for step in begun[2:])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]

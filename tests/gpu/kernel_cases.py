@@ -115,63 +115,14 @@ def unflatten(device: torch.device, size: int, offset: int) -> list[Tensor]:
     return results
 
 
-def compress(device: torch.device, size: int, offset: int) -> list[Tensor]:
-    results = []
-    for dtype in (torch.bfloat16, torch.float16, torch.int8):
-        tensor, error = (at(device, offset, numbers(size, seed)) for seed in (1, 2))
-        results += [kernels.compress(tensor, dtype, 0.25, error=error), error]
-    return results
-
-
-def decompress(device: torch.device, size: int, offset: int) -> list[Tensor]:
-    results = []
-    for dtype in (torch.bfloat16, torch.float16, torch.int8):
-        sent = kernels.compress(at(device, 0, numbers(size, 1)), dtype)
-        for into in FLOATS:
-            out = at(device, offset, values(size, into, 3))
-            results.append(kernels.decompress(sent, out, 0.5, add=True).clone())
-            results.append(kernels.decompress(sent, out))
-    return results
-
-
 def fingerprint(device: torch.device, size: int, offset: int) -> list[Tensor]:
     dtypes = (*FLOATS, *EXACT, torch.uint8, torch.bool)
     return [kernels.fingerprint(_lists(device, size, offset, dtype)) for dtype in dtypes]
-
-
-def _optimizer(
-    device: torch.device, size: int, offset: int, step: Callable[..., None], num_states: int
-) -> list[Tensor]:
-    parameters = [at(device, offset, numbers(n, n)) for n in (size, 3, 2 * size)]
-    states = [[torch.zeros_like(p) for p in parameters] for _ in range(num_states)]
-    for number in (1, 2, 3):
-        gradients = [at(device, 0, numbers(p.numel(), number)) for p in parameters]
-        step(number, parameters, gradients, *states)
-    return [tensor for part in (parameters, *states) for tensor in part]
-
-
-def fused_sgd(device: torch.device, size: int, offset: int) -> list[Tensor]:
-    def step(number: int, *lists: list[Tensor]) -> None:
-        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
-        kernels.fused_sgd(*lists, weight_decay=0.01, first_step=number == 1, **options)
-
-    return _optimizer(device, size, offset, step, 1)
-
-
-def fused_adamw(device: torch.device, size: int, offset: int) -> list[Tensor]:
-    def step(number: int, *lists: list[Tensor]) -> None:
-        kernels.fused_adamw(*lists, step=number, lr=0.01, weight_decay=0.1)
-
-    return _optimizer(device, size, offset, step, 2)
 
 
 CASES: tuple[Case, ...] = (
     reduce_add,
     flatten,
     unflatten,
-    compress,
-    decompress,
     fingerprint,
-    fused_sgd,
-    fused_adamw,
 )

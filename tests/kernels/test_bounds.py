@@ -15,7 +15,6 @@ from tests.kernels.guarded import OUT_OF_BOUNDS, exit_status, guarded
 from tests.kernels.host_backend import HostBackend
 
 SIZES = [0, 1, 3, 7, 8, 9, 17, 255, 257, 2051, 8191, 8205]
-FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def _places(values: torch.Tensor, *, read_only: bool = False) -> Iterator[torch.Tensor]:
@@ -81,26 +80,6 @@ def _flatten() -> None:
     _launched("flatten", 100)
 
 
-def _compress() -> None:
-    for dtype, size in itertools.product(
-        [torch.bfloat16, torch.float16, torch.int8], [*SIZES, 256, 512, 4095, 4097]
-    ):
-        values = _values(size)
-        expected = kernels.compress(values, dtype, error=torch.zeros_like(values))
-        received = kernels.decompress(expected, torch.empty_like(values))
-        for out, tensor in itertools.product(
-            _places(torch.zeros_like(expected)), _places(values, read_only=True)
-        ):
-            for error in (None, *_places(torch.zeros_like(values))):
-                assert torch.equal(kernels.compress(tensor, dtype, error=error, out=out), expected)
-        for source, out in itertools.product(
-            _places(expected, read_only=True), _places(torch.zeros_like(values))
-        ):
-            assert torch.equal(kernels.decompress(source, out), received)
-            kernels.decompress(source, out, add=True)
-    _launched("compress", 100)
-
-
 def _fingerprint() -> None:
     for dtype in (torch.uint8, *SUFFIXES):
         for size in SIZES:
@@ -111,33 +90,7 @@ def _fingerprint() -> None:
     _launched("fingerprint", 100)
 
 
-def _optimizers() -> None:
-    for dtype, size in itertools.product(FLOATS, SIZES):
-        for place in range(3):
-
-            def states(
-                count: int, place: int = place, size: int = size, dtype: torch.dtype = dtype
-            ) -> list[list[torch.Tensor]]:
-                return [[list(_places(_values(size, dtype).abs()))[place]] for _ in range(count)]
-
-            for gradient in _places(_values(size, dtype), read_only=True):
-                parameters, buffers, squares, largest = states(4)
-                kernels.fused_sgd(parameters, [gradient], lr=0.1, weight_decay=0.1)
-                kernels.fused_sgd(parameters, [gradient], buffers, lr=0.1, momentum=0.9)
-                kernels.fused_adamw(parameters, [gradient], buffers, squares, step=2, lr=0.1)
-                kernels.fused_adamw(
-                    parameters,
-                    [gradient],
-                    buffers,
-                    squares,
-                    step=2,
-                    lr=0.1,
-                    max_exp_avg_sqs=largest,
-                )
-    _launched("fused", 300)
-
-
-CASES: list[Callable[[], None]] = [_reduce_add, _flatten, _compress, _fingerprint, _optimizers]
+CASES: list[Callable[[], None]] = [_reduce_add, _flatten, _fingerprint]
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__.strip("_"))

@@ -22,7 +22,7 @@ from tests.kernels.host_backend import HostBackend
 launcher = sys.modules["dataparallel.kernels.fingerprint"]
 reference = sys.modules["dataparallel.kernels.reference.fingerprint"]
 
-#: All that torch has. Values of the quantised ones are not those of their bits alone.
+#: All that torch has. Values of the quantized ones are not those of their bits alone.
 DTYPES = sorted(
     {v for v in vars(torch).values() if isinstance(v, torch.dtype) and "q" not in str(v)}, key=str
 )
@@ -279,10 +279,10 @@ def test_bits_of_an_element() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
-def test_quantised_tensors_are_refused(either: str) -> None:
-    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(ValueError, match="tensor 0 is quantised; give the tensors"):
-        kernels.fingerprint([quantised])
+def test_quantized_tensors_are_refused(either: str) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match="tensor 0 is quantized; give the tensors"):
+        kernels.fingerprint([quantized])
 
 
 BAD: dict[str, Callable[[Tensor], list[Tensor]]] = {

@@ -174,7 +174,7 @@ def test_each_way_is_taken(way: Way, schedule: int) -> None:
 def test_bits_are_kept(host_kernels: HostBackend, dtype: torch.dtype, mixed: bool) -> None:
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     inf = torch.tensor([torch.inf], dtype=dtype).view(integer)
-    # All payloads that differ in the last bits, of signalling ones too, and negative ones.
+    # All payloads that differ in the last bits, of signaling ones too, and negative ones.
     nans = torch.cat([inf + 1 + torch.arange(50), -1 - torch.arange(50)]).to(integer)
     tensors = [nans.view(dtype), nans.view(dtype)[1:].clone(), torch.ones(3, dtype=dtype)]
     if mixed:

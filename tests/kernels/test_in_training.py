@@ -133,26 +133,9 @@ def test_kernels_are_loaded_when_a_wrapper_is_built(wrapper: Any) -> None:
     assert set(backend.loaded) == {(cpu, "flatten"), (cpu, "reduce_add")}
 
 
-def _load_for_hooks(rank: int, world_size: int) -> list[bool]:
-    loaded: list[bool] = []
-    for hook in ("bf16_compress", "allreduce"):
-        backend = Loading()
-        with registered([backend]):
-            model = dp.DistributedDataParallel(nn.Linear(2, 2), ["cpu"])
-            backend.loaded.clear()
-            model.register_comm_hook(None, hook)
-            loaded.append("compress" in [source for _, source in backend.loaded])
-            model.close()
-    return loaded
-
-
-def test_kernels_of_a_hook_are_loaded_when_it_is_registered(cluster: Cluster) -> None:
-    assert cluster.run(_load_for_hooks, 1) == [[True, False]]
-
-
 def test_warming_up_does_nothing_where_no_kernel_runs() -> None:
     backend = Loading()
     with registered([backend]):
         kernels.warm_up(torch.device("virtual:0"))
-        kernels.warm_up(torch.device("cpu"), ["compress"])
-    assert backend.loaded == [(torch.device("cpu"), "compress")]
+        kernels.warm_up(torch.device("cpu"), ["fingerprint"])
+    assert backend.loaded == [(torch.device("cpu"), "fingerprint")]

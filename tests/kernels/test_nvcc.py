@@ -20,10 +20,6 @@ SMALL = {
 FEW_WRITES = {
     "fingerprint*": "a number for each chunk",
 }
-#: Kernels that read 16 bytes of a wide type at a time, and so write 8 of a narrow one.
-HALF_WRITES = {
-    "fused_*16_f32_*": "the gradient is wider than what it changes",
-}
 
 
 def matches(kernel: str, patterns: dict[str, str]) -> bool:
@@ -31,9 +27,7 @@ def matches(kernel: str, patterns: dict[str, str]) -> bool:
 
 
 def least_write(kernel: str) -> int:
-    if matches(kernel, FEW_WRITES):
-        return 0
-    return 8 if matches(kernel, HALF_WRITES) else 16
+    return 0 if matches(kernel, FEW_WRITES) else 16
 
 
 @needs_nvcc
@@ -75,7 +69,7 @@ def test_no_exception_without_a_kernel() -> None:
     kernels = [kernel for source in sources.names() for kernel in kernels_of(source)]
     unused = [
         pattern
-        for pattern in (*SMALL, *FEW_WRITES, *HALF_WRITES)
+        for pattern in (*SMALL, *FEW_WRITES)
         if not any(matches(kernel, {pattern: ""}) for kernel in kernels)
     ]
     assert not unused

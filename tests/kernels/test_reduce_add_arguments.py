@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused(
     assert kernels.reduce_add([ONES, TWOS]).tolist() == [3.0] * 4
 
 
-def test_neighbours_do_not_overlap(host_kernels: HostBackend) -> None:
+def test_neighbors_do_not_overlap(host_kernels: HostBackend) -> None:
     room = torch.arange(12.0)
     out = kernels.reduce_add([room[:4], room[8:]], out=room[4:8])
     assert out.tolist() == [8.0, 10.0, 12.0, 14.0]

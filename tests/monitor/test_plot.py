@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from dataparallel.timeline import PHASES
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
-from dataparallel.tools.monitor.palette import LINE_COLOURS, PHASE_COLOURS
+from dataparallel.tools.monitor.palette import LINE_COLORS, PHASE_COLORS
 from dataparallel.tools.monitor.plot_series import MAX_POINTS, device_curves, intervals
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recorded_time import times_of
@@ -34,7 +34,7 @@ def test_all_rows_are_there_with_their_units() -> None:
     figure = plot.draw(training(24), "a run")
     found = titles(figure)
     assert found[:4] == [
-        "Utilisation (%); bars above: slowed down",
+        "Utilization (%); bars above: slowed down",
         "Memory in use (GiB)",
         "Power (W)",
         "Share of the time in each phase",
@@ -102,7 +102,7 @@ def test_a_run_that_is_away_leaves_a_gap() -> None:
     assert (first[-1].end, second[0].begin) == (7.0, 18.0)
 
 
-def test_many_devices_are_rows_of_colours() -> None:
+def test_many_devices_are_rows_of_colors() -> None:
     figure = plot.draw(training(12, 16), "")
     rows = figure.axes[0]
     assert not rows.get_lines()
@@ -122,10 +122,10 @@ def test_few_samples_are_drawn_as_points(number: int) -> None:
     assert figure.axes[0].get_lines()[0].get_marker() == "."
 
 
-def test_colours_are_told_apart() -> None:
-    assert set(PHASE_COLOURS) == set(PHASES)
-    assert len(set(PHASE_COLOURS.values())) == len(PHASES)
-    assert len(set(LINE_COLOURS)) == 8
+def test_colors_are_told_apart() -> None:
+    assert set(PHASE_COLORS) == set(PHASES)
+    assert len(set(PHASE_COLORS.values())) == len(PHASES)
+    assert len(set(LINE_COLORS)) == 8
 
 
 def test_a_step_has_a_row_per_replica() -> None:

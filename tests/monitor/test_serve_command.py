@@ -54,7 +54,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> MadeUpSampler:
 
 
 def test_it_serves_until_it_is_interrupted() -> None:
-    command = [sys.executable, "-m", "dataparallel.tools", "monitor", "serve"]
+    command = [sys.executable, "-m", "dataparallel", "monitor", "serve"]
     with subprocess.Popen(
         [*command, "--port", "0", "--source", "cpu", "--interval", "0.2", "--token", "geheim"],
         stdout=subprocess.PIPE,

@@ -54,13 +54,13 @@ def test_numbers_and_charts_are_drawn_and_go_on(browser: Browser) -> None:
         browser.open(server.url)
         browser.wait(f"{text_of('#status')}.startsWith('live')")
         card = browser.tell(text_of("[aria-label='cuda:0']"))
-        for part in ("Utilisation", "48.0 GiB\nof 80.0 GiB", "of 700 W", "55 °C", "replica 0"):
+        for part in ("Utilization", "48.0 GiB\nof 80.0 GiB", "of 700 W", "55 °C", "replica 0"):
             assert part in card
         lines = "document.querySelectorAll('.card .line[d*=L]').length"
-        # Three each, less an unknown utilisation; parts have memory only; two of the host.
+        # Three each, less an unknown utilization; parts have memory only; two of the host.
         assert browser.tell(lines) == 8 * 3 - 1 + 2 + 2
         label = browser.tell("document.querySelector('.card svg').getAttribute('aria-label')")
-        assert label.startswith("Utilisation of cuda:0: now ") and "in the last 29" in label
+        assert label.startswith("Utilization of cuda:0: now ") and "in the last 29" in label
         order = "[...document.querySelectorAll('#devices h3')].map((h) => h.innerText)"
         assert browser.tell(order)[5:8] == ["cuda:5", "nvml:5/0", "nvml:5/1"]
         alerts = browser.tell(text_of("#alerts"))

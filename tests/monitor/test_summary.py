@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import time
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -111,12 +111,26 @@ def test_the_text_has_a_column_per_replica_and_ends_with_the_advice() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_a_notebook_shows_the_text_and_a_list_one_line() -> None:
+def test_a_notebook_shows_a_table_and_a_list_one_line() -> None:
     summary = summarize(make_steps(20, [BUSY, SLOW]), DDP)
-    shown = summary._repr_html_()
-    assert shown == f"<pre>{html.escape(str(summary))}</pre>" and "Change first: " in shown
+    rows = [
+        [cell.text for cell in row]
+        for row in ElementTree.fromstring(f"<x>{summary._repr_html_()}</x>").iter("tr")
+    ]
+    assert rows[:2] == [["replica", "0", "1"], ["device", "virtual:0", "virtual:1"]]
+    # Row by row what the text says.
+    lines = [" ".join(" ".join(map(str, row)).split()) for row in rows]
+    text = [" ".join(line.split()) for line in str(summary).splitlines()]
+    assert [line for line in text if line in lines] == lines
     assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
     assert "no step has ended" in summarize([], DDP)._repr_html_().lower()
+
+
+def test_a_notebook_shows_names_as_they_are() -> None:
+    summary = summarize(make_steps(20, [BUSY, SLOW]), DDP)
+    named = [dataclasses.replace(one, device="<b>&") for one in summary.replicas]
+    shown = dataclasses.replace(summary, replicas=tuple(named))._repr_html_()
+    assert "&lt;b&gt;&amp;" in shown and "<b>" not in shown
 
 
 def test_many_replicas_are_in_several_tables() -> None:

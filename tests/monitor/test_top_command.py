@@ -75,7 +75,7 @@ def test_piped_it_prints_plain_text_for_every_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if forced:
-        # Colours are asked for, but a view that is drawn over and over makes no sense in a pipe.
+        # Colors are asked for, but a view that is drawn over and over makes no sense in a pipe.
         monkeypatch.setenv("FORCE_COLOR", "1")
     text = run([], capsys)
     assert text.count("TransformerLM") == 3 and sampler.closed >= 1

@@ -37,7 +37,7 @@ class Terminal:
         self.raw = ""
         self.child = pexpect.spawn(
             sys.executable,
-            ["-m", "dataparallel.tools", "monitor", "top", *words],
+            ["-m", "dataparallel", "monitor", "top", *words],
             env=environment,
             dimensions=(lines, columns),
             encoding="utf-8",

@@ -1,4 +1,4 @@
-"""What `monitor top` shows: every width and height, colours or not, and what is told."""
+"""What `monitor top` shows: every width and height, colors or not, and what is told."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(
     height: int | None = None,
     *,
     encoding: str = "utf-8",
-    colours: bool = False,
+    colors: bool = False,
 ) -> str:
     raw = io.BytesIO()
     # Strict: what the terminal cannot show would raise.
@@ -41,8 +41,8 @@ def draw(
         file=file,
         width=width,
         height=height,
-        force_terminal=colours,
-        color_system="truecolor" if colours else None,
+        force_terminal=colors,
+        color_system="truecolor" if colors else None,
         legacy_windows=False,
     )
     console.print(view, height=height)
@@ -51,12 +51,12 @@ def draw(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("colours", [False, True])
-def test_it_fits_every_terminal(encoding: str, colours: bool) -> None:
+@pytest.mark.parametrize("colors", [False, True])
+def test_it_fits_every_terminal(encoding: str, colors: bool) -> None:
     view = view_of()
-    look = Look(unicode=encoding != "ascii", colour=colours)
-    for width in EVERY_WIDTH if look.unicode == look.colour else SOME_WIDTHS:
-        assert draw(view, width, encoding=encoding, colours=colours)
+    look = Look(unicode=encoding != "ascii", color=colors)
+    for width in EVERY_WIDTH if look.unicode == look.color else SOME_WIDTHS:
+        assert draw(view, width, encoding=encoding, colors=colors)
         for height in (1, 12, 24, 50):
             lines = view.lines(width, height, look)
             assert not [line.plain for line in lines if line.cell_len > width]
@@ -137,13 +137,13 @@ def test_what_is_not_available_is_a_dash_and_no_zero() -> None:
     assert " - " in util
 
 
-def test_phases_differ_without_colours_and_have_names_with_them() -> None:
+def test_phases_differ_without_colors_and_have_names_with_them() -> None:
     plain = draw(view_of(), 120)
     line = next(line for line in plain.splitlines() if line.startswith("│  1  cuda:1"))
     assert "FFF" in line and "BBBB" in line and "...." in line
     assert "B=backward" in plain
-    coloured = draw(view_of(), 200, colours=True)
-    assert "\x1b[" in coloured and " backward " in coloured and "BBBB" not in coloured
+    colored = draw(view_of(), 200, colors=True)
+    assert "\x1b[" in colored and " backward " in colored and "BBBB" not in colored
 
 
 def test_the_process_that_is_watched_comes_first_and_is_marked() -> None:

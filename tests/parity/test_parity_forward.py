@@ -272,7 +272,7 @@ def test_attributes_that_torchs_users_read(slots: list[str]) -> None:
 
 
 def test_subclasses_override_the_four_steps(slots: list[str]) -> None:
-    """torch's DataParallel is customised by overriding its steps, with these arguments."""
+    """torch's DataParallel is customized by overriding its steps, with these arguments."""
     steps: list[str] = []
 
     class Traced(DataParallel[nn.Linear]):

@@ -73,7 +73,7 @@ def test_data_parallel_lazy_linear(slots: list[str]) -> None:
     model = DataParallel(net, slots)
     x = torch.randn(6, 4, device=slots[0])
     with pytest.raises(
-        ValueError, match=r"not initialised: 0\.weight, 0\.bias, 1\.weight and 1 more"
+        ValueError, match=r"not initialized: 0\.weight, 0\.bias, 1\.weight and 1 more"
     ):
         model(x)
     net(x)

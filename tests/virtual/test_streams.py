@@ -20,7 +20,7 @@ def is_unwritten(x: Tensor) -> bool:
     return bool(x.cpu().isnan().all())
 
 
-def test_side_stream_defers_until_it_is_synchronised(stream: torch.Stream) -> None:
+def test_side_stream_defers_until_it_is_synchronized(stream: torch.Stream) -> None:
     a = ones()
     with stream:
         b = a * 3
@@ -129,7 +129,7 @@ def test_host_reads_drain_their_own_stream_only(stream: torch.Stream, read: str)
     assert pending(other) == 2
 
 
-def test_synchronising_the_device_runs_all_its_streams(stream: torch.Stream) -> None:
+def test_synchronizing_the_device_runs_all_its_streams(stream: torch.Stream) -> None:
     other, elsewhere = torch.Stream("virtual:0"), torch.Stream("virtual:1")
     for each in (stream, other, elsewhere):
         with each:
@@ -213,7 +213,7 @@ def test_errors_about_shapes_come_at_submission(stream: torch.Stream) -> None:
         torch.ones(2, 3, device="virtual:0") @ torch.ones(2, 3, device="virtual:0")
 
 
-def test_errors_about_values_come_at_synchronisation(stream: torch.Stream) -> None:
+def test_errors_about_values_come_at_synchronization(stream: torch.Stream) -> None:
     table, index = torch.ones(3, 2, device="virtual:0"), torch.tensor([7], device="virtual:0")
     with stream:
         bad = table.index_select(0, index)

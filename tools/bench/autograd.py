@@ -16,7 +16,7 @@ from dataparallel.tools.bench.autograd_summary import (
     count_calls,
     judge_mean,
     judge_worst,
-    summarise,
+    summarize,
 )
 from dataparallel.tools.bench.autograd_tasks import (
     CALLS,
@@ -165,7 +165,7 @@ def _compare(workers: int, arguments: argparse.Namespace, tell: Tell) -> _Compar
         # One number of workers after the other: those that wait use the cores too.
         on_turn = teller(tell, "autograd")
         (outcome,), steps = measure([contestant], arguments.rounds, arguments.steps, on_turn)
-    rows = summarise(plan_cases(task), outcome)
+    rows = summarize(plan_cases(task), outcome)
     return _Comparison(
         workers=workers,
         steps=steps,
@@ -182,17 +182,17 @@ def _print(
 ) -> None:
     from dataparallel.tools.bench.autograd_report import build_backward, build_calls, build_rates
     from dataparallel.tools.bench.collectives_report import conclusion
-    from dataparallel.tools.bench.report import print_notes
+    from dataparallel.tools.bench.report import print_notes, print_table
 
     for each in compared:
-        console.print(build_backward(each.rows, f"backward, {each.workers} workers"))
+        print_table(build_backward(each.rows, f"backward, {each.workers} workers"), console)
         console.print(conclusion(each.mean))
         console.print(conclusion(each.worst, f"largest, {each.worst.case}"))
         console.print()
     large = [row for each in compared for row in each.rows if row.size > TINY]
-    console.print(build_rates(large, "gradients carried by a backward of large tensors"))
+    print_table(build_rates(large, "gradients carried by a backward of large tensors"), console)
     for each in compared:
-        console.print(build_calls(each.rows, f"forward, {each.workers} workers: one call"))
+        print_table(build_calls(each.rows, f"forward, {each.workers} workers: one call"), console)
     print_notes(_notes(compared, arguments), console)
 
 

@@ -52,17 +52,17 @@ class AutogradRow:
         return self.error == 0.0
 
 
-def summarise(cases: Sequence[Case], outcome: Outcome) -> list[AutogradRow]:
+def summarize(cases: Sequence[Case], outcome: Outcome) -> list[AutogradRow]:
     """Ours beside torch's, case by case.
 
     Args:
         cases: What was measured.
         outcome: Of the workers.
     """
-    return [_summarise_case(case, outcome) for case in cases]
+    return [_summarize_case(case, outcome) for case in cases]
 
 
-def _summarise_case(case: Case, outcome: Outcome) -> AutogradRow:
+def _summarize_case(case: Case, outcome: Outcome) -> AutogradRow:
     ours, torch = (_seconds(outcome, form, "backward", case) for form in FORMS)
     ours_forward, torch_forward = (_seconds(outcome, form, "forward", case) for form in FORMS)
     errors = [

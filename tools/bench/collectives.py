@@ -14,9 +14,9 @@ from dataparallel.tools.bench.collectives_summary import (
     CollectiveRow,
     MemoryRow,
     judge,
-    summarise_memory,
-    summarise_process,
-    summarise_replicas,
+    summarize_memory,
+    summarize_process,
+    summarize_replicas,
 )
 from dataparallel.tools.bench.collectives_tasks import (
     FORMS,
@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     outcomes, steps = _measure(task, arguments, console)
     compared = [_compare(form, task, outcomes, arguments) for form in task.forms]
-    memory = summarise_memory(task, outcomes) if "memory" in outcomes else []
+    memory = summarize_memory(task, outcomes) if "memory" in outcomes else []
     if arguments.json != "-":
         _print(compared, memory, arguments, console)
     if arguments.json:
@@ -156,9 +156,9 @@ def _compare(
     form: str, task: CollectivesTask, outcomes: dict[str, Outcome], arguments: argparse.Namespace
 ) -> _Comparison:
     if form == "process":
-        rows = summarise_process(task, outcomes["processes"])
+        rows = summarize_process(task, outcomes["processes"])
         return _Comparison(form, rows, judge(rows, arguments.bar_process))
-    rows = summarise_replicas(task, form, outcomes)
+    rows = summarize_replicas(task, form, outcomes)
     return _Comparison(form, rows, judge(rows, arguments.bar))
 
 
@@ -173,19 +173,19 @@ def _print(
         build_memory,
         conclusion,
     )
-    from dataparallel.tools.bench.report import print_notes
+    from dataparallel.tools.bench.report import print_notes, print_table
 
     members = len(arguments.devices)
     for each in compared:
         for verdict in each.verdicts:
             own = [row for row in each.rows if row.operation == verdict.case]
             title = _title(each.form, verdict.case, arguments.devices)
-            console.print(build_comparison(own, title))
+            print_table(build_comparison(own, title), console)
             console.print(conclusion(verdict))
             console.print()
     if memory:
         title = f"memory bandwidth of {members} threads, and what all_reduce uses of it"
-        console.print(build_memory(memory, title))
+        print_table(build_memory(memory, title), console)
     print_notes(_notes(arguments), console)
 
 

@@ -58,7 +58,7 @@ class MemoryRow:
     torch: Spread
 
 
-def summarise_replicas(
+def summarize_replicas(
     task: CollectivesTask, form: str, outcomes: Mapping[str, Outcome]
 ) -> list[CollectiveRow]:
     """The all_reduce of replicas beside torch's in place between as many processes.
@@ -75,7 +75,7 @@ def summarise_replicas(
     return [_compare("all_reduce", size, pair, (form, "gloo")) for size in task.sizes]
 
 
-def summarise_process(task: CollectivesTask, outcome: Outcome) -> list[CollectiveRow]:
+def summarize_process(task: CollectivesTask, outcome: Outcome) -> list[CollectiveRow]:
     """Our functional collectives over processes beside torch's.
 
     Args:
@@ -112,7 +112,7 @@ def _compare(
     )
 
 
-def summarise_memory(task: CollectivesTask, outcomes: Mapping[str, Outcome]) -> list[MemoryRow]:
+def summarize_memory(task: CollectivesTask, outcomes: Mapping[str, Outcome]) -> list[MemoryRow]:
     """What the memory gives, and how much of it the two forms of all_reduce use.
 
     Args:

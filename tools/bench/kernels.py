@@ -28,7 +28,7 @@ from dataparallel.tools.bench.kernels_summary import (
     KernelVerdict,
     judge,
     slower_launches,
-    summarise,
+    summarize,
 )
 from dataparallel.tools.bench.kernels_timing import FOOTPRINT, Stopwatch, measure_turns
 from dataparallel.tools.bench.kernels_work import prepare
@@ -60,8 +60,8 @@ def add_to(subjects: Subparsers) -> None:
     add("--kernels", type=names_in(KERNELS), default=list(KERNELS), metavar="LIST",
         help=f"{','.join(KERNELS)}; default: all")  # fmt: skip
     add("--sizes", type=sizes, default=None, metavar="LIST",
-        help="of each input of reduce_add, of a tensor to compress, of all tensors of a list, of "
-        "all parameters of a step; default: 64KiB to 256MiB by factors of 4; on the CPU "
+        help="of each input of reduce_add, of all tensors of a list; "
+        "default: 64KiB to 256MiB by factors of 4; on the CPU "
         f"{SIZES_ON_CPU}")  # fmt: skip
     add("--dtypes", type=names_in(list(DTYPES)), default=list(DTYPES), metavar="LIST",
         help=f"of the tensors; default: {','.join(DTYPES)}")  # fmt: skip
@@ -143,7 +143,7 @@ def _measure(
             arguments.steps,
             on_round=_round_teller(tell, what),
         )
-        rows.append(summarise(case, turns, agrees=work.agrees, left_out=work.left_out))
+        rows.append(summarize(case, turns, agrees=work.agrees, left_out=work.left_out))
         # The buffers of two cases would be there at the same time.
         del work
     return rows
@@ -182,11 +182,11 @@ def _print(
     console: Console,
 ) -> None:
     from dataparallel.tools.bench.kernels_report import build_kernel, verdict_line
-    from dataparallel.tools.bench.report import print_notes
+    from dataparallel.tools.bench.report import print_notes, print_table
 
     for kernel, dtype in dict.fromkeys((row.case.kernel, row.case.dtype) for row in rows):
         own = [row for row in rows if (row.case.kernel, row.case.dtype) == (kernel, dtype)]
-        console.print(build_kernel(own, f"{kernel}, {dtype}\n{runs}"))
+        print_table(build_kernel(own, f"{kernel}, {dtype}\n{runs}"), console)
     for verdict in verdicts:
         console.print(verdict_line(verdict))
     facts = f"{device_name(device)}, torch {torch.__version__}, {cupy_version()}"

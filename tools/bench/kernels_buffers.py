@@ -51,7 +51,7 @@ def is_close(result: Tensor, expected: Tensor, bound: float | None = None) -> bo
     Args:
         result: What was computed.
         expected: What it should be, of the same shape.
-        bound: Default: four steps between neighbouring numbers of about 1.
+        bound: Default: four steps between neighboring numbers of about 1.
     """
     bound = 4 * torch.finfo(result.dtype).eps if bound is None else bound
     return bool(((result.double() - expected.double()).abs() <= bound).all())

@@ -19,17 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dataparallel import kernels
-
 KERNELS = (
     "reduce_add",
     "flatten",
     "unflatten",
-    "compress",
-    "decompress",
     "fingerprint",
-    "fused_sgd",
-    "fused_adamw",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Where memory is what limits; on the CPU, where the references run, fewer are enough.
@@ -42,12 +36,7 @@ MANY, FEW = 400, 4
 _LISTS = (f"{MANY} tensors", f"{FEW} tensors")
 _VARIANTS = {
     "reduce_add": ("2 inputs", "4 inputs", "8 inputs"),
-    "compress": ("bfloat16", "int8", "int8+error"),
-    "decompress": ("bfloat16", "int8"),
 }
-#: How many tensors as large as the parameters a step reads and writes: the parameters, gradients
-#: and momentum, and all but the gradients; the same with two moments.
-_MOVED_BY_STEP = {"fused_sgd": 5, "fused_adamw": 7}
 #: Elements of the tensors of a transformer's layer of width d, as multiples of d * d and of d.
 _LAYER = (
     (0, 1),
@@ -71,10 +60,9 @@ class KernelCase:
 
     Attributes:
         kernel: One of :data:`KERNELS`.
-        variant: How many inputs or tensors, or the compressed type.
+        variant: How many inputs or tensors.
         dtype: The name of the elements' type.
-        size: Bytes: of each input of reduce_add; of the tensor that is compressed; of all tensors
-            of a list; of all parameters of a step.
+        size: Bytes: of each input of reduce_add; of all tensors of a list.
     """
 
     kernel: str
@@ -93,16 +81,9 @@ class KernelCase:
         return self.size // DTYPES[self.dtype].itemsize
 
     @property
-    def compressed(self) -> torch.dtype:
-        """The type to compress to."""
-        dtype: torch.dtype = getattr(torch, self.variant.split("+")[0])
-        return dtype
-
-    @property
     def count(self) -> int:
         """How many inputs or tensors there are."""
-        first = self.variant.split()[0]
-        return int(first) if first.isdecimal() else 1
+        return int(self.variant.split()[0])
 
 
 def plan_cases(
@@ -116,8 +97,7 @@ def plan_cases(
         sizes: Bytes, see :class:`KernelCase`.
 
     Returns:
-        The cases by kernel, type, variant and size. What is nothing to do, as to compress a type
-        to itself, is left out.
+        The cases by kernel, type, variant and size.
 
     Raises:
         ValueError: A size is too small to be divided into many tensors.
@@ -131,7 +111,6 @@ def plan_cases(
         for name in names
         for dtype in dtypes
         for variant in _VARIANTS.get(name, _LISTS)
-        if variant != dtype
         for size in sizes
     ]
 
@@ -146,18 +125,9 @@ def moved(case: KernelCase) -> int:
     size = case.numel * DTYPES[case.dtype].itemsize
     if case.kernel == "reduce_add":
         return (case.count + 1) * size
-    if case.kernel in ("compress", "decompress"):
-        # What was rounded off is kept in float32: read and written.
-        kept = 8 * case.numel if "error" in case.variant else 0
-        return size + kept + compressed_bytes(case)
     if case.kernel == "fingerprint":
         return size
-    return _MOVED_BY_STEP.get(case.kernel, 2) * size
-
-
-def compressed_bytes(case: KernelCase) -> int:
-    """Of what :func:`dataparallel.kernels.compress` makes: elements, and scales of blocks."""
-    return kernels.compressed_size(case.numel, case.compressed) * case.compressed.itemsize
+    return 2 * size
 
 
 def tensor_sizes(numel: int, count: int) -> list[int]:

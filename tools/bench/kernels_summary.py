@@ -11,7 +11,7 @@ from dataparallel.tools.bench.summary import Spread, ratios, spread
 
 #: Least share of the copy's bytes per second, from a size on at which launches count little.
 SHARE_BAR, SHARE_FROM = 0.90, 16 * 2**20
-_SHARED = ("reduce_add", "flatten", "unflatten", "compress")
+_SHARED = ("reduce_add", "flatten", "unflatten")
 #: Where torch has no single operation for it: these must be faster at every size.
 _FASTER = {
     "reduce_add": ("2 inputs", "4 inputs", "8 inputs"),
@@ -103,7 +103,7 @@ class KernelVerdict:
         return None if self.cases == 0 else not self.missed
 
 
-def summarise(
+def summarize(
     case: KernelCase,
     turns: Mapping[str, Sequence[Turn]],
     *,

@@ -12,7 +12,6 @@ from dataparallel import kernels, torch_internals
 from dataparallel.kernels import reference
 from dataparallel.tools.bench.kernels_buffers import BufferSet, is_close, tensor_list, values
 from dataparallel.tools.bench.kernels_cases import DTYPES, KernelCase, moved
-from dataparallel.tools.bench.kernels_steps import fused_adamw, fused_sgd
 from dataparallel.tools.bench.kernels_timing import FOOTPRINT, Call, Contestant, num_sets
 
 #: The contestants beside torch's alternatives.
@@ -20,8 +19,6 @@ OURS, COPY = "ours", "copy"
 
 #: Of gradients, as between two replicas.
 _SCALE = 0.5
-#: Elements that share a scale in torch's expression for int8.
-_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -153,91 +150,6 @@ def _unflatten(case: KernelCase, device: torch.device) -> BufferSet:
     )
 
 
-def _compress(case: KernelCase, device: torch.device) -> BufferSet:
-    tensor, dtype = values(case.numel, DTYPES[case.dtype], device), case.compressed
-    compressed = kernels.compress(tensor, dtype)
-    error = torch.zeros(case.numel, device=device) if "error" in case.variant else None
-
-    def ours() -> Tensor:
-        return kernels.compress(tensor, dtype, error=error, out=compressed)
-
-    def is_right() -> bool:
-        restored = kernels.decompress(ours(), torch.empty(case.numel, device=device))
-        kept = error is None or is_close(restored + error, tensor.float())
-        return kept and _restored_well(restored, tensor, dtype)
-
-    if dtype == torch.int8:
-        return BufferSet(ours, {"eager": lambda: quantise(tensor, error)}, is_right)
-    rounded = torch.empty_like(tensor, dtype=dtype)
-    others: dict[str, Call] = {
-        ".to": lambda: tensor.to(dtype),
-        "copy_": lambda: rounded.copy_(tensor),
-    }
-    return BufferSet(ours, others, is_right)
-
-
-def _decompress(case: KernelCase, device: torch.device) -> BufferSet:
-    tensor, dtype = values(case.numel, DTYPES[case.dtype], device), case.compressed
-    compressed = kernels.compress(tensor, dtype)
-    out = torch.empty_like(tensor)
-
-    def is_right() -> bool:
-        kernels.decompress(compressed, out)
-        return _restored_well(out, tensor, dtype)
-
-    def ours() -> object:
-        return kernels.decompress(compressed, out)
-
-    if dtype == torch.int8:
-        numbers, scales = quantise(tensor)
-        others: dict[str, Call] = {
-            "eager": lambda: dequantise(numbers, scales, out),
-        }
-        return BufferSet(ours, others, is_right)
-    rounded = tensor.to(dtype)
-    others = {".to": lambda: rounded.to(tensor.dtype), "copy_": lambda: out.copy_(rounded)}
-    return BufferSet(ours, others, is_right)
-
-
-def quantise(tensor: Tensor, error: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """To int8 with a scale for each block, in torch's operations.
-
-    Args:
-        tensor: Of one dimension; elements after the last whole block are left out.
-        error: Added to the tensor, and replaced by what is rounded off.
-
-    Returns:
-        Numbers ``(blocks, 256)`` and scales ``(blocks, 1)``.
-    """
-    whole = len(tensor) // _BLOCK * _BLOCK
-    blocks = tensor[:whole].view(-1, _BLOCK).float()
-    if error is not None:
-        blocks = blocks + error[:whole].view_as(blocks)
-    scales = blocks.abs().amax(1, keepdim=True).div_(127).clamp_(min=1e-30)
-    rounded = (blocks / scales).round_()
-    if error is not None:
-        torch.addcmul(blocks, rounded, scales, value=-1, out=error[:whole].view_as(blocks))
-    return rounded.to(torch.int8), scales
-
-
-def dequantise(numbers: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Undo :func:`quantise`.
-
-    Args:
-        numbers: Its first result.
-        scales: Its second.
-        out: Where the elements of all whole blocks are written.
-    """
-    torch.mul(numbers, scales, out=out[: numbers.numel()].view_as(numbers))
-    return out
-
-
-def _restored_well(restored: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
-    # Half a step of the coarsest block, and what rounding to the type adds.
-    step = 0.5 / 127 if dtype == torch.int8 else torch.finfo(dtype).eps / 2
-    return is_close(restored, tensor, step * 1.01 + torch.finfo(tensor.dtype).eps)
-
-
 def _fingerprint(case: KernelCase, device: torch.device) -> BufferSet:
     tensors = tensor_list(case, device)
     return BufferSet(
@@ -251,9 +163,5 @@ _BUILDERS: dict[str, Callable[[KernelCase, torch.device], BufferSet]] = {
     "reduce_add": _reduce_add,
     "flatten": _flatten,
     "unflatten": _unflatten,
-    "compress": _compress,
-    "decompress": _decompress,
     "fingerprint": _fingerprint,
-    "fused_sgd": fused_sgd,
-    "fused_adamw": fused_adamw,
 }

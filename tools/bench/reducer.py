@@ -24,8 +24,8 @@ from dataparallel.tools.bench.output import (
 from dataparallel.tools.bench.reducer_summary import (
     OverlapRow,
     ReducerRow,
-    summarise_overlap,
-    summarise_reduction,
+    summarize_overlap,
+    summarize_reduction,
 )
 from dataparallel.tools.bench.rounds import Outcome, measure
 from dataparallel.tools.bench.train import CASE_NAMES, above_zero, whole_batch
@@ -137,7 +137,7 @@ class _Measuring:
             bucket_cap_mb=self._arguments.bucket_cap_mb,
         )
         outcomes = self._measure(task, layout, self._peers, str(layout), tell)
-        return [summarise_reduction(name, str(layout), outcomes) for name in task.gradients]
+        return [summarize_reduction(name, str(layout), outcomes) for name in task.gradients]
 
     def overlap(self, name: str, layout: Layout, tell: Tell) -> list[OverlapRow]:
         """Communication and computation of one model."""
@@ -156,7 +156,7 @@ class _Measuring:
         # The bare module has no communication.
         peers = [peer for peer in self._peers if peer != "bare"]
         outcomes = self._measure(task, layout, peers, f"{name} {layout}", tell)
-        return [summarise_overlap(name, outcome) for outcome in outcomes]
+        return [summarize_overlap(name, outcome) for outcome in outcomes]
 
     def _measure(
         self, task: Task, layout: Layout, peers: Sequence[str], name: str, tell: Tell
@@ -189,7 +189,7 @@ def _print(
 ) -> None:
     from dataparallel.tools.bench.gradient_sets import GRADIENT_SETS
     from dataparallel.tools.bench.reducer_report import build_overlap, build_rounds
-    from dataparallel.tools.bench.report import print_notes
+    from dataparallel.tools.bench.report import print_notes, print_table
 
     sizes = [
         f"{name} {len(GRADIENT_SETS[name].shapes)}, {GRADIENT_SETS[name].numbers * 4 / 2**20:.1f}"
@@ -198,7 +198,7 @@ def _print(
     limit = arguments.bucket_cap_mb
     views = arguments.bucket_view or "with several processes"
     cap = f"bucket_cap_mb={limit:g}" if limit else "their own bucket_cap_mb"
-    console.print(build_rounds(rows))
+    print_table(build_rounds(rows), console)
     notes = [
         f"tensors and MiB: {'; '.join(sizes)}",
         f"PxR: P processes of R replicas; torch DDP: P*R processes; on {arguments.device}",
@@ -211,7 +211,7 @@ def _print(
     print_notes(notes, console)
     if overlaps:
         console.print()
-        console.print(build_overlap(overlaps))
+        print_table(build_overlap(overlaps), console)
         notes = [
             "communication: from the first bucket's launch to the last one's end; hidden: its",
             "part during computation; exposed: the rest, as a share of the communication",

@@ -61,7 +61,7 @@ class OverlapRow:
     exposed: Spread | None
 
 
-def summarise_reduction(gradients: str, layout: str, outcomes: Sequence[Outcome]) -> ReducerRow:
+def summarize_reduction(gradients: str, layout: str, outcomes: Sequence[Outcome]) -> ReducerRow:
     """Compare the contestants of one layout on one set of gradients.
 
     Args:
@@ -88,7 +88,7 @@ def summarise_reduction(gradients: str, layout: str, outcomes: Sequence[Outcome]
     )
 
 
-def summarise_overlap(case: str, outcome: Outcome) -> OverlapRow:
+def summarize_overlap(case: str, outcome: Outcome) -> OverlapRow:
     """What the timers of one contestant say.
 
     Args:

@@ -90,6 +90,18 @@ def new_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
 
 
+def print_table(table: Table, console: Console) -> None:
+    """Print a table whole: in a narrower terminal its lines run on and no digit is lost."""
+    own = console.width
+    console.width = max(
+        own, console.measure(table, options=console.options.update(width=1000)).maximum
+    )
+    try:
+        console.print(table)
+    finally:
+        console.width = own
+
+
 def print_notes(notes: Sequence[str], console: Console) -> None:
     """Print how something was measured, below its table."""
     for note in notes:

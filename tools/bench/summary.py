@@ -125,7 +125,7 @@ def agree(measured: Measured, reference: Measured, tolerance: float) -> bool:
     )
 
 
-def summarise(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row]:
+def summarize(measured: Sequence[Measured], tolerance: float = 1e-4) -> list[Row]:
     """Compare the contestants of one case.
 
     Args:

@@ -21,7 +21,7 @@ from dataparallel.tools.bench.output import (
     write_json,
 )
 from dataparallel.tools.bench.rounds import CHECK_STEPS, measure
-from dataparallel.tools.bench.summary import Measured, Row, measured_from, summarise
+from dataparallel.tools.bench.summary import Measured, Row, measured_from, summarize
 from dataparallel.tools.bench.verdict import Bars, Comparison, compare
 from dataparallel.tools.extras import needs_extra
 
@@ -130,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in arguments.cases:
             task = _task(name, arguments)
             measured, steps = _measure_case(task, peers, arguments, tell)
-            results[name] = summarise(measured)
+            results[name] = summarize(measured)
             headings[name] = f"{name} ({task.batch})"
             records.append(_record(name, headings[name], steps, measured, results[name]))
     judged = "ddp" if "ddp" in peers else peers[0]
@@ -226,12 +226,17 @@ def _print(
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    from dataparallel.tools.bench.report import build_comparison, build_table, print_notes
+    from dataparallel.tools.bench.report import (
+        build_comparison,
+        build_table,
+        print_notes,
+        print_table,
+    )
 
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
-    console.print(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"))
+    print_table(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"), console)
     for comparison in comparisons:
-        console.print(build_comparison(comparison))
+        print_table(build_comparison(comparison), console)
     print_notes(_notes(arguments), console)
 
 

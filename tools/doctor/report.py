@@ -25,14 +25,14 @@ def build_table(checks: Sequence[Check]) -> Table:
                 table.add_row()
             table.add_row(Text(check.group, style="bold"))
             group = check.group
-        sign, colour = _SIGNS[check.status]
+        sign, color = _SIGNS[check.status]
         # Text, not markup: remedies hold square brackets.
         found = Text(check.detail)
         if check.status != "ok":
-            found = Text.assemble((f"{check.status}: ", colour), found)
+            found = Text.assemble((f"{check.status}: ", color), found)
         if check.remedy:
             found.append(f"\n→ {check.remedy}", style="cyan")
-        table.add_row(Text.assemble((f"  {sign} ", colour), check.name), found)
+        table.add_row(Text.assemble((f"  {sign} ", color), check.name), found)
     return table
 
 

@@ -15,23 +15,23 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _TRACK = "#2b313b"
 
 
-def bar(ratio: float | None, width: int, look: Look, colour: str) -> Text:
+def bar(ratio: float | None, width: int, look: Look, color: str) -> Text:
     """A bar that is filled to ``ratio``, from 0 to 1; an empty one if that is not available."""
     if width <= 0:
         return Text()
     share = min(1.0, max(0.0, ratio or 0.0))
     if not look.unicode:
         filled = round(share * width)
-        return Text.assemble(("#" * filled, colour), ("." * (width - filled), "dim"))
+        return Text.assemble(("#" * filled, color), ("." * (width - filled), "dim"))
     eighths = round(share * width * 8)
     if share > 0:
         # A little is not nothing.
         eighths = max(1, eighths)
     whole, part = divmod(eighths, 8)
     filled_text = "█" * whole + (_EIGHTHS[part] if part else "")
-    if look.colour:
+    if look.color:
         rest = " " * (width - len(filled_text))
-        return Text.assemble((filled_text, f"{colour} on {_TRACK}"), (rest, f"on {_TRACK}"))
+        return Text.assemble((filled_text, f"{color} on {_TRACK}"), (rest, f"on {_TRACK}"))
     return Text(filled_text + "░" * (width - len(filled_text)))
 
 
@@ -50,14 +50,14 @@ def cells(amounts: Sequence[float], width: int) -> list[int]:
 
 
 def phase_block(phase: Phase, width: int, look: Look) -> Text:
-    """Some cells of one phase: its name on its colour, or its letter again and again."""
+    """Some cells of one phase: its name on its color, or its letter again and again."""
     style = PHASE_STYLES[phase]
-    if not look.colour:
+    if not look.color:
         return Text(style.letter * width)
     label = phase if width >= len(phase) + 2 else style.letter
-    # Letters of neighbours must not run together to words.
+    # Letters of neighbors must not run together to words.
     label = label if width > 1 else ""
-    return styled(label.center(width), f"{style.ink} on {style.colour}")
+    return styled(label.center(width), f"{style.ink} on {style.color}")
 
 
 def share_bar(shares: Mapping[Phase, float], width: int, look: Look) -> Text:
@@ -91,11 +91,11 @@ def step_bar(segments: Sequence[Segment], seconds: float, width: int, look: Look
 
 
 def legend(phases: Sequence[Phase], look: Look) -> list[Text]:
-    """What the colours and letters mean, one text per phase."""
+    """What the colors and letters mean, one text per phase."""
     found = []
     for phase in phases:
         style = PHASE_STYLES[phase]
-        mark = f" {style.letter} " if look.colour else f"{style.letter}="
-        colours = f"{style.ink} on {style.colour}" if look.colour else ""
-        found.append(Text.assemble((mark, colours), (" " if look.colour else "") + phase))
+        mark = f" {style.letter} " if look.color else f"{style.letter}="
+        colors = f"{style.ink} on {style.color}" if look.color else ""
+        found.append(Text.assemble((mark, colors), (" " if look.color else "") + phase))
     return found

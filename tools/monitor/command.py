@@ -29,7 +29,7 @@ def add_to(commands: Subparsers) -> None:
             "dataparallel monitor report run.jsonl",
         ],
     )
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND")
     top_command.add_to(parts)
     record_command.add_to(parts)
     plot_command.add_to(parts)

@@ -80,7 +80,7 @@ def device_lines(facts: DeviceFacts, width: int, size: Size, look: Look) -> list
 
 
 def _measures(reading: DeviceReading) -> list[tuple[str, float | None, str, str]]:
-    """Of what there are bars: name, ratio, number, colour."""
+    """Of what there are bars: name, ratio, number, color."""
     used, total = reading.value("memory_used"), reading.value("memory_total")
     power, limit = reading.value("power"), reading.value("power_limit")
     memory, drawn = share_of(used, total), share_of(power, limit)
@@ -100,7 +100,7 @@ def _measures(reading: DeviceReading) -> list[tuple[str, float | None, str, str]
 
 
 def _measure(
-    label: str, ratio: float | None, number: str, colour: str, width: int, look: Look
+    label: str, ratio: float | None, number: str, color: str, width: int, look: Look
 ) -> Text:
     """A label, a bar and a number in exactly ``width`` cells; without room the bar goes first."""
     head = padded(styled(label, "dim"), 6)
@@ -114,7 +114,7 @@ def _measure(
         tail = padded(Text(" " + number), _NUMBER)
     if room < 3:
         return padded(Text.assemble((f"{label} ", "dim"), number), width)
-    return head.append_text(bar(ratio, room, look, colour)).append_text(tail)
+    return head.append_text(bar(ratio, room, look, color)).append_text(tail)
 
 
 def _facts(reading: DeviceReading, look: Look) -> list[Text]:

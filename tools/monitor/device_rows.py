@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.monitor.palette import LINE_COLOURS
+from dataparallel.tools.monitor.palette import LINE_COLORS
 from dataparallel.tools.monitor.plot_series import Curve
 from dataparallel.tools.monitor.reading import DeviceReading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: More lines than that are not to be told apart: then there is a row of colours per device.
+#: More lines than that are not to be told apart: then there is a row of colors per device.
 MAX_LINES = 8
 #: With so few points each has a mark, so that one alone is seen.
 _FEW = 60
@@ -50,7 +50,7 @@ def _scaled(metric: str, factor: float) -> Callable[[DeviceReading], float | Non
 
 #: The rows, from the top.
 DEVICE_ROWS = (
-    DeviceRow("Utilisation", "%", _scaled("utilization", 100.0), 100.0, shows_slowing=True),
+    DeviceRow("Utilization", "%", _scaled("utilization", 100.0), 100.0, shows_slowing=True),
     DeviceRow("Memory in use", "GiB", _scaled("memory_used", 1 / _GIB)),
     DeviceRow("Power", "W", _scaled("power", 1.0)),
 )
@@ -63,19 +63,19 @@ def draw_devices(
     slowed: Mapping[str, Curve],
     factor: float,
 ) -> None:
-    """Draw a quantity of all devices, as lines or, for many devices, as colours.
+    """Draw a quantity of all devices, as lines or, for many devices, as colors.
 
     Args:
         axes: Where.
         row: What it is.
         curves: By the name of a device, the quantity over time.
         slowed: Likewise, the share of the time in which it is slowed down; of all devices, so that
-            each has the same colour in all rows.
+            each has the same color in all rows.
         factor: So many seconds are one unit of the axis.
     """
     axes.set_title(f"{row.title} ({row.unit})", loc="left")
     if len(curves) > MAX_LINES:
-        _draw_colours(axes, row, curves, factor)
+        _draw_colors(axes, row, curves, factor)
     else:
         _draw_lines(axes, row, curves, list(slowed), factor)
     if row.shows_slowing and len(curves) <= MAX_LINES:
@@ -89,7 +89,7 @@ def _draw_lines(
         axes.plot(
             [time / factor for time in curve.times],
             curve.values,
-            color=LINE_COLOURS[names.index(name) % len(LINE_COLOURS)],
+            color=LINE_COLORS[names.index(name) % len(LINE_COLORS)],
             linewidth=1.2,
             marker="." if len(curve.times) <= _FEW else "",
             label=name,
@@ -102,7 +102,7 @@ def _draw_lines(
 
 
 def _mark_slowing(axes: Axes, slowed: Mapping[str, Curve], factor: float) -> None:
-    """Bars above the lines while a device is slowed down, in its colour."""
+    """Bars above the lines while a device is slowed down, in its color."""
     marked = [name for name, curve in slowed.items() if any(v > 0 for v in curve.values)]
     top = axes.get_ylim()[1]
     for level, name in enumerate(marked):
@@ -111,7 +111,7 @@ def _mark_slowing(axes: Axes, slowed: Mapping[str, Curve], factor: float) -> Non
         axes.plot(
             [time / factor for time in curve.times],
             [height if value > 0 else math.nan for value in curve.values],
-            color=LINE_COLOURS[list(slowed).index(name) % len(LINE_COLOURS)],
+            color=LINE_COLORS[list(slowed).index(name) % len(LINE_COLORS)],
             linewidth=4,
             solid_capstyle="butt",
             marker="s" if len(curve.times) <= _FEW else "",
@@ -123,7 +123,7 @@ def _mark_slowing(axes: Axes, slowed: Mapping[str, Curve], factor: float) -> Non
         axes.set_yticks([0, 25, 50, 75, 100])
 
 
-def _draw_colours(axes: Axes, row: DeviceRow, curves: Mapping[str, Curve], factor: float) -> None:
+def _draw_colors(axes: Axes, row: DeviceRow, curves: Mapping[str, Curve], factor: float) -> None:
     import numpy as np
 
     names = list(curves)

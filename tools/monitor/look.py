@@ -1,4 +1,4 @@
-"""What a terminal can show: which characters, and whether there are colours."""
+"""What a terminal can show: which characters, and whether there are colors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Look:
 
     Attributes:
         unicode: Whether it knows more than ASCII.
-        colour: Whether it has colours, and they are wanted.
+        color: Whether it has colors, and they are wanted.
     """
 
     unicode: bool = True
-    colour: bool = True
+    color: bool = True
 
     @staticmethod
     def of(console: Console, options: ConsoleOptions) -> Look:
         """The look of a console."""
-        colour = console.color_system is not None and not console.no_color
-        return Look(unicode=not options.ascii_only, colour=colour)
+        color = console.color_system is not None and not console.no_color
+        return Look(unicode=not options.ascii_only, color=color)
 
     @property
     def dot(self) -> str:

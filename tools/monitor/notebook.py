@@ -22,7 +22,7 @@ with needs_extra("monitor"):
 
     from dataparallel.tools.monitor.view import View
 
-#: Dark as a terminal, for which the colours are made.
+#: Dark as a terminal, for which the colors are made.
 _PAGE = (
     '<pre style="background:#14181f;color:#d5dae2;padding:10px;line-height:1.2;overflow-x:auto;'
     "font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace;font-size:12px\">{code}</pre>"
@@ -116,7 +116,7 @@ def as_output(view: View, width: int) -> dict[str, str]:
         force_jupyter=False,
         color_system="truecolor",
         legacy_windows=False,
-        # A notebook has colours, whatever the environment says of terminals.
+        # A notebook has colors, whatever the environment says of terminals.
         no_color=False,
     )
     console.print(view)

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="auto",
-        metavar="NAME",
+        metavar="SOURCE",
         help="auto, nvml, cpu, virtual (the virtual devices of the run that --attach names), or a "
         "recording to play back (default: auto, which is all that this machine has)",
     )

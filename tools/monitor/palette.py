@@ -1,6 +1,6 @@
-"""The colours of phases and devices, the same in the terminal, on the page and in pictures.
+"""The colors of phases and devices, the same in the terminal, on the page and in pictures.
 
-They are Paul Tol's "muted" scheme, which people with any kind of colour blindness can tell apart:
+They are Paul Tol's "muted" scheme, which people with any kind of color blindness can tell apart:
 https://sronpersonalpages.nl/~pault/.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataparallel.timeline import Phase
 
-#: Per phase its colour; those that follow each other in a step are far from each other.
-PHASE_COLOURS: dict[Phase, str] = {
+#: Per phase its color; those that follow each other in a step are far from each other.
+PHASE_COLORS: dict[Phase, str] = {
     "input": "#ddcc77",
     "scatter": "#88ccee",
     "forward": "#332288",
@@ -23,7 +23,7 @@ PHASE_COLOURS: dict[Phase, str] = {
 }
 
 #: For lines: one per device or replica, in this order.
-LINE_COLOURS: tuple[str, ...] = (
+LINE_COLORS: tuple[str, ...] = (
     "#332288",
     "#cc6677",
     "#117733",

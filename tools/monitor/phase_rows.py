@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dataparallel.timeline import PHASES
-from dataparallel.tools.monitor.palette import PHASE_COLOURS
+from dataparallel.tools.monitor.palette import PHASE_COLORS
 from dataparallel.tools.monitor.plot_series import Interval
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def draw_shares(
             above = [low + share for low, share in zip(below, shares, strict=True)]
             if any(shares):
                 axes.fill_between(
-                    edges, below, above, step="post", color=PHASE_COLOURS[phase], linewidth=0
+                    edges, below, above, step="post", color=PHASE_COLORS[phase], linewidth=0
                 )
             below = above
     axes.set_ylim(0, 1)

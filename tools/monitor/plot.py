@@ -111,7 +111,7 @@ def draw(samples: Sequence[Sample], title: str) -> Figure:
         row.draw(axes)
         legend = axes.get_legend()
         if legend is not None and row.has_time and axes is not grid[0]:
-            # The colours of devices are the same in all rows.
+            # The colors of devices are the same in all rows.
             legend.remove()
     margin = times[-1] / factor * 0.005 or 0.5
     for axes in timed:

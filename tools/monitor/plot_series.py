@@ -52,21 +52,21 @@ def device_curves(
     Returns:
         By the name of a device, in the order in which they come.
     """
-    places, centres = _points(times)
+    places, centers = _points(times)
     sums: dict[str, list[float]] = {}
     counts: dict[str, list[int]] = {}
     for place, sample in zip(places, samples, strict=True):
         for reading in sample.devices:
             if reading.device not in sums:
-                sums[reading.device] = [0.0] * len(centres)
-                counts[reading.device] = [0] * len(centres)
+                sums[reading.device] = [0.0] * len(centers)
+                counts[reading.device] = [0] * len(centers)
             known = None if reading.error is not None else value(reading)
             if known is not None:
                 sums[reading.device][place] += known
                 counts[reading.device][place] += 1
     return {
         device: Curve(
-            centres,
+            centers,
             [
                 total / count if count else math.nan
                 for total, count in zip(sums[device], counts[device], strict=True)
@@ -81,17 +81,17 @@ def _points(times: Sequence[float]) -> tuple[list[int], list[float]]:
     limit = longest_step(times)
     width = times[-1] / MAX_POINTS if len(times) > MAX_POINTS else 0.0
     places: list[int] = []
-    centres: list[float] = []
+    centers: list[float] = []
     begin = -math.inf
     for i, time in enumerate(times):
         is_gap = i > 0 and time - times[i - 1] > limit
         if is_gap:
-            centres.append((time + times[i - 1]) / 2)
+            centers.append((time + times[i - 1]) / 2)
         if is_gap or time - begin >= width:
             begin = time
-            centres.append(time)
-        places.append(len(centres) - 1)
-    return places, centres
+            centers.append(time)
+        places.append(len(centers) - 1)
+    return places, centers
 
 
 @dataclass(frozen=True)

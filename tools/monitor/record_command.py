@@ -47,7 +47,9 @@ def add_to(commands: Subparsers) -> None:
         ],
         run=_run,
     )
-    parser.add_argument("file", type=Path, help="where to record; a recording is continued")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="where to record; a recording is continued"
+    )
     add_options(parser)
     parser.add_argument(
         "--for",

@@ -119,7 +119,7 @@ def _columns(
     fixed = _fixed_width(width)
     phase, seconds = state.now[index] if index < len(state.now) else ("idle", 0.0)
     style = PHASE_STYLES[phase]
-    colour = f"{style.ink} on {style.colour}" if look.colour else ""
+    color = f"{style.ink} on {style.color}" if look.color else ""
     device = look.clean(state.info.devices[index])
     chunk = str(step.samples) if step is not None else units.NOT_AVAILABLE
     idle = units.percent_text(share.get("idle", 0.0) if share else None)
@@ -129,17 +129,17 @@ def _columns(
         now = fixed - 4 - name - 1 - duration - 13
         line = padded(styled(f"{index:>2}", "bold"), 4)
         line.append_text(padded(Text(device), name)).append(" ")
-        line.append_text(padded(_chip(phase, now - 1, colour), now))
+        line.append_text(padded(_chip(phase, now - 1, color), now))
         line.append_text(padded(styled(since, "dim"), duration))
         line.append_text(padded(Text(chunk), 7, right=True))
         return line.append_text(padded(Text(idle), 6, right=True))
     if fixed >= 30:
         line = padded(Text.assemble((f"{index} ", "bold"), device), 9)
-        line.append(" ").append_text(padded(_chip(phase, 10, colour), 10))
+        line.append(" ").append_text(padded(_chip(phase, 10, color), 10))
         line.append(" ").append_text(padded(styled(since, "dim"), 10))
         return padded(line, fixed)
     line = padded(Text.assemble((f"{index} ", "bold"), device), 8)
-    return padded(line.append(" ").append_text(_chip(phase, 10, colour)), fixed)
+    return padded(line.append(" ").append_text(_chip(phase, 10, color)), fixed)
 
 
 def _chip(phase: Phase, width: int, style: str) -> Text:

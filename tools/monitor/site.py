@@ -65,7 +65,7 @@ def _about(interval: float) -> dict[str, object]:
             for metric in METRICS
         ],
         "phases": [
-            {"name": phase, "colour": PHASE_STYLES[phase].colour, "ink": PHASE_STYLES[phase].ink}
+            {"name": phase, "color": PHASE_STYLES[phase].color, "ink": PHASE_STYLES[phase].ink}
             for phase in PHASES
         ],
     }

@@ -9,13 +9,13 @@ from rich.text import Text
 from dataparallel.tools.monitor.look import Look, styled
 
 
-def sparkline(values: Sequence[float | None], width: int, look: Look, colour: str) -> Text:
+def sparkline(values: Sequence[float | None], width: int, look: Look, color: str) -> Text:
     """The last values in one line; see :func:`chart`."""
-    return chart(values, width, 1, look, colour)[0]
+    return chart(values, width, 1, look, color)[0]
 
 
 def chart(
-    values: Sequence[float | None], width: int, height: int, look: Look, colour: str
+    values: Sequence[float | None], width: int, height: int, look: Look, color: str
 ) -> list[Text]:
     """The last values, the newest on the right; what is not available is left blank.
 
@@ -24,7 +24,7 @@ def chart(
         width: Number of columns, one per value.
         height: Number of lines.
         look: What the terminal can show.
-        colour: Of the columns.
+        color: Of the columns.
 
     Returns:
         The lines from the top, each of ``width`` cells.
@@ -39,7 +39,7 @@ def chart(
         line = "".join(
             _cell(value, below, height * steps, row == height - 1, look) for value in columns
         )
-        lines.append(styled(line, colour))
+        lines.append(styled(line, color))
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dataparallel.monitor.record import StepRecord
 from dataparallel.timeline import PHASES, Phase
-from dataparallel.tools.monitor.palette import PHASE_COLOURS
+from dataparallel.tools.monitor.palette import PHASE_COLORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def draw_step(axes: Axes, record: StepRecord, *, legend: bool = True) -> None:
             height = _HEIGHT / 3 if phase == "idle" else _HEIGHT
             if bars:
                 axes.broken_barh(
-                    bars, (row - height / 2, height), color=PHASE_COLOURS[phase], linewidth=0
+                    bars, (row - height / 2, height), color=PHASE_COLORS[phase], linewidth=0
                 )
     names = [f"replica {one.index} ({one.device})" for one in record.replicas]
     size = "medium" if len(names) <= 8 else "x-small"
@@ -61,7 +61,7 @@ def draw_step(axes: Axes, record: StepRecord, *, legend: bool = True) -> None:
 
 
 def draw_legend(axes: Axes, phases: Collection[Phase]) -> None:
-    """Put the names of phases below the horizontal axis, beside their colours.
+    """Put the names of phases below the horizontal axis, beside their colors.
 
     Args:
         axes: Whose axis.
@@ -74,7 +74,7 @@ def draw_legend(axes: Axes, phases: Collection[Phase]) -> None:
     assert figure is not None
     below = ScaledTranslation(0, -_BELOW, figure.dpi_scale_trans)
     axes.legend(
-        handles=[Patch(color=PHASE_COLOURS[p], label=p) for p in PHASES if p in phases],
+        handles=[Patch(color=PHASE_COLORS[p], label=p) for p in PHASES if p in phases],
         ncols=min(5, len(phases)) or 1,
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),

@@ -4,7 +4,6 @@
 
 #include "generator.h"
 #include "hooks.h"
-#include "loss.h"
 #include "memory.h"
 #include "registration.h"
 
@@ -88,15 +87,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("memory_info", [](int device) {
     return memory_info(static_cast<c10::DeviceIndex>(device));
-  });
-  m.def("lose_device", [](int device, int64_t after) {
-    lose_device(static_cast<c10::DeviceIndex>(device), after);
-  });
-  m.def("restore_device", [](int device) {
-    restore_device(static_cast<c10::DeviceIndex>(device));
-  });
-  m.def("is_lost", [](int device) {
-    return is_lost(checked_index(static_cast<c10::DeviceIndex>(device)));
   });
   m.def("set_memory_limit", [](int device, std::optional<int64_t> bytes) {
     set_memory_limit(static_cast<c10::DeviceIndex>(device), bytes);

@@ -34,7 +34,6 @@ void Call::run() {
     run_now();
     return;
   }
-  begin_operation(device_);
   count(device_, kKernels);
   Stream& stream = current_stream(device_);
   if (stream.defers()) {
@@ -151,9 +150,6 @@ at::Tensor Call::bind_tensor(const at::Tensor& tensor, bool writes, bool snapsho
   }
   if (C10_UNLIKELY(tensor.is_sparse())) {
     return sparse_cpu_alias(tensor, writes, operands_);
-  }
-  if (!info_.is_view) {
-    check_contents(tensor.storage().data_ptr());
   }
   at::Tensor alias = cpu_alias(tensor);
   operands_.push_back({tensor, alias, alias.storage().data(), writes});

@@ -1,5 +1,4 @@
 // The interface through which torch selects devices and streams and records events.
-#include "loss.h"
 #include "memory.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -16,11 +15,6 @@ struct Event {
     return record;
   }
 };
-
-std::shared_ptr<Record> alive(std::shared_ptr<Record> record) {
-  check_alive(record->stream.device);
-  return record;
-}
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -64,16 +58,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return handle_of(previous);
   }
   bool queryStream(const c10::Stream& stream) const override {
-    check_alive(stream.device_index());
     return stream_of(stream).poll();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    check_alive(stream.device_index());
     count(stream.device_index(), kHostWaits);
     stream_of(stream).synchronize();
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    check_alive(checked_index(index));
     count(checked_index(index), kHostWaits);
     synchronize_device(checked_index(index));
   }
@@ -86,7 +77,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         "an event of virtual:", static_cast<int>(device_index),
         " cannot be recorded on a stream of ", stream.device());
     check_not_forked();
-    check_alive(stream.device_index());
     if (*event == nullptr) {
       *event = new Event();
     }
@@ -99,17 +89,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
-      const auto record = alive(static_cast<Event*>(event)->latest());
-      check_alive(stream.device_index());
-      stream_of(stream).wait(record);
+      stream_of(stream).wait(static_cast<Event*>(event)->latest());
     }
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || alive(static_cast<Event*>(event)->latest())->poll();
+    return event == nullptr || static_cast<Event*>(event)->latest()->poll();
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      auto record = alive(static_cast<Event*>(event)->latest());
+      auto record = static_cast<Event*>(event)->latest();
       count(record->stream.device, kHostWaits);
       record->stream.run_until(record->position);
     }
@@ -122,8 +110,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(
         start != nullptr && end != nullptr,
         "both events must be recorded before the elapsed time can be computed");
-    const double first = alive(static_cast<Event*>(start)->latest())->seconds.load();
-    const double last = alive(static_cast<Event*>(end)->latest())->seconds.load();
+    const double first = static_cast<Event*>(start)->latest()->seconds.load();
+    const double last = static_cast<Event*>(end)->latest()->seconds.load();
     TORCH_CHECK(
         first >= 0 && last >= 0,
         "both events must be completed before the elapsed time can be computed");

@@ -67,14 +67,6 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   other.wait(stream.record(/*timed=*/false));
 }
 
-// One side of a copy.
-void begin_at(const at::Tensor& tensor) {
-  if (is_virtual(tensor)) {
-    begin_operation(tensor.device().index());
-    check_contents(tensor.storage().data_ptr());
-  }
-}
-
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   check_not_forked();
   TORCH_CHECK(
@@ -88,8 +80,6 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     target.zero_();
     return dst;
   }
-  begin_at(self);
-  begin_at(dst);
   if (is_virtual(self) && is_virtual(dst)) {
     copy_between_devices(self, dst);
   } else if (is_virtual(dst)) {
@@ -108,7 +98,6 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  begin_at(self);
   count(self.device().index(), kHostWaits);
   current_stream(self.device().index()).synchronize();
   KernelScope scope;

@@ -221,7 +221,6 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   if (nbytes == 0) {
     return c10::DataPtr(nullptr, device_at(device));
   }
-  check_alive(device);
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(nbytes);
   if (current_stream(device).defers()) {
     // What was never written, or not yet, must not look right by luck.
@@ -230,21 +229,11 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   return adopt_memory(std::move(memory), nbytes, device);
 }
 
-void check_contents(const c10::DataPtr& data) {
-  if (data.get_deleter() == &release_block) {
-    const auto* block = static_cast<const Block*>(data.get_context());
-    if (C10_UNLIKELY(block->restorations != restorations(block->owner.device))) {
-      fail_on_lost_memory(block->owner.device);
-    }
-  }
-}
-
 void resize_storage(const c10::Storage& storage, size_t nbytes) {
   const c10::DeviceIndex device = storage.device().index();
   c10::DataPtr grown = allocate_on(device, nbytes);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0) {
-    check_contents(storage.data_ptr());
     // The old contents may still be on their way.
     current_stream(device).synchronize();
     std::memcpy(grown.get(), storage.data(), kept);
@@ -254,7 +243,6 @@ void resize_storage(const c10::Storage& storage, size_t nbytes) {
 }
 
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
-  check_alive(checked_index(device));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const Usage& usage = usages[static_cast<size_t>(checked_index(device))];
   const size_t host = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;

@@ -1,7 +1,6 @@
 // Device memory: blocks of host memory that follow the lifetime rules of a caching allocator.
 #pragma once
 
-#include "loss.h"
 #include "streams.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -18,10 +17,7 @@ namespace vdev {
 // may use it after it was freed; work on other streams may not, unless the stream was recorded.
 struct Block final : c10::intrusive_ptr_target {
   Block(c10::DataPtr memory, size_t nbytes, Stream& owner)
-      : memory(std::move(memory)),
-        nbytes(nbytes),
-        owner(owner),
-        restorations(vdev::restorations(owner.device)) {}
+      : memory(std::move(memory)), nbytes(nbytes), owner(owner) {}
   ~Block() override;
 
   void record(Stream& stream);
@@ -31,8 +27,6 @@ struct Block final : c10::intrusive_ptr_target {
   c10::DataPtr memory;
   size_t nbytes;
   Stream& owner;
-  // Of the device, when this was allocated.
-  const uint32_t restorations;
   std::mutex mutex;
   std::vector<Stream*> users;
 
@@ -56,9 +50,6 @@ BlockRef block_of(const c10::DataPtr& data);
 // The same memory for the CPU, which keeps the block in existence. That is not a use of it that a
 // stream would know of: once freed, it may be poisoned.
 c10::DataPtr host_view(const c10::DataPtr& data);
-
-// Throws if the contents are gone, since the device was lost.
-void check_contents(const c10::DataPtr& data);
 
 // Keeps the contents, as far as they fit.
 void resize_storage(const c10::Storage& storage, size_t nbytes);

@@ -2,12 +2,9 @@
 
 #include "streams.h"
 
-#include "loss.h"
-
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
-#include <algorithm>
 #include <chrono>
 
 namespace vdev {
@@ -82,10 +79,6 @@ bool Record::reached() const noexcept {
   return stream.reached(position);
 }
 
-bool Record::failed() const noexcept {
-  return stream.dropped(position);
-}
-
 bool Record::poll() {
   if (!reached() && polls_.fetch_add(1) >= kPollsBeforeRunning) {
     stream.run_until(position);
@@ -138,9 +131,6 @@ std::shared_ptr<Record> Stream::record(bool timed) {
 }
 
 void Stream::wait(const std::shared_ptr<Record>& record) {
-  if (record->failed()) {
-    fail_on_lost_device(record->stream.device);
-  }
   if (&record->stream == this || record->reached()) {
     return;
   }
@@ -166,14 +156,6 @@ Stream::Step Stream::step(uint64_t position, std::shared_ptr<Record>& blocker) {
     return Step::kAgain;
   }
   Item& front = queue_.front();
-  if (front.awaited && front.awaited->failed()) {
-    const c10::DeviceIndex lost = front.awaited->stream.device;
-    queue_.pop_front();
-    completed_.fetch_add(1, std::memory_order_release);
-    lock.unlock();
-    changed_.notify_all();
-    fail_on_lost_device(lost);
-  }
   if (front.awaited && !front.awaited->reached()) {
     blocker = front.awaited;
     return Step::kBlocked;
@@ -234,10 +216,6 @@ void Stream::run_until(uint64_t position) {
   c10::SmallVector<Goal, 8> goals{{this, position}};
   while (!goals.empty()) {
     const Goal goal = goals.back();
-    if (is_lost(goal.stream->device)) {
-      goal.stream->drop();
-      fail_on_lost_device(goal.stream->device);
-    }
     std::shared_ptr<Record> blocker;
     switch (goal.stream->step(goal.position, blocker)) {
       case Step::kDone:
@@ -250,26 +228,6 @@ void Stream::run_until(uint64_t position) {
         break;
     }
   }
-}
-
-void Stream::drop() {
-  std::deque<Item> dropped;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !running_; });
-    dropped.swap(queue_);
-    for (const Item& item : dropped) {
-      pending_.fetch_sub(item.counted ? 1 : 0);
-    }
-    if (!dropped.empty()) {
-      dropped_from_.store(std::min(dropped_from_.load(), completed_.load()));
-      dropped_to_.store(completed_.load() + dropped.size());
-      // What is recorded from now on comes after what was dropped.
-      submitted_.fetch_add(1, std::memory_order_release);
-      completed_.fetch_add(dropped.size() + 1, std::memory_order_release);
-    }
-  }
-  changed_.notify_all();
 }
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id) {
@@ -320,24 +278,12 @@ int64_t pending_on_device(c10::DeviceIndex device) {
   return total;
 }
 
-void drop_work_on(c10::DeviceIndex device) {
-  // What still runs, or is destroyed here, may need the interpreter.
-  GilRelease no_gil;
-  for (auto& slot : table(checked_index(device)).slots) {
-    if (Stream* stream = slot.load(std::memory_order_acquire)) {
-      stream->drop();
-    }
-  }
-}
-
 void set_strict(bool value) {
   set_strict_flag(value);
   if (!value) {
     // Work deferred so far on a default stream must precede what it now runs at once.
     for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
-      if (!is_lost(index)) {
-        stream_at(index, 0).synchronize();
-      }
+      stream_at(index, 0).synchronize();
     }
   }
 }

@@ -30,8 +30,6 @@ class Record {
  public:
   Record(Stream& stream, uint64_t position) : stream(stream), position(position) {}
   bool reached() const noexcept;
-  // The work before it never ran: the device was lost.
-  bool failed() const noexcept;
   // False while pending. A loop that only polls must end as it does on hardware, so after very
   // many polls the work is run.
   bool poll();
@@ -66,17 +64,12 @@ class Stream {
   bool reached(uint64_t position) const noexcept {
     return completed_.load(std::memory_order_acquire) >= position;
   }
-  bool dropped(uint64_t position) const noexcept {
-    return position > dropped_from_.load() && position <= dropped_to_.load();
-  }
   int64_t pending() const noexcept {
     return pending_.load();
   }
   bool poll();
   void synchronize();
   void run_until(uint64_t position);
-  // Forgets what is queued: the device is lost.
-  void drop();
 
   const c10::DeviceIndex device;
   const c10::StreamId id;
@@ -101,8 +94,6 @@ class Stream {
   std::atomic<uint64_t> completed_{0};
   std::atomic<int64_t> pending_{0};
   std::atomic<int> polls_{0};
-  std::atomic<uint64_t> dropped_from_{UINT64_MAX};
-  std::atomic<uint64_t> dropped_to_{0};
 };
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);
@@ -118,7 +109,6 @@ Stream& new_stream(c10::DeviceIndex device);
 Stream& pooled_stream(c10::DeviceIndex device);
 void synchronize_device(c10::DeviceIndex device);
 int64_t pending_on_device(c10::DeviceIndex device);
-void drop_work_on(c10::DeviceIndex device);
 void set_strict(bool value);
 
 // Held while waiting for or running work: the work, or the thread doing it, may need the lock.

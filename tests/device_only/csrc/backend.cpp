@@ -477,8 +477,7 @@ class DeviceOnly final : public Backend {
         next = std::move(queue_.front());
         queue_.pop_front();
       }
-      // An error of earlier work of the device is told here. It does not undo the collective,
-      // unless the device is lost.
+      // An error of earlier work of the device is told here. It does not undo the collective.
       std::string failure = "it never ran";
       for (int tries = 0; tries < 100 && !next->is_done(); ++tries) {
         try {

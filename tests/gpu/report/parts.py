@@ -181,7 +181,7 @@ def _train(
         yield Part(
             "train",
             f"bench train on {', '.join(names)}",
-            _python("dataparallel.tools", "bench", "train", *options),
+            _python("dataparallel", "bench", "train", *options),
             75,
             partial(findings.train, path=path),
             virtual,
@@ -199,7 +199,7 @@ def _kernels(device: str, virtual: dict[str, str], machine: Machine, path: pathl
     return Part(
         "kernels",
         f"bench kernels on {device}",
-        _python("dataparallel.tools", "bench", "kernels", *options),
+        _python("dataparallel", "bench", "kernels", *options),
         90,
         partial(findings.kernels, path=path),
         virtual,

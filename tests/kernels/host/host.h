@@ -15,10 +15,6 @@
 #define __restrict__
 #define __shared__ static thread_local
 
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };

@@ -60,7 +60,7 @@ class Stub:
 
     @property
     def opened(self) -> int:
-        """How often it was initialised, less how often it was shut down."""
+        """How often it was initialized, less how often it was shut down."""
         return int(self.library.stub_opened())
 
     @property

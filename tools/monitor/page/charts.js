@@ -21,7 +21,7 @@ export function redraw() {
 
 /** A line over time. */
 export class TimeChart {
-  constructor(name, unit, subject, colour = "var(--accent)") {
+  constructor(name, unit, subject, color = "var(--accent)") {
     Object.assign(this, { name, unit, subject, series: [], max: null, extra: "" });
     this.area = draw("path", { class: "area" });
     this.line = draw("path", { class: "line" });
@@ -35,7 +35,7 @@ export class TimeChart {
       this.line,
       this.cursor,
     );
-    this.svg.style.color = colour;
+    this.svg.style.color = color;
     this.value = make("b");
     this.limit = make("small");
     this.top = make("span", { class: "top", "aria-hidden": "true" });
@@ -157,7 +157,7 @@ function paths(series, top) {
 }
 
 /** A bar of shares: pairs of phase and number. */
-export function shareBar(bar, shares, colours) {
+export function shareBar(bar, shares, colors) {
   const total = shares.reduce((sum, [, value]) => sum + value, 0);
   const known = shares.filter(([, value]) => value > 0);
   const text = ([phase, value]) => `${phase} ${show(value / total, "ratio")}`;
@@ -166,8 +166,8 @@ export function shareBar(bar, shares, colours) {
   const parts = known.map(([phase, value]) => {
     const part = make("i", { title: text([phase, value]) });
     part.style.flexGrow = String(value / total);
-    part.style.background = colours.get(phase).colour;
-    part.style.color = colours.get(phase).ink;
+    part.style.background = colors.get(phase).color;
+    part.style.color = colors.get(phase).ink;
     if (value / total > 0.09) part.append(show(value / total, "ratio"));
     return part;
   });
@@ -175,12 +175,12 @@ export function shareBar(bar, shares, colours) {
 }
 
 /** What one replica did in a step, from its beginning to its end. */
-export function stepBar(bar, segments, length, colours) {
+export function stepBar(bar, segments, length, colors) {
   const shown = segments.filter((one) => one.end - one.begin >= length / 4000);
   const parts = shown.map((one) => {
     const time = `${one.phase}: ${seconds(one.end - one.begin)}, from ${seconds(one.begin)}`;
     const part = draw("rect", { x: one.begin, width: one.end - one.begin, y: 0, height: 1 });
-    part.style.fill = colours.get(one.phase).colour;
+    part.style.fill = colors.get(one.phase).color;
     part.append(draw("title", {}, time));
     return part;
   });

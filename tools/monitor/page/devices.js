@@ -12,8 +12,8 @@ const TOGETHER = [
   ["NVLink", ["nvlink_sent", "nvlink_received"], (sent, received) => `↑ ${sent}  ↓ ${received}`],
   ["ECC", ["ecc_corrected", "ecc_uncorrected"], (mild, bad) => `${mild} fixed, ${bad} not`],
 ];
-const COLOURS = { utilization: "var(--use)", memory_used: "var(--memory)", power: "var(--power)" };
-const NAMES = { utilization: "Utilisation", memory_used: "Memory", power: "Power" };
+const COLORS = { utilization: "var(--use)", memory_used: "var(--memory)", power: "var(--power)" };
+const NAMES = { utilization: "Utilization", memory_used: "Memory", power: "Power" };
 const UNITS = { utilization: "ratio", memory_used: "bytes", power: "W" };
 
 function card(subject, metrics) {
@@ -28,7 +28,7 @@ function card(subject, metrics) {
   };
   element.append(make("div", { class: "title" }, parts.title, parts.badges), parts.name);
   for (const metric of metrics) {
-    const chart = new TimeChart(NAMES[metric], UNITS[metric], subject, COLOURS[metric]);
+    const chart = new TimeChart(NAMES[metric], UNITS[metric], subject, COLORS[metric]);
     parts.charts.set(metric, chart);
     element.append(chart.element);
   }

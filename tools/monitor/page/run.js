@@ -11,20 +11,20 @@ export function showRun(section, about, sample, points) {
   const { run } = sample;
   section.hidden = run === null;
   if (run === null) return;
-  const colours = new Map(about.phases.map((phase) => [phase.name, phase]));
+  const colors = new Map(about.phases.map((phase) => [phase.name, phase]));
   const ours = points.filter((point) => point.run?.started === run.started);
   section.classList.toggle("past", sample.gone !== null);
   write(section.querySelector(".facts"), describe(run, sample.gone));
   showCharts(section.querySelector(".run-charts"), ours);
-  showShares(section, about, sample, ours, colours);
-  showLast(section, run, colours);
+  showShares(section, about, sample, ours, colors);
+  showLast(section, run, colors);
   sync(
     section.querySelector("#phases"),
     about.phases,
     (phase) => phase.name,
     (phase) => {
       const swatch = make("i");
-      swatch.style.background = phase.colour;
+      swatch.style.background = phase.color;
       return make("li", {}, swatch, phase.name);
     },
     () => {},
@@ -70,7 +70,7 @@ function row(name) {
 }
 
 /** Per replica the share of each phase in the time shown, and its phase now. */
-function showShares(section, about, sample, points, colours) {
+function showShares(section, about, sample, points, colors) {
   const { run } = sample;
   const [first, last] = [points[0], points.at(-1)];
   const steps = last === undefined ? 0 : last.run.steps - first.run.steps;
@@ -94,13 +94,13 @@ function showShares(section, about, sample, points, colours) {
         const total = run.totals[index]?.[name] ?? 0;
         return [name, Math.max(0, total - (base?.[index]?.[i] ?? 0))];
       });
-      shareBar(element.querySelector(".bar"), shares, colours);
+      shareBar(element.querySelector(".bar"), shares, colors);
     },
   );
 }
 
 /** Per replica what it did in the last step. */
-function showLast(section, run, colours) {
+function showLast(section, run, colors) {
   const { last } = run;
   const key = last === null ? "" : `${run.pid} ${last.number} ${last.time}`;
   if (key === drawn) return;
@@ -125,7 +125,7 @@ function showLast(section, run, colours) {
     (replica) => row(`replica ${replica.index}`),
     (element, replica) => {
       write(element.querySelector("span"), `${replica.device}  ·  ${replica.samples} samples`);
-      stepBar(element.querySelector(".bar"), replica.segments, length, colours);
+      stepBar(element.querySelector(".bar"), replica.segments, length, colors);
     },
   );
 }

@@ -22,7 +22,7 @@ _RETRY = 10.0
 
 
 class Library:
-    """The module ``pynvml``, initialised when it is first needed.
+    """The module ``pynvml``, initialized when it is first needed.
 
     Opening NVML creates no CUDA context. It counts who has opened it, so that others in this
     process who use it too are not disturbed.
@@ -47,7 +47,7 @@ class Library:
         self._failed_at = 0.0
 
     def open(self) -> Any:
-        """The initialised module.
+        """The initialized module.
 
         Raises:
             NvmlUnavailable: The package, the library or the driver is missing or does not work.
@@ -58,7 +58,7 @@ class Library:
             if self._failure is not None and self._clock() < self._failed_at + _RETRY:
                 raise self._failure
             try:
-                module = _initialised()
+                module = _initialized()
             except NvmlUnavailable as error:
                 self._failure, self._failed_at = error, self._clock()
                 raise
@@ -89,7 +89,7 @@ class Library:
                 return
 
 
-def _initialised() -> Any:
+def _initialized() -> Any:
     try:
         with needs_extra("monitor"):
             module = importlib.import_module("pynvml")

@@ -1,0 +1,99 @@
+"""Gradients in a distributed autograd context, for wrappers that reduce them there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from dataparallel.distributed_autograd.endpoint import current_context
+from dataparallel.distributed_autograd.extension import Context, loaded
+from dataparallel.gradient_home import IN_GRAD, BackwardPasses, GradientHome, use_passes
+
+
+class ContextHome(GradientHome):
+    """Gradients that are in a distributed autograd context.
+
+    Args:
+        context: The context.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.context_id = context.id()
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the context was released."""
+        return self._context.released()
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradient of each parameter, None where there is none."""
+        return [self._context.gradient(parameter) for parameter in parameters]
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Set the gradient of a parameter, or say that the tensor it is was written to."""
+        self._context.set_gradient(parameter, gradient)
+
+    def show(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Set the gradient of a parameter to a copy of a part of a bucket."""
+        self._before[parameter] = self._context.gradient(parameter)
+        # Contexts live side by side, and the bucket is written in the next round of any of them.
+        self._context.set_gradient(parameter, view.clone())
+
+    def take_back(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        """Let the gradients be those from before the round."""
+        for parameter in parameters:
+            if parameter in self._before:
+                self._context.set_gradient(parameter, self._before.pop(parameter))
+
+    def settle(self) -> None:
+        """Note that a round has ended well."""
+        self._before.clear()
+
+    @contextlib.contextmanager
+    def lent(self, parameter: torch.Tensor) -> Iterator[None]:
+        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
+        own, parameter.grad = parameter.grad, self._context.gradient(parameter)
+        try:
+            yield
+            self._context.set_gradient(parameter, parameter.grad)
+        finally:
+            parameter.grad = own
+
+    def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
+        """Give ``.grad`` memory of its own where it is a part of a bucket."""
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None or grad.layout != torch.strided:
+                continue
+            if grad.untyped_storage().data_ptr() in storages:
+                parameter.grad = grad.detach().clone()
+
+
+class ContextPasses(BackwardPasses):
+    """What the wrappers ask about passes. See Note [Gradients in a context]."""
+
+    def home(self) -> GradientHome:
+        """Where the backward that runs in this thread leaves gradients."""
+        native = loaded()
+        under_way = None if native is None else native.current_pass()
+        return IN_GRAD if under_way is None else ContextHome(under_way.context())
+
+    def outside(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which no pass is known to run."""
+        native = loaded()
+        return contextlib.nullcontext() if native is None else native.no_pass()
+
+    def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether outputs were computed from what other workers have sent in this context."""
+        context = current_context()
+        if context is None or context.released():
+            return False
+        return bool(context.reached_by([tensor for replica in outputs for tensor in replica]))
+
+
+use_passes(ContextPasses())

@@ -1,5 +1,0 @@
-"""``python -m dataparallel.tools`` is the ``dataparallel`` command."""
-
-from dataparallel.tools.cli import main
-
-raise SystemExit(main())
