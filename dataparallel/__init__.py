@@ -1,6 +1,7 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
 import typing as _typing
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
 from dataparallel import virtual as virtual
@@ -16,50 +17,52 @@ virtual.enable_from_environment()
 # After the virtual devices exist: what is imported here may ask which devices there are.
 from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
+from dataparallel.batch.scatter_gather import Replicate as Replicate  # noqa: E402
+from dataparallel.batch.scatter_gather import gather as gather  # noqa: E402
+from dataparallel.batch.scatter_gather import scatter as scatter  # noqa: E402
+from dataparallel.batch.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
 from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
-from dataparallel.data_parallel import DataParallel as DataParallel  # noqa: E402
 from dataparallel.devices import accelerators as accelerators  # noqa: E402
-from dataparallel.distributed import (  # noqa: E402
+from dataparallel.optim.sharded import ShardedOptimizer as ShardedOptimizer  # noqa: E402
+from dataparallel.parallel.data_parallel import DataParallel as DataParallel  # noqa: E402
+from dataparallel.parallel.distributed import (  # noqa: E402
     DistributedDataParallel as DistributedDataParallel,
 )
-from dataparallel.functional import data_parallel as data_parallel  # noqa: E402
-from dataparallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
-from dataparallel.parallel_apply import Replica as Replica  # noqa: E402
-from dataparallel.parallel_apply import current_replica as current_replica  # noqa: E402
-from dataparallel.parallel_apply import parallel_apply as parallel_apply  # noqa: E402
-from dataparallel.process_start import init_process_group as init_process_group  # noqa: E402
+from dataparallel.parallel.functional import data_parallel as data_parallel  # noqa: E402
+from dataparallel.parallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
 from dataparallel.reducer.bucket_plan import (  # noqa: E402
     compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
 )
-from dataparallel.replicate import replicate as replicate  # noqa: E402
-from dataparallel.scatter_gather import Replicate as Replicate  # noqa: E402
-from dataparallel.scatter_gather import gather as gather  # noqa: E402
-from dataparallel.scatter_gather import scatter as scatter  # noqa: E402
-from dataparallel.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
-from dataparallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer  # noqa: E402
+from dataparallel.replicas.replicate import replicate as replicate  # noqa: E402
+from dataparallel.threads.apply import Replica as Replica  # noqa: E402
+from dataparallel.threads.apply import current_replica as current_replica  # noqa: E402
+from dataparallel.threads.apply import parallel_apply as parallel_apply  # noqa: E402
 
 if _typing.TYPE_CHECKING:
-    from dataparallel import checkpoint as checkpoint
     from dataparallel import distributed_autograd as distributed_autograd
     from dataparallel import monitor as monitor
-    from dataparallel.balancing import balance as balance
+    from dataparallel.extras import checkpoint as checkpoint
+    from dataparallel.extras.balancing import balance as balance
+    from dataparallel.extras.process_start import init_process_group as init_process_group
+
+#: What stands beside or above the wrappers is imported when it is first asked for: the module and,
+#: if it is no module itself, the name in it.
+_LATE = {
+    "balance": ("dataparallel.extras.balancing", "balance"),
+    "checkpoint": ("dataparallel.extras.checkpoint", ""),
+    "distributed_autograd": ("dataparallel.distributed_autograd", ""),
+    "init_process_group": ("dataparallel.extras.process_start", "init_process_group"),
+    "monitor": ("dataparallel.monitor", ""),
+}
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # What stands beside the wrappers is imported when it is first asked for.
-    value: _typing.Any
-    if name == "balance":
-        from dataparallel.balancing import balance as value
-    elif name == "checkpoint":
-        import dataparallel.checkpoint as value
-    elif name == "distributed_autograd":
-        import dataparallel.distributed_autograd as value
-    elif name == "monitor":
-        import dataparallel.monitor as value
-    else:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    place, inside = _LATE[name]
+    value = _import_module(place)
+    globals()[name] = getattr(value, inside) if inside else value
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

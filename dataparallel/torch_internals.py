@@ -185,8 +185,8 @@ class OneStepFunction(_SingleLevelFunction):  # type: ignore[misc]
 # --- thread-local context --------------------------------------------------------------------
 #
 # What the thread of a replica takes over from its caller; Note [What is thread-local] in
-# ``context.py``. A torch without one of these names does not carry that setting, and everything
-# else works.
+# ``threads/context.py``. A torch without one of these names does not carry that setting, and
+# everything else works.
 
 #: Sets the mode of gradients without the frames of ``torch.set_grad_enabled``, for each call.
 set_grad_enabled: Callable[[bool], None] = _private(
@@ -1203,8 +1203,8 @@ class Kernels:
     """Kernels of ours for operators of torch, at a dispatch key that torch has for its tests.
 
     They are in force while this object lives. See Note [A dispatch key for random operations] in
-    ``random_dispatch.py``. Where they cannot be registered, or are not reached, there are none:
-    replicas that share a device draw from one generator.
+    ``threads/random_dispatch.py``. Where they cannot be registered, or are not reached, there are
+    none: replicas that share a device draw from one generator.
 
     Args:
         name: Of the key.

@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataparallel.cache_folder import cache_directory, close_to_others, is_trusted
 from dataparallel.kernels import sources
+from dataparallel.kernels.cache_folder import cache_directory, close_to_others, is_trusted
 
 # What names a kernel: a section of machine code, or an entry of the intermediate code.
 _KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")

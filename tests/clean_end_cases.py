@@ -16,8 +16,9 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 import dataparallel as dp
-from dataparallel import checkpoint, interpreter_end, virtual
+from dataparallel import checkpoint, virtual
 from dataparallel import distributed_autograd as da
+from dataparallel.comm import interpreter_end
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.monitor import StepMonitor
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dataparallel.collectives import functional
-from dataparallel.parallel_apply import parallel_apply
+from dataparallel.threads.apply import parallel_apply
 
 #: Replicas per process.
 COUNTS = (2, 1)

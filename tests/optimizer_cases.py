@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dataparallel import DataParallel, ShardedOptimizer
-from dataparallel.optimizer_in_backward import InBackwardOptimizers
+from dataparallel.optim.in_backward import InBackwardOptimizers
 from tests.models import placed
 
 with warnings.catch_warnings():

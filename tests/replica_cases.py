@@ -20,7 +20,7 @@ from dataparallel.collectives.collective import (
     Scatter,
 )
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.parallel_apply import apply_replicas, current_replica
+from dataparallel.threads.apply import apply_replicas, current_replica
 
 #: A replica that waits this long fails the test.
 GROUP = LocalGroup(30)

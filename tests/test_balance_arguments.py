@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import dataparallel
-from dataparallel.balancing import Balancer
+from dataparallel.extras.balancing import Balancer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.balancing.rollback import Rollback
+from dataparallel.extras.balancing.rollback import Rollback
 from tests.test_balance_memory import Narrow
 
 DEVICES = [torch.device("cpu")] * 2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel import native
-from dataparallel.cache_folder import close_to_others, is_trusted
-from dataparallel.native import NativeExtension
+from dataparallel.kernels import native
+from dataparallel.kernels.cache_folder import close_to_others, is_trusted
+from dataparallel.kernels.native import NativeExtension
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user: takes root")
 

@@ -19,7 +19,7 @@ from dataparallel.comm.meeting import Meeting
 from dataparallel.comm.peer import Sign
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Place, Reports
 from dataparallel.comm.process_identity import ProcessIdentity
-from dataparallel.process_start.start import init_process_group
+from dataparallel.extras.process_start.start import init_process_group
 from tests.channel_cases import CountingStore, Listens, channel_over
 from tests.cluster import Cluster
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dataparallel import DataParallel, DistributedDataParallel
-from dataparallel.parallel_apply import apply_replicas, current_replica
+from dataparallel.threads.apply import apply_replicas, current_replica
 from tests.models import assert_all_close, grads_of, twins
 
 CPU = torch.device("cpu")

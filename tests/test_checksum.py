@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel.checksum import checksum
+from dataparallel.comm.checksum import checksum
 from dataparallel.kernels import backend
-from dataparallel.tensor_copies import TensorCopies
+from dataparallel.replicas.tensor_copies import TensorCopies
 from tests.kernels.host_backend import HostBackend
 
-module = sys.modules["dataparallel.checksum"]
+module = sys.modules["dataparallel.comm.checksum"]
 
 
 @pytest.fixture(params=["kernels", "no kernels"], autouse=True)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataparallel.balancing.chunk_shares import Cost, divide, fits, slowest
-from dataparallel.chunk_sizes import settle
-from dataparallel.scatter_gather import plan_scatter
+from dataparallel.batch.chunk_sizes import settle
+from dataparallel.batch.scatter_gather import plan_scatter
+from dataparallel.extras.balancing.chunk_shares import Cost, divide, fits, slowest
 
 
 @pytest.mark.parametrize(

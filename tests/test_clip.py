@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.distributed import DistributedDataParallel
+from dataparallel.parallel.distributed import DistributedDataParallel
 from tests.cluster import Cluster
 from tests.nonfinite_cases import Net, make_net
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dataparallel.collectives import functional
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.parallel_apply import parallel_apply
+from dataparallel.threads.apply import parallel_apply
 from tests.cluster import Cluster
 from tests.collective_cases import Case, all_cases, fault_of, numbers
 

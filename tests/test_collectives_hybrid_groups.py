@@ -17,7 +17,7 @@ from torch import Tensor
 from dataparallel.collectives import functional
 from dataparallel.collectives.groups import resolve
 from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.parallel_apply import current_replica, parallel_apply
+from dataparallel.threads.apply import current_replica, parallel_apply
 from tests.cluster import Cluster
 from tests.hybrid_cases import check_works, error_of, everywhere, total
 from tests.process_groups import new_group

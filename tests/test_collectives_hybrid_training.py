@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel.collectives import functional
 from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.parallel_apply import current_replica, parallel_apply
+from dataparallel.threads.apply import current_replica, parallel_apply
 from tests.cluster import Cluster
 
 ROWS = 4

@@ -26,7 +26,7 @@ from dataparallel.collectives.collective import (
 )
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.reductions import op_name
-from dataparallel.rendezvous import RendezvousError, RendezvousKeyError, RendezvousTimeout
+from dataparallel.threads.meeting import RendezvousError, RendezvousKeyError, RendezvousTimeout
 from tests.models import assert_all_close
 from tests.replica_cases import GROUP, each, index, run
 from tests.test_worker_interrupts import python
@@ -307,7 +307,7 @@ INTERRUPTED = """
     from dataparallel import DataParallel
     from dataparallel.collectives.collective import AllReduce
     from dataparallel.collectives.local_group import LocalGroup
-    from dataparallel.parallel_apply import current_replica
+    from dataparallel.threads.apply import current_replica
 
     group = LocalGroup(60)
 

@@ -18,7 +18,7 @@ from dataparallel.collectives.collective import (
     Reduce,
     ReduceScatter,
 )
-from dataparallel.parallel_apply import apply_replicas
+from dataparallel.threads.apply import apply_replicas
 from tests.replica_cases import GROUP, expected, index
 
 COUNT = 10_000

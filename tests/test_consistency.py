@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel import consistency
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.consistency import Mismatch, ReplicaMismatch, check_replicas
 from dataparallel.kernels import fingerprint
+from dataparallel.reducer import consistency
+from dataparallel.reducer.consistency import Mismatch, ReplicaMismatch, check_replicas
 from tests.cluster import Cluster
 
 DTYPES = [

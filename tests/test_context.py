@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import context as context_module
 from dataparallel import torch_internals
-from dataparallel.context import ThreadContext
-from dataparallel.parallel_apply import apply_replicas, parallel_apply
+from dataparallel.threads import context as context_module
+from dataparallel.threads.apply import apply_replicas, parallel_apply
+from dataparallel.threads.context import ThreadContext
 
 CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.criterion import Weight, arguments, prepare
-from dataparallel.denominators import Part
+from dataparallel.parallel.criterion import Weight, arguments, prepare
+from dataparallel.parallel.denominators import Part
 
 CPU = torch.device("cpu")
 CLASSES = 5

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from dataparallel import virtual
-from dataparallel.functions import (
+from dataparallel.graph.functions import (
     Broadcast,
     Gather,
     ReduceAddCoalesced,

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from dataparallel.scatter_gather import (
-    Replicate,
-    gather,
-    move,
-    scatter,
-)
+from dataparallel.batch.scatter_gather import Replicate, gather, move, scatter
 from tests.tree_cases import Point, Sample, assert_same, spread, trees
 
 

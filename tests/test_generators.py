@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataparallel import generators, random_dispatch
-from dataparallel.generators import mixed_seed, separate_device_generators
-from dataparallel.parallel_apply import apply_replicas, current_replica
+from dataparallel.threads import generators, random_dispatch
+from dataparallel.threads.apply import apply_replicas, current_replica
+from dataparallel.threads.generators import mixed_seed, separate_device_generators
 
 CPU = torch.device("cpu")
 REPEATS = 40
@@ -337,7 +337,7 @@ def test_a_torch_without_the_dispatch_key_says_so_once_and_works() -> None:
         import torch
         from dataparallel import random_dispatch
         random_dispatch._KEY_NAME = "NoSuchKey"
-        from dataparallel.parallel_apply import parallel_apply
+        from dataparallel.threads.apply import parallel_apply
         for _ in range(3):
             assert [y.shape for y in parallel_apply([torch.rand] * 2, [3, 3])] == [(3,)] * 2
         assert torch.random.default_generator is torch.default_generator

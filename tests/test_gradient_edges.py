@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel import comm, functions, gradient_edges, virtual
-from dataparallel.gradient_edges import connect, plan_buckets
+from dataparallel import comm, virtual
+from dataparallel.graph import edges as gradient_edges
+from dataparallel.graph import functions
+from dataparallel.graph.edges import connect, plan_buckets
 
 KIB = 256  # float32 elements
 MIB = 1024 * KIB

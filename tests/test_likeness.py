@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.likeness import Likeness, modules_of
+from dataparallel.threads.likeness import Likeness, modules_of
 
 
 def likeness(*values: Any) -> tuple[list[Any], list[Any]]:

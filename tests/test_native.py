@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel import native
-from dataparallel.native import NativeExtension
+from dataparallel.kernels import native
+from dataparallel.kernels.native import NativeExtension
 from tests.virtual.oracle import run_python
 
 MODULE = """
@@ -72,7 +72,7 @@ def program(extension: NativeExtension) -> str:
     """Prints the answer of an extension, in another process."""
     return f"""
 from pathlib import PosixPath
-from dataparallel.native import NativeExtension
+from dataparallel.kernels.native import NativeExtension
 print({extension!r}.load().answer)
 """
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import distributed_autograd
-from dataparallel.distributed import DistributedDataParallel
+from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.gradient_norms import kind_of, norms_of
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from tests.nonfinite_cases import INF, NAN, Net, Spoil, make_net, same, spoils, state_of

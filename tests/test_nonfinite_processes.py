@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from dataparallel.distributed import DistributedDataParallel
+from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.errors import OtherRanksFailed
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from tests.cluster import Cluster

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dataparallel.optimizer_in_backward import InBackwardOptimizers
-from dataparallel.tensor_copies import last_step_of
+from dataparallel.optim.in_backward import InBackwardOptimizers
+from dataparallel.replicas.tensor_copies import last_step_of
 from tests.optimizer_cases import (
     ADAMW,
     BOTH,

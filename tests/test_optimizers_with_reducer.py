@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dataparallel import ShardedOptimizer
-from dataparallel.distributed import DistributedDataParallel
+from dataparallel.parallel.distributed import DistributedDataParallel
 from tests.cluster import Cluster
 from tests.models import placed
 from tests.optimizer_cases import (

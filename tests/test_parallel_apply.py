@@ -13,13 +13,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from dataparallel.parallel_apply import (
-    Replica,
-    apply_replicas,
-    current_replica,
-    parallel_apply,
-)
-from dataparallel.workers import WorkerPools
+from dataparallel.threads.apply import Replica, apply_replicas, current_replica, parallel_apply
+from dataparallel.threads.workers import WorkerPools
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from dataparallel.comm.process_errors import CollectiveTimeout
-from dataparallel.process_start import agreement
-from dataparallel.process_start.agreement import Agreement, agree
-from dataparallel.process_start.membership import Membership
+from dataparallel.extras.process_start import agreement
+from dataparallel.extras.process_start.agreement import Agreement, agree
+from dataparallel.extras.process_start.membership import Membership
 
 # Seconds that nobody waits for unless something is broken.
 LONG = 30.0

@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataparallel.comm import process_errors
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.process_start import init_process_group, interfaces, start, stores
-from dataparallel.process_start.agreement import Agreement
-from dataparallel.process_start.membership import Membership, find_membership
+from dataparallel.extras.process_start import init_process_group, interfaces, start, stores
+from dataparallel.extras.process_start.agreement import Agreement
+from dataparallel.extras.process_start.membership import Membership, find_membership
 from tests.cluster import Cluster
 
 TCP = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

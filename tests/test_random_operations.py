@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dataparallel.parallel_apply import apply_replicas, current_replica
+from dataparallel.threads.apply import apply_replicas, current_replica
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.remap import may_refer, remap, tensors_in
+from dataparallel.replicas.remap import may_refer, remap, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 

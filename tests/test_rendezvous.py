@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dataparallel.parallel_apply import apply_replicas, current_replica
-from dataparallel.rendezvous import (
+from dataparallel.threads.apply import apply_replicas, current_replica
+from dataparallel.threads.meeting import (
     Rendezvous,
     RendezvousError,
     RendezvousKeyError,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import virtual
 from dataparallel.monitor import StepMonitor
-from dataparallel.timeline import Timeline
+from dataparallel.threads.timeline import Timeline
 from tests.cluster import Cluster
 from tests.test_balance_memory import Narrow
 

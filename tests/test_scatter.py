@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from dataparallel.scatter_gather import (
+from dataparallel.batch.scatter_gather import (
     Replicate,
     gather,
     plan_scatter,
     scatter,
     scatter_kwargs,
 )
-from dataparallel.tree import flatten
+from dataparallel.batch.tree import flatten
 from tests.tree_cases import CPU, Point, Sample, assert_same
 
 

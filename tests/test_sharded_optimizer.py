@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dataparallel import ShardedOptimizer, comm
-from dataparallel.sharded_optimizer import plan_shards
+from dataparallel.optim.sharded import plan_shards
 from tests.optimizer_cases import (
     ADAMW,
     CASES,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, DistributedDataParallel, current_replica, parallel_apply
 from dataparallel.collectives import LocalGroup, SyncBatchNorm
-from dataparallel.rendezvous import Rendezvous, RendezvousError, RendezvousKeyError
+from dataparallel.threads.meeting import Rendezvous, RendezvousError, RendezvousKeyError
 from tests.cluster import Cluster
 from tests.models import assert_all_close
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel import tensor_broadcast
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.tensor_broadcast import Broadcast
+from dataparallel.parallel import tensor_broadcast
+from dataparallel.parallel.tensor_broadcast import Broadcast
 from tests.cluster import Cluster
 
 

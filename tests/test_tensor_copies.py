@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import comm
-from dataparallel.tensor_copies import TensorCopies
+from dataparallel.replicas.tensor_copies import TensorCopies
 
 CPU = torch.device("cpu")
 DEVICES = [torch.device("virtual", i) for i in range(3)]

@@ -251,7 +251,7 @@ def test_virtual_devices_need_a_compiler_and_headers(tmp_path: pathlib.Path) -> 
 
     native = SimpleNamespace(cache_directory=lambda: tmp_path)
     probe = fake_probe(
-        module={"dataparallel.native": native}.get,
+        module={"dataparallel.kernels.native": native}.get,
         environment={"CXX": "clang++-19 -stdlib=libc++"}.get,
         which=lambda name: "/usr/bin/clang++-19" if name == "clang++-19" else None,
         output=lambda *command: "clang 19.1\nTarget: somewhere",

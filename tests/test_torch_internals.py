@@ -30,7 +30,7 @@ import torch.utils.checkpoint
 from torch.nn import functional as F
 
 from dataparallel import torch_internals
-from dataparallel.parallel_apply import apply_replicas
+from dataparallel.threads.apply import apply_replicas
 from tests.private_names import defined_in, is_private, touches
 
 ROOT = pathlib.Path(__file__).parents[1]

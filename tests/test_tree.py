@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from dataparallel.tree import difference, flatten
+from dataparallel.batch.tree import difference, flatten
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dataparallel.turns import Turns, TurnTimeout
+from dataparallel.threads.turns import Turns, TurnTimeout
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.error_location import locate
-from dataparallel.workers import WorkerPools
+from dataparallel.errors import locate
+from dataparallel.threads.workers import WorkerPools
 
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 

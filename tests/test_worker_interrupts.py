@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.workers import WorkerPools
+from dataparallel.threads.workers import WorkerPools
 
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
@@ -28,8 +28,8 @@ def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[A
 INTERRUPTED = """
     import os, signal, sys, threading, time
     import torch
-    from dataparallel.parallel_apply import parallel_apply
-    from dataparallel.rendezvous import current_rendezvous
+    from dataparallel.threads.apply import parallel_apply
+    from dataparallel.threads.meeting import current_rendezvous
 
     def compute(x):
         deadline = time.monotonic() + 60
@@ -112,8 +112,8 @@ def test_the_interpreter_exits_with_pools_alive_and_replicas_stuck() -> None:
     result = python(
         """
         import threading, time
-        from dataparallel.workers import WorkerPools
-        from dataparallel.parallel_apply import parallel_apply
+        from dataparallel.threads.workers import WorkerPools
+        from dataparallel.threads.apply import parallel_apply
         pools = WorkerPools()
         with pools.borrow() as workers:
             workers.run([int, int], ["a", "b"])

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel import intra_op
-from dataparallel.workers import WorkerPools, Workers
+from dataparallel.threads import intra_op
+from dataparallel.threads.workers import WorkerPools, Workers
 
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 

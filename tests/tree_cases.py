@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dataparallel.scatter_gather import (
-    move,
-)
-from dataparallel.tree import flatten
+from dataparallel.batch.scatter_gather import move
+from dataparallel.batch.tree import flatten
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dataparallel import torch_internals
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.parallel_apply import current_replica
+from dataparallel.threads.apply import current_replica
 
 #: What functions take as ``group``: a process group (None: the default one), its name, a list of
 #: the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and one of its

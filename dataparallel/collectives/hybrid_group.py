@@ -20,8 +20,8 @@ from dataparallel.collectives.hybrid_link import HybridLink, name_members
 from dataparallel.collectives.hybrid_members import HybridMembers
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
-from dataparallel.compiled import untraced
-from dataparallel.rendezvous import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
+from dataparallel.threads.compiled import untraced
+from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
 
 R = TypeVar("R")
 V = TypeVar("V")

@@ -39,7 +39,7 @@ from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import parent_group, timeout_of
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.rendezvous import RendezvousKeyError
+from dataparallel.threads.meeting import RendezvousKeyError
 
 _WANTS, _ABLE = 1, 2
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dataparallel.collectives.collective import Collective
 from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.members import Members
-from dataparallel.functions import apply_function, behind_own_nodes
+from dataparallel.graph.functions import apply_function, behind_own_nodes
 
 
 def run_jointly(

@@ -14,9 +14,9 @@ from dataparallel.collectives.division import Division, is_worth_dividing
 from dataparallel.collectives.joint import run_jointly
 from dataparallel.collectives.members import LocalMembers
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
-from dataparallel.compiled import untraced
-from dataparallel.parallel_apply import current_replica
-from dataparallel.rendezvous import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
+from dataparallel.threads.apply import current_replica
+from dataparallel.threads.compiled import untraced
+from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
 
 
 class LocalGroup:

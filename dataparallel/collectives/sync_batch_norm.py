@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
 from dataparallel.collectives.groups import Group, resolve
-from dataparallel.listing import listed
+from dataparallel.errors import listed
 from dataparallel.torch_internals import BatchNorm
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -29,7 +29,7 @@ from dataparallel.comm.calls import Call, Said, describe, digest, digests
 from dataparallel.comm.check_board import Board, Exchange, board_of
 from dataparallel.comm.check_judge import WHICH, Judge
 from dataparallel.comm.process_errors import CollectiveError, purpose_of
-from dataparallel.suggestions import chosen
+from dataparallel.errors import chosen
 
 #: When collectives are checked: never; in the first three steps, in three after a difference, and
 #: in every 64th; or always.

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dataparallel import devices as _devices
-from dataparallel import interpreter_end
+from dataparallel.comm import interpreter_end
 from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import LATE_ANSWER, CollectiveChecks, CollectiveMismatch
 from dataparallel.comm.failure import SAID, Failure

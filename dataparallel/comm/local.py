@@ -11,7 +11,7 @@ from dataparallel.comm.copies import Copies, SharedMemory, arrive, copy_to, may_
 from dataparallel.comm.kernel_sums import KernelSums
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.transport import choose
-from dataparallel.listing import listed
+from dataparallel.errors import listed
 
 _TRANSPORTS = (SharedMemory(), KernelSums(), Nccl(), Copies())
 

@@ -21,8 +21,8 @@ from queue import SimpleQueue
 
 import torch
 
-from dataparallel import interpreter_end
-from dataparallel.context import ThreadContext
+from dataparallel.comm import interpreter_end
+from dataparallel.threads.context import ThreadContext
 
 #: What runs in a thread. It gets a function to call once its work is done but for telling so.
 Task = Callable[[Callable[[], None]], None]

@@ -10,7 +10,7 @@ import torch
 
 from dataparallel.distributed_autograd.endpoint import current_context
 from dataparallel.distributed_autograd.extension import Context, loaded
-from dataparallel.gradient_home import IN_GRAD, BackwardPasses, GradientHome, use_passes
+from dataparallel.graph.gradient_home import IN_GRAD, BackwardPasses, GradientHome, use_passes
 
 
 class ContextHome(GradientHome):

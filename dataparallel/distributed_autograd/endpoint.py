@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from dataparallel import interpreter_end, torch_internals
+from dataparallel import torch_internals
+from dataparallel.comm import interpreter_end
 from dataparallel.distributed_autograd.call_threads import is_nested
 from dataparallel.distributed_autograd.extension import Context, Worker
 from dataparallel.distributed_autograd.remote_value import Reference

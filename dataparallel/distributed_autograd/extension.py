@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
-from dataparallel import interpreter_end
-from dataparallel.native import NativeExtension
+from dataparallel.comm import interpreter_end
+from dataparallel.kernels.native import NativeExtension
 
 #: Seconds that code which runs in a pass, a hook for instance, gets when the process ends.
 _AT_EXIT = 5.0

@@ -16,7 +16,7 @@ from dataparallel.distributed_autograd.local_reference import LocalReference
 from dataparallel.distributed_autograd.parcel import Parcel, Streams, on_streams, pack, unpack
 from dataparallel.distributed_autograd.pending_calls import PendingCall, PendingCalls
 from dataparallel.distributed_autograd.remote_value import Reference, expect_future, is_async
-from dataparallel.error_location import add_note
+from dataparallel.errors import add_note
 
 Function = Callable[..., Any]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel import devices, tree
+from dataparallel import devices
+from dataparallel.batch import tree
 from dataparallel.distributed_autograd.endpoint import refuse_transformed
 from dataparallel.distributed_autograd.extension import Context
 

@@ -29,7 +29,7 @@ import torch
 from dataparallel.devices import synchronize
 from dataparallel.monitor.clock import DeviceClock
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
-from dataparallel.timeline import Phase, Span, Timeline
+from dataparallel.threads.timeline import Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from dataparallel.timeline import Timeline
+from dataparallel.threads.timeline import Timeline
 
 # A step may run another one: that of a base class, or of an optimizer within an optimizer.
 _MAX_NESTED = 8

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import device_uuid
-from dataparallel.distributed import DistributedDataParallel
 from dataparallel.monitor.record import StepRecord
-from dataparallel.timeline import Phase
+from dataparallel.parallel.data_parallel import DataParallel
+from dataparallel.parallel.distributed import DistributedDataParallel
+from dataparallel.threads.timeline import Phase
 
 
 @dataclass(frozen=True)

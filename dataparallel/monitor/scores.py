@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from dataparallel.monitor.record import ReplicaStep, StepRecord
 from dataparallel.monitor.totals import RunTotals, in_order
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 
 #: So many steps in a row are one point of a replica's history.
 WINDOW = 10

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import memory_allocated
+from dataparallel.errors import suggesting
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState, describe_run, with_buckets
 from dataparallel.monitor.summary import Summary, summarize
-from dataparallel.suggestions import suggesting
-from dataparallel.timeline import Phase
+from dataparallel.parallel.data_parallel import DataParallel
+from dataparallel.threads.timeline import Phase
 
 if TYPE_CHECKING:
     from dataparallel.monitor.publisher import Publisher

@@ -20,7 +20,7 @@ from dataparallel.monitor.scores import (
 from dataparallel.monitor.summary_html import as_html
 from dataparallel.monitor.summary_text import describe
 from dataparallel.monitor.totals import RunTotals, total_steps
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 
 #: Moving data between devices and processes, as far as no computing hides it.
 _COMMUNICATION: tuple[Phase, ...] = (

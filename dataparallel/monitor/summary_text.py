@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 
 if TYPE_CHECKING:
     from dataparallel.monitor.scores import ReplicaScore, Straggler

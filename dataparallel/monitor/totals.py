@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 
 #: Phases in which a replica may go at its own speed.
 _COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward")

@@ -32,7 +32,7 @@ from typing import Any
 from dataparallel.monitor.record import ReplicaStep, StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.whole_file import written_whole
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 
 _Event = dict[str, Any]
 

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.gradient_home import IN_GRAD, GradientHome
+from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
 from dataparallel.reducer.nonfinite import Finding
 
 

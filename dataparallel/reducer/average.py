@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
-from dataparallel.suggestions import chosen
+from dataparallel.errors import chosen
 
 #: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
 #: each process's number of samples, or by a weight that the user gives. ``"none"``: the sum.

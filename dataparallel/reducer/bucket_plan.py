@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.listing import listed
+from dataparallel.errors import listed
 
 #: The limit of a bucket that has none: that of a gradient which is expected to be sparse.
 NO_LIMIT = 0

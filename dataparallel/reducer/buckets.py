@@ -10,8 +10,8 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.comm.sums import add_arriving, add_into, can_add
-from dataparallel.gradient_home import GradientHome
-from dataparallel.original_hooks import OriginalHooks
+from dataparallel.graph.gradient_home import GradientHome
+from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.reducer.debug import describe_names, log_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from dataparallel.ending import NO_TASK, Ending
+from dataparallel.graph.ending import NO_TASK, Ending
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.reducer import Reducer
 

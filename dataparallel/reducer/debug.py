@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from dataparallel.listing import MOST, listed
+from dataparallel.errors import MOST, listed
 from dataparallel.reducer.bucket_plan import BucketPlan
 
 _log = logging.getLogger("dataparallel")

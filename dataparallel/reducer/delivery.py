@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import nn
 
-from dataparallel.gradient_home import GradientHome
+from dataparallel.graph.gradient_home import GradientHome
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.local_sum import MaybeTensor

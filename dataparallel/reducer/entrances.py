@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from dataparallel.ending import NO_TASK, Ending
+from dataparallel.graph.ending import NO_TASK, Ending
 from dataparallel.reducer import messages
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from dataparallel import kernels
-from dataparallel.error_location import add_note
+from dataparallel.errors import add_note
 from dataparallel.reducer.buckets import empty_sparse
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage

@@ -21,17 +21,13 @@ import contextlib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from dataparallel.reducer import builtin_hooks
 from dataparallel.reducer.builtin_hooks import CommHook
-
-if TYPE_CHECKING:
-    from dataparallel.reducer.pending_hook import HookSender
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = (_TORCHS + "powerSGD_hook",)
@@ -61,25 +57,6 @@ class ResolvedHook(NamedTuple):
     one_bucket_at_a_time: bool = False
     in_memory_order: bool = False
     keeps_nan: bool = False
-
-    def sender(
-        self,
-        parameters: Sequence[Sequence[torch.Tensor]],
-        names: Sequence[Sequence[str]],
-        timeout: float,
-        failed: Callable[[], object] = lambda: None,
-    ) -> HookSender:
-        """What reduces the buckets of one round through the hook.
-
-        Args:
-            parameters: Per bucket, its parameters: the originals.
-            names: Per bucket, their names.
-            timeout: Seconds to wait for the hook, at most.
-            failed: Tells which process has failed. Default: none has.
-        """
-        from dataparallel.reducer.pending_hook import HookSender
-
-        return HookSender(self, parameters, names, timeout, failed)
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dataparallel.listing import MOST, listed
+from dataparallel.errors import MOST, listed
 from dataparallel.reducer.debug import describe_names
 
 PRIOR_NOT_FINISHED = (

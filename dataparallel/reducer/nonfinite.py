@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from dataparallel.listing import MOST, listed
-from dataparallel.suggestions import chosen
+from dataparallel.errors import MOST, chosen, listed
 
 #: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
 #: processes raise :class:`NonFiniteGradients`.

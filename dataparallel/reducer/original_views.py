@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from dataparallel.gradient_home import IN_GRAD, GradientHome
-from dataparallel.original_hooks import OriginalHooks
+from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
+from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.storage import BucketStorage
 

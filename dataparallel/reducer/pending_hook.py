@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError
-from dataparallel.error_location import locate
+from dataparallel.errors import locate
 from dataparallel.reducer.debug import describe_names
 from dataparallel.reducer.grad_bucket import GradBucket
 from dataparallel.reducer.hooks import ResolvedHook

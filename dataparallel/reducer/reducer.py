@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dataparallel.ending import NO_TASK, Ending
-from dataparallel.gradient_home import IN_GRAD, current_home
-from dataparallel.original_hooks import OriginalHooks
+from dataparallel.graph.ending import NO_TASK, Ending
+from dataparallel.graph.gradient_home import IN_GRAD, current_home
+from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.bucket_plan import whole_order
@@ -40,17 +40,18 @@ from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.pending_hook import HookSender
 from dataparallel.reducer.reception import Reception
 from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.usage import Usage
 from dataparallel.reducer.verification import verify_across_processes, verify_replicas
-from dataparallel.timeline import Timeline
+from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
-    from dataparallel.optimizer_in_backward import InBackwardOptimizers
+    from dataparallel.optim.in_backward import InBackwardOptimizers
     from dataparallel.reducer.exchange import Exchange, Outcome
     from dataparallel.reducer.hooks import ResolvedHook
     from dataparallel.reducer.processes import ReducerProcesses
@@ -303,15 +304,20 @@ class Reducer:
         return self._round
 
     def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
-        members = (self.buckets.arranged(self._originals), self.buckets.arranged(self.names))
         control = processes.control
+        sender = self.hook and HookSender(
+            self.hook,
+            self.buckets.arranged(self._originals),
+            self.buckets.arranged(self.names),
+            control.timeout,
+            lambda: control.failure,
+        )
         return processes.exchange(
             self.buckets.storages,
             self.buckets.describe,
             self.options.average,
             weight=weight,
-            sender=self.hook
-            and self.hook.sender(*members, control.timeout, lambda: control.failure),
+            sender=sender,
             statistics=self.statistics,
             deterministic=self.options.deterministic,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dataparallel.comm.sums import add_columns
-from dataparallel.original_hooks import OriginalHooks
+from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.delivery import add

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.listing import lines, listed
+from dataparallel.errors import lines, listed
 from dataparallel.reducer.agreement import gather_if_different
 
 #: What messages call the comparison across processes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from dataparallel.native import NativeExtension
+from dataparallel.kernels.native import NativeExtension
 from dataparallel.virtual.extension import Extension
 
 EXTENSION = NativeExtension(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from dataparallel.checkpoint.generation import Generation
-from dataparallel.checkpoint.generation_folders import folder_name, prune, sweep
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.generation import Generation
+from dataparallel.extras.checkpoint.generation_folders import folder_name, prune, sweep
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 
 PARTS = ("rank-0", "rank-1")
 

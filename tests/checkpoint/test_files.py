@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.checkpoint.errors import CheckpointError, NoCheckpoint
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import (
+from dataparallel.extras.checkpoint.errors import CheckpointError, NoCheckpoint
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import (
     generations,
     next_number,
     numbers,
     prune,
     sweep,
 )
-from dataparallel.checkpoint.generation_writer import GenerationWriter
-from dataparallel.checkpoint.manifest import FileEntry
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.manifest import FileEntry
 from tests.checkpoint.generations import PARTS, check, folder, save, values
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import UNFINISHED
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import UNFINISHED
 from tests.checkpoint.file_calls import in_memory
 from tests.checkpoint.generations import check, folder, save
 from tests.faults.harness import Figures

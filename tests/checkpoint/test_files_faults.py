@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import generations
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import generations
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 from tests.checkpoint import file_calls, forked
 from tests.checkpoint.file_calls import at_call, count_calls, two_generations
 from tests.checkpoint.generations import check, save

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import generations, prune
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import generations, prune
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 from tests.checkpoint import forked
 from tests.checkpoint.generations import check, folder, forge, manifest, safetensors, save
 

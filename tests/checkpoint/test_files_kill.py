@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import (
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import (
     UNFINISHED,
     generations,
     next_number,
     prune,
     sweep,
 )
-from dataparallel.checkpoint.generation_writer import GenerationWriter
-from dataparallel.checkpoint.manifest import FileEntry
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.manifest import FileEntry
 from tests.checkpoint import file_calls
 from tests.checkpoint.file_calls import at_call, count_calls, two_generations
 from tests.checkpoint.forked import Fork

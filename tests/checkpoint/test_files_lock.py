@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dataparallel.checkpoint.directory_lock import DirectoryLock
-from dataparallel.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.directory_lock import DirectoryLock
+from dataparallel.extras.checkpoint.errors import CheckpointError
 from tests.checkpoint.forked import Fork
 from tests.checkpoint.generations import save
 

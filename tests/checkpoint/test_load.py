@@ -256,7 +256,7 @@ def test_the_directory_that_was_saved_to_last(
 
 
 def test_another_format(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.checkpoint.saving_calls.FORMAT", 7)
+    monkeypatch.setattr("dataparallel.extras.checkpoint.saving_calls.FORMAT", 7)
     checkpoint.save(tmp_path, step=0)
     with pytest.raises(checkpoint.CheckpointError, match="has the format 7, but this version"):
         checkpoint.load(tmp_path)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import generation, generation_folders
-from dataparallel.checkpoint.errors import CheckpointError, NoCheckpoint
-from dataparallel.checkpoint.generation import Generation, read_generation
+from dataparallel.extras.checkpoint import generation, generation_folders
+from dataparallel.extras.checkpoint.errors import CheckpointError, NoCheckpoint
+from dataparallel.extras.checkpoint.generation import Generation, read_generation
 from tests.checkpoint.generations import folder, save
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import strict_json
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_writer import GenerationWriter
-from dataparallel.checkpoint.values import decode, references
+from dataparallel.extras.checkpoint import strict_json
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.values import decode, references
 from tests.checkpoint.generations import folder, manifest
 
 FILE = "rank-00000"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import ResumableSampler
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import Generation, read_generation
+from dataparallel.extras.checkpoint import ResumableSampler
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import Generation, read_generation
 from tests.checkpoint.generations import save, values
 from tests.cluster import Cluster
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, ShardedOptimizer, checkpoint
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 
 FILE = "rank-00000"
 

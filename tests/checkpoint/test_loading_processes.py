@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import agreement
+from dataparallel.extras.checkpoint import agreement
 from tests.checkpoint.generations import folder
 from tests.cluster import Cluster
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import ResumableSampler
+from dataparallel.extras.checkpoint import ResumableSampler
 
 
 @pytest.fixture(autouse=True)

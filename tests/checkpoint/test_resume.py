@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, ShardedOptimizer, checkpoint
-from dataparallel.checkpoint import random_states
+from dataparallel.extras.checkpoint import random_states
 
 
 @pytest.fixture(autouse=True)

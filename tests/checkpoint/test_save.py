@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import saving_calls
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint import saving_calls
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 
 ROOT = pathlib.Path(checkpoint.__file__).absolute().parents[2]
 
@@ -248,7 +248,7 @@ def test_the_interpreter_ends_after_the_save(tmp_path: pathlib.Path) -> None:
         """
         import sys, time, torch
         from dataparallel import checkpoint
-        from dataparallel.checkpoint.generation_writer import GenerationWriter
+        from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
         try:
             checkpoint.save(sys.argv[1], step=1)
         except checkpoint.CheckpointError as error:

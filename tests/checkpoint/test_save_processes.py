@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dataparallel import DistributedDataParallel, ShardedOptimizer, checkpoint
-from dataparallel.checkpoint import saving_calls
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint import saving_calls
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 from tests.cluster import Cluster
 from tests.process_groups import new_group
 

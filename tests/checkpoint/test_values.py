@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel.checkpoint.errors import CheckpointError
-from dataparallel.checkpoint.tensor_forms import dtype_of_name
-from dataparallel.checkpoint.values import TensorTable, decode, encode
+from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.extras.checkpoint.tensor_forms import dtype_of_name
+from dataparallel.extras.checkpoint.values import TensorTable, decode, encode
 
 
 def there_and_back(value: Any) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint.directory_lock import DirectoryLock
-from dataparallel.checkpoint.generation import read_generation
-from dataparallel.checkpoint.generation_folders import generations, next_number, prune
-from dataparallel.checkpoint.generation_record import GenerationRecord, record_of
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.directory_lock import DirectoryLock
+from dataparallel.extras.checkpoint.generation import read_generation
+from dataparallel.extras.checkpoint.generation_folders import generations, next_number, prune
+from dataparallel.extras.checkpoint.generation_record import GenerationRecord, record_of
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 from tests.checkpoint.generations import PARTS, check, folder, save, values
 
 

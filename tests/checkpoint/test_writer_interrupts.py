@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint.generation_writer import GenerationWriter
-from dataparallel.checkpoint.saver import _Job
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.saver import _Job
 
 
 class Interrupted(BaseException):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import saver, saving_calls
-from dataparallel.checkpoint.directory_lock import DirectoryLock
-from dataparallel.checkpoint.file_lock import FileLock
-from dataparallel.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint import saver, saving_calls
+from dataparallel.extras.checkpoint.directory_lock import DirectoryLock
+from dataparallel.extras.checkpoint.file_lock import FileLock
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
 from tests.checkpoint.forked import Fork, succeed
 
 Say = Callable[[int], None]

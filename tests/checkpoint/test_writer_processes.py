@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint.generation_writer import GenerationWriter
-from dataparallel.checkpoint.peers import Peers
+from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from dataparallel.extras.checkpoint.peers import Peers
 from tests.cluster import Cluster
 
 TIMEOUT = 20.0

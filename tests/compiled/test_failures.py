@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.turns import turns
+from dataparallel.threads.turns import turns
 from tests.compiled.cases import Watched, compare, compile_whole, twins
 
 

@@ -11,7 +11,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, compiled
+from dataparallel import DataParallel
+from dataparallel.threads import compiled
 from tests.compiled.cases import (
     WRAPPERS,
     Net,

@@ -12,8 +12,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, compile_lock, compiled
-from dataparallel.rendezvous import current_rendezvous
+from dataparallel import DataParallel
+from dataparallel.threads import compile_lock, compiled
+from dataparallel.threads.meeting import current_rendezvous
 from tests.compiled.cases import (
     Watched,
     compare,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dataparallel.native import NativeExtension
+from dataparallel.kernels.native import NativeExtension
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

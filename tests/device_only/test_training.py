@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dataparallel.consistency import ReplicaMismatch
+from dataparallel.reducer.consistency import ReplicaMismatch
 from tests.cluster import Cluster
 from tests.device_only.cases import (
     BACKENDS,

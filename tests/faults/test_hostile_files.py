@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.checkpoint import values
+from dataparallel.extras.checkpoint import values
 from dataparallel.tools.monitor.recording import read_recording
 from tests.faults.hostile import KINDS, Canary, Touch, no_code_from_data
 

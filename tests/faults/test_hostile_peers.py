@@ -27,9 +27,9 @@ from dataparallel.comm import json_texts
 from dataparallel.comm.failure_channel import FailureChannel
 from dataparallel.comm.peer import Peer, Read
 from dataparallel.comm.processes import ProcessLink
+from dataparallel.extras.process_start import init_process_group
 from dataparallel.monitor import StepMonitor, sockets
 from dataparallel.monitor.attach import Attachment
-from dataparallel.process_start import init_process_group
 from tests.cluster import Cluster
 from tests.faults.hostile import KINDS, Canary, Touch, no_code_from_data
 from tests.monitor.made_up_runs import run_folder as run_folder

@@ -17,7 +17,7 @@ import torch
 
 from dataparallel.kernels import sources
 from dataparallel.kernels.backend import Backend
-from dataparallel.native import cache_directory
+from dataparallel.kernels.native import cache_directory
 
 _HEADERS = Path(__file__).parent / "host"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dataparallel.kernels import sources
-from dataparallel.native import cache_directory
+from dataparallel.kernels.native import cache_directory
 
 #: A100, H100 and H200, B200.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

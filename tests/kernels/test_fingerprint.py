@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel import kernels
-from dataparallel.consistency import ReplicaMismatch, check_replicas
 from dataparallel.kernels import backend
 from dataparallel.kernels.bits import bits_of, bytes_of
+from dataparallel.reducer.consistency import ReplicaMismatch, check_replicas
 from tests.kernels.guarded import exit_status, guarded
 from tests.kernels.host_backend import HostBackend
 

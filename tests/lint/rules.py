@@ -138,7 +138,7 @@ MODULES: Mapping[str, tuple[frozenset[str], Rule]] = {
     ),
     "torch.utils.cpp_extension": (
         frozenset({"include_paths", "library_paths", "CUDA_HOME"}),
-        Rule("compiles and loads from a folder in /tmp; use dataparallel.native"),
+        Rule("compiles and loads from a folder in /tmp; use dataparallel.kernels.native"),
     ),
 }
 

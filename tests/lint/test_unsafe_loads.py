@@ -182,8 +182,8 @@ def test_who_is_excused() -> None:
     assert +count == {
         "dataparallel/distributed_autograd/envelope.py": 1,
         "dataparallel/distributed_autograd/process_endpoint.py": 3,
-        "dataparallel/intra_op.py": 1,
-        "dataparallel/native.py": 1,
+        "dataparallel/threads/intra_op.py": 1,
+        "kernels/native.py": 1,
         "examples/parameter_server.py": 1,
         "kernels/cupy_backend.py": 1,
         "tools/bench/autograd_workers.py": 3,

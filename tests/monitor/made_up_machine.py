@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.reading import (
     DeviceReading,
     HostReading,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.reading import (
     DeviceReading,

@@ -11,7 +11,7 @@ from typing import Any
 
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, HostReading, Sample
 
 from .step_cases import Seconds, make_step

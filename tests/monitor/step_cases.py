@@ -7,7 +7,7 @@ from typing import Literal
 
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 
 Seconds = Mapping[Phase, float]
 

@@ -11,7 +11,7 @@ import torch
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.clock import DeviceClock
 from dataparallel.monitor.record import StepRecord
-from dataparallel.timeline import Phase, Span, Timeline
+from dataparallel.threads.timeline import Phase, Span, Timeline
 
 CPU = torch.device("cpu")
 MS = 1_000_000

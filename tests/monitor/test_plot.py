@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
 from dataparallel.tools.monitor.palette import LINE_COLORS, PHASE_COLORS

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest, parser
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.metrics import BY_NAME, METRICS
 from dataparallel.tools.monitor.prometheus import metric_name, registry_of
 from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading, Sample

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.reading import HostReading
 from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.serve_command import serving

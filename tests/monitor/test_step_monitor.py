@@ -21,7 +21,7 @@ from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.attach import runs
 from dataparallel.monitor.run import RunState
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from tests.cluster import Cluster
 
 WRAPPERS = [DataParallel, DistributedDataParallel]

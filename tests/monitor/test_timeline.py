@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import dataparallel
-from dataparallel import DataParallel, DistributedDataParallel, parallel_apply, timeline
-from dataparallel.rendezvous import current_rendezvous
-from dataparallel.timeline import PHASES, Span, Timeline
+from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
+from dataparallel.threads import timeline
+from dataparallel.threads.meeting import current_rendezvous
+from dataparallel.threads.timeline import PHASES, Span, Timeline
 from tests.optimizer_cases import apply_torchs
 
 WRAPPERS = [DataParallel, DistributedDataParallel]

@@ -41,6 +41,8 @@ class Terminal:
             env=environment,
             dimensions=(lines, columns),
             encoding="utf-8",
+            # At an interrupt the terminal drops what it holds, half a character too.
+            codec_errors="replace",
             timeout=60,
         )
         self.modes = termios.tcgetattr(self.child.child_fd)

@@ -20,7 +20,7 @@ import torch
 import dataparallel
 from dataparallel.monitor import ReplicaStep, Segment, StepMonitor, StepRecord
 from dataparallel.monitor.trace import write_timeline, write_traces
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from tests.monitor.made_up_runs import INFO, a_step
 
 SECOND = 1_000_000

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataparallel.monitor.run import RunState
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.sources.virtual import ComputingShare, VirtualSource
 from tests.monitor.made_up_samples import run_state
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import collectives
-from dataparallel.parallel_apply import parallel_apply
+from dataparallel.threads.apply import parallel_apply
 from dataparallel.tools.bench.collectives_tasks import (
     CollectivesTask,
     elements,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dataparallel import devices
-from dataparallel.parallel_apply import parallel_apply
+from dataparallel.threads.apply import parallel_apply
 
 #: Seconds that a thread waits for the others before the first repetition.
 _TIMEOUT = 120.0

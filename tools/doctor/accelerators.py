@@ -192,7 +192,7 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
         yield Check("Virtual devices", "Python headers", "missing", purpose, remedy)
     else:
         yield Check("Virtual devices", "Python headers", "ok", headers)
-    native = probe.module("dataparallel.native")
+    native = probe.module("dataparallel.kernels.native")
     if native is not None:
         cache = native.cache_directory()
         compiled = len(list(cache.glob("virtual-*/*.so")))

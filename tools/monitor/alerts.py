@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dataparallel.monitor.advice import AdviceKind
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.reading import DeviceReading

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from dataparallel.monitor.record import Segment
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.look import Look, styled
 from dataparallel.tools.monitor.phase_style import PHASE_STYLES
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.metrics import METRICS, Unit
 from dataparallel.tools.monitor.reading import DeviceReading, HostReading, Sample
 

@@ -6,7 +6,7 @@ https://sronpersonalpages.nl/~pault/.
 
 from __future__ import annotations
 
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 
 #: Per phase its color; those that follow each other in a step are far from each other.
 PHASE_COLORS: dict[Phase, str] = {

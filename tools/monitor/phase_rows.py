@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.palette import PHASE_COLORS
 from dataparallel.tools.monitor.plot_series import Interval
 

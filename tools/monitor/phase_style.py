@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 from dataclasses import dataclass
 
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_COLORS
 
 #: What stands for a phase where there are no colors.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.scores import imbalance
 from dataparallel.monitor.totals import ReplicaTotals, make_totals
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recorded_time import longest_step
 from dataparallel.tools.monitor.run_period import RunPeriod, difference

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.scores import ReplicaScore
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS, Metric
 from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dataparallel.monitor.record import ReplicaStep
 from dataparallel.monitor.run import RunState
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.bars import bar, legend, share_bar, step_bar
 from dataparallel.tools.monitor.look import ACCENT, Look, fitted, padded, styled

@@ -6,7 +6,7 @@ from collections import deque
 
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.totals import RunTotals
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.run_period import RunPeriod, continues
 
 #: So many states are kept at most, however often samples are taken.

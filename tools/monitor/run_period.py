@@ -10,7 +10,7 @@ from dataparallel.monitor.outliers import OUTLIER, are_rare
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.totals import ReplicaTotals, RunTotals, make_totals
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import Sample
 
 #: So many steps are enough for percentiles and scores.

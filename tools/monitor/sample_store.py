@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, Literal, TypeAlias
 
 from dataparallel.monitor.scores import ReplicaScore, score_replicas
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.reading import Sample

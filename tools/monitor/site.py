@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dataparallel.timeline import PHASES
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.phase_style import PHASE_STYLES

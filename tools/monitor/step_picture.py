@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from dataparallel.monitor.record import StepRecord
-from dataparallel.timeline import PHASES, Phase
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_COLORS
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def draw_legend(axes: Axes, phases: Collection[Phase]) -> None:
 
     Args:
         axes: Whose axis.
-        phases: Some of :data:`dataparallel.timeline.PHASES`.
+        phases: Some of :data:`dataparallel.threads.timeline.PHASES`.
     """
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation

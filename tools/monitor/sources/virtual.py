@@ -9,7 +9,7 @@ import torch
 
 from dataparallel import virtual
 from dataparallel.monitor.run import RunState
-from dataparallel.timeline import Phase
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
 from dataparallel.tools.monitor.sources.source import SourceReading
 

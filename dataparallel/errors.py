@@ -1,0 +1,161 @@
+"""What the messages of errors are made of: lists, suggestions, and where something happened."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+CalledT = TypeVar("CalledT", bound=Callable[..., Any])
+T = TypeVar("T")
+
+# --- lists ----------------------------------------------------------------------------------------
+
+#: How many entries a message shows. A model may have thousands of tensors, and nobody sees the
+#: beginning of a message that names all of them.
+MOST = 3
+
+
+def listed(entries: Iterable[str], separator: str = ", ", *, number: int | None = None) -> str:
+    """A list for a message, which stays short.
+
+    Example::
+
+        listed(["a", "b"])                    # "a, b"
+        listed(["a", "b", "c", "d", "e"])     # "a, b, c and 2 more"
+
+    Args:
+        entries: What is listed, in this order.
+        separator: What stands between two of them. Default: a comma.
+        number: How many there are, where ``entries`` are only the first ones. Default: those.
+    """
+    texts = list(entries)
+    more = (len(texts) if number is None else number) - MOST
+    joint = " " if separator == ", " else separator
+    return separator.join(texts[:MOST]) + (f"{joint}and {more} more" if more > 0 else "")
+
+
+def lines(entries: Iterable[str]) -> str:
+    """A list for a message, each entry on a line of its own; begins with a new line.
+
+    Args:
+        entries: What is listed, in this order.
+    """
+    texts = list(entries)
+    more = len(texts) - MOST
+    shown = [*texts[:MOST], *([f"and {more} more"] if more > 0 else [])]
+    return "".join(f"\n  {text}" for text in shown)
+
+
+# --- what was meant -------------------------------------------------------------------------------
+
+
+def suggesting(called: CalledT) -> CalledT:
+    """Let the TypeError of a misspelled keyword name the parameter that is nearest.
+
+    From 3.13 on Python does so for functions in Python; it is not said twice.
+
+    Example::
+
+        @suggesting
+        def save(directory, *, step, keep=3): ...
+
+        save("run", step=1, kep=5)   # ... unexpected keyword argument 'kep'. Did you mean 'keep'?
+
+    Args:
+        called: A function without ``**kwargs``, or a class with such an ``__init__``. Signature
+            and types remain.
+    """
+    if isinstance(called, type):
+        type.__setattr__(called, "__init__", suggesting(vars(called)["__init__"]))
+        return called
+
+    @functools.wraps(called)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return called(*args, **kwargs)
+        except TypeError as error:
+            _suggest(error, kwargs, list(inspect.signature(called).parameters))
+            raise
+
+    return cast("CalledT", call)
+
+
+def _suggest(error: TypeError, given: Iterable[str], known: list[str]) -> None:
+    text = str(error)
+    wrong = [name for name in given if name not in known and f"'{name}'" in text]
+    near = difflib.get_close_matches(wrong[0], known, 1) if wrong else []
+    if near and "Did you mean" not in text:
+        error.args = (f"{text}. Did you mean '{near[0]}'?",)
+
+
+def chosen(option: str, value: object, allowed: tuple[T, ...], other: str = "") -> T:
+    """The one of the allowed values that an option has.
+
+    Args:
+        option: What messages call it.
+        value: What was given.
+        allowed: The values, strings as a rule.
+        other: What else the option may be, for the message.
+
+    Raises:
+        ValueError: It is none of them; names all, and the nearest.
+    """
+    for known in allowed:
+        if value == known:
+            return known
+    *first, last = [*map(repr, allowed), *([other] if other else [])]
+    near = difflib.get_close_matches(value, map(str, allowed), 1) if isinstance(value, str) else []
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{option} must be {', '.join(first)} or {last}, but got {value!r}{hint}")
+
+
+# --- where it happened ----------------------------------------------------------------------------
+
+
+class _KeyMessage(str):
+    """A string that ``KeyError`` shows as it is, where it would show the ``repr``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def locate(error: BaseException, label: str) -> None:
+    """Add to an exception where it happened, so that ``str(error)`` tells.
+
+    The exception stays the same object: type, attributes and traceback are kept. Where its type
+    makes the text from something other than its message, the label is a note below the traceback.
+
+    Args:
+        error: The exception, changed in place.
+        label: For example ``"in replica 0 on device cpu"``.
+    """
+    text = str(error)
+    if label in text:
+        return
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        message = f"{error.args[0]}\n{label}" if error.args[0] else label
+        error.args = (_KeyMessage(message) if isinstance(error, KeyError) else message,)
+    elif len(error.args) == 1 and isinstance(error, KeyError):
+        error.args = (_KeyMessage(f"{error.args[0]!r}\n{label}"),)
+    elif not error.args and not text:
+        error.args = (label,)
+    elif isinstance(error, OSError) and isinstance(error.strerror, str):
+        error.strerror = f"{error.strerror} ({label})"
+    elif isinstance(error, UnicodeError) and hasattr(error, "reason"):
+        error.reason = f"{error.reason} ({label})"
+    if label not in str(error):
+        add_note(error, label)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that is shown below the traceback of an exception."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        # Python 3.10 shows no notes, but keeps them for whoever looks.
+        vars(error).setdefault("__notes__", []).append(note)

@@ -1,0 +1,1 @@
+"""What users see: the two wrappers, and what surrounds one step of theirs."""

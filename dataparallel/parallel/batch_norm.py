@@ -1,0 +1,72 @@
+"""Batch statistics over all replicas of a wrapper.
+
+How they are computed is in ``collectives/batch_statistics.py``; here the batch norm layers of the
+clones are made to do so.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+from torch import Tensor, nn
+
+from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.replicas.clones import ModuleClones
+from dataparallel.threads.apply import current_replica
+from dataparallel.threads.compiled import untraced
+from dataparallel.threads.meeting import current_rendezvous
+from dataparallel.torch_internals import BatchNorm
+
+
+def synchronize(clones: ModuleClones, group: LocalGroup) -> None:
+    """Let the batch norm layers of some clones use the statistics of the whole batch.
+
+    Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group.
+
+    Args:
+        clones: Refreshed clones; the change lasts until their next refresh.
+        group: The replicas that have the batch.
+    """
+    for module in clones.parts.modules:
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"cannot synchronize batch norm over the replicas of {clones.name_of(module)!r} "
+                "within replicas; unwrap the inner module"
+            )
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
+            name = clones.name_of(module)
+            if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
+                raise TypeError(
+                    f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "
+                    "which has a forward of its own; use a layer of torch.nn, or another buffers="
+                )
+            layers = [replica[id(module)] for replica in clones.counterparts]
+            # Weak, since the layer is to hold this, and would hold itself through it.
+            forwards = [
+                functools.partial(_forward, weakref.ref(layer), group, f"batch norm {name!r}")
+                for layer in layers
+            ]
+            clones.override(module, "forward", forwards)
+
+
+@untraced
+def _forward(
+    reference: weakref.ref[BatchNorm], group: LocalGroup, label: str, input: Tensor
+) -> Tensor:
+    """What ``BatchNorm.forward`` does, with statistics over all replicas."""
+    layer = reference()
+    assert layer is not None
+    check_input(layer, input, label)
+    uses_batch = layer.training or layer.running_mean is None
+    if uses_batch and current_rendezvous() is None and current_replica() is None:
+        raise RuntimeError(
+            f"{label} is synchronized between replicas but was called outside of their forward, "
+            "for example recomputed by activation checkpointing, where the other replicas cannot "
+            "take part; leave synchronized layers out of the checkpointed part"
+        )
+    if not uses_batch or is_alone(group, label):
+        return type(layer).forward(layer, input)
+    return batch_norm(layer, input, group, label)

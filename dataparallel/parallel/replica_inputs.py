@@ -1,0 +1,140 @@
+"""What replicas are given in place of inputs that require grad.
+
+Note [What stands for an input]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The graph of a replica begins at leaves that share memory and version counter with its inputs. A
+module may write its inputs in place (``nn.ReLU(inplace=True)`` behind an encoder), which autograd
+refuses on a leaf and on a view of one. So the module is given what a node has made of the leaf: no
+leaf, no view, and the same memory. Only a leaf of the caller's own is given as a leaf, since the
+bare module could not write that either. An input that is given twice is one tensor in the replica.
+
+A write goes to memory that the caller sees, too, and with the bare module the caller's tensor is
+from then on a result of the module. So the replica's tensor becomes one more output of the cut, and
+the caller's tensor gets the history of that output. The same holds for an input that did not
+require grad and does so now. Of several replicas each has a copy of its chunk, and what it writes
+there nobody else sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dataparallel import torch_internals
+from dataparallel.batch.tree import flatten
+from dataparallel.graph.functions import Identity, apply_function
+
+
+class ReplicaInputs:
+    """The inputs of one replica in one forward. See Note [What stands for an input].
+
+    Args:
+        arguments: Any container.
+
+    Attributes:
+        given: The container around what the module is given.
+        outer: The inputs that require grad, each once.
+        leaves: The leaves that stand for them in the replica's graph.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        values, structure = flatten(arguments)
+        self.outer: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        self._constant: list[torch.Tensor] = []
+        self._given: list[torch.Tensor] = []
+        self._nodes: list[Any] = []
+        places: dict[int, int] = {}
+        for position, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not value.requires_grad:
+                self._constant.append(value)
+                continue
+            if id(value) not in places:
+                places[id(value)] = len(self.outer)
+                self._add(value)
+            values[position] = self._given[places[id(value)]]
+        self.given = structure.rebuild(values) if self.outer else arguments
+
+    def _add(self, outer: torch.Tensor) -> None:
+        leaf, given = stand_in(outer)
+        self.outer.append(outer)
+        self.leaves.append(leaf)
+        self._given.append(given)
+        self._nodes.append(given.grad_fn)
+
+    def written(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs that the module has made a part of its graph: the caller's, and the replica's.
+
+        Raises:
+            RuntimeError: Inputs share memory, and the module wrote some of them.
+        """
+        found = []
+        for i, (given, node) in enumerate(zip(self._given, self._nodes, strict=True)):
+            if given.grad_fn is not node:
+                found.append((self.outer[i], given))
+                # The cut comes behind what the caller's tensor was before the module wrote it.
+                self.outer[i] = apply_function(Identity, self.outer[i])[0]
+        if found:
+            self._refuse_shared([given for _, given in found])
+        with_history = {id(tensor): tensor for tensor in self._constant if tensor.requires_grad}
+        return found + [(tensor, _taken_out(tensor)) for tensor in with_history.values()]
+
+    def _refuse_shared(self, written: Sequence[torch.Tensor]) -> None:
+        owners = {tensor.untyped_storage().data_ptr() for tensor in written}
+        sharing = [t for t in self._given if t.untyped_storage().data_ptr() in owners]
+        if len(sharing) > len(owners):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in sharing)
+            raise RuntimeError(
+                "the module wrote an input in place that shares memory with another of its inputs "
+                f"(shapes {shapes}), so the gradient of the other would be wrong; pass one of them "
+                "as .clone(), or write a copy in forward"
+            )
+
+
+def stand_in(outer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A leaf with the memory of ``outer``, and what a function is given in place of ``outer``."""
+    leaf = outer.detach().requires_grad_()
+    if outer.is_leaf:
+        return leaf, leaf
+    return leaf, apply_function(Identity, leaf)[0]
+
+
+def _taken_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The history of a tensor of the caller's, which it has from a replica; it is left without."""
+    history: torch.Tensor = apply_function(Identity, tensor)[0]
+    try:
+        tensor.detach_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the module wrote what requires grad into an input of shape {tuple(tensor.shape)} "
+            "that is a view of another tensor and does not require grad; pass it as .clone(), or "
+            "write a copy in forward"
+        ) from error
+    return history
+
+
+def follow_write(outer: torch.Tensor, result: torch.Tensor) -> None:
+    """Make the caller's tensor, in whose memory ``result`` is already, a result of the module."""
+    if not result.requires_grad:
+        outer.detach_()
+        return
+    with torch_internals.keep_versions((outer,)):
+        apply_function(Written, outer, result)
+
+
+class Written(torch.autograd.Function):
+    """A tensor whose memory holds ``result`` already."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Not None, which would lose the gradient of what lies around a view.
+        return torch.zeros_like(grad), grad

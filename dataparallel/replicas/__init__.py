@@ -1,0 +1,1 @@
+"""The clones of a module, and what keeps their parameters and buffers as the module has them."""

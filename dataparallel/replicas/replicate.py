@@ -1,0 +1,147 @@
+"""Clone a module onto device slots, with gradient edges back to the original."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from dataparallel.devices import DeviceLike, parse_devices
+from dataparallel.errors import add_note, listed
+from dataparallel.replicas.clones import ModuleClones
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_log = logging.getLogger("dataparallel")
+
+
+def replicate(
+    network: ModuleT, devices: Sequence[DeviceLike], detach: bool = False
+) -> list[ModuleT]:
+    """Clone a module onto several device slots.
+
+    The clones keep the structure: what the module shares with itself is shared within each clone,
+    containers, buffers, hooks, parametrizations and tensor layouts are kept, and each clone has
+    ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the device of ``network``
+    share the memory of its parameters.
+
+    Example::
+
+        replicas = replicate(net, ["cuda:0", "cuda:1"])
+        (replicas[0](x0).sum() + replicas[1](x1).sum().to("cuda:0")).backward()
+        net.weight.grad   # the sum over both replicas
+
+    Args:
+        network: The module; its parameters and buffers are on ``devices[0]``.
+        devices: One device per replica: ints, strings or ``torch.device``; repeats are allowed.
+        detach: Leave out the gradient edges. Default: gradients of the clones' parameters are
+            summed, in replica order, into ``network``.
+
+    Returns:
+        One clone per device. Parameters and buffers of the clones on ``devices[0]`` alias the
+        originals (buffers of the first such clone only), the others are copies.
+
+    Raises:
+        TypeError: A submodule cannot be cloned (a ScriptModule).
+        ValueError: Parameters or buffers are on other devices than ``devices[0]``, or are not
+            initialized yet; the message names the first of them.
+
+    Gradient edges are those of ``replicate`` in torch's C++ ``data_parallel``.
+    """
+    if not devices:
+        return []
+    slots = parse_devices(devices)
+    check_placement(network, slots[0])
+    clones = ModuleClones(network, slots).refresh(len(slots), detach=detach)
+    return cast("list[ModuleT]", clones)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether the parameters and buffers of a module are on several devices."""
+    return len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1
+
+
+def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Move a module to its first device: from the CPU, and where it is the only one from anywhere.
+
+    Parameters stay the objects that they are, so an optimizer made before goes on with them. What
+    somebody has put on another accelerator is left there, for :func:`check_placement` to refuse.
+    """
+    there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    first = devices[0]
+    if not there - {first} or (len(devices) > 1 and there != {torch.device("cpu")}):
+        return
+    _move(module, first)
+    _log.info(
+        "the module was on %s and is on %s now, the first of its devices",
+        listed(sorted(map(str, there))),
+        first,
+    )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    # Between types of devices that are strange to each other torch makes new parameters, unless it
+    # is told to swap what is in them: an optimizer would go on with those that nobody uses.
+    torch.__future__.set_swap_module_params_on_conversion(before or not _takes_memory_of(device))
+    try:
+        module.to(device)
+    except RuntimeError as error:
+        add_note(
+            error,
+            f"while the wrapper moved the module to {device}, the first of its devices; call "
+            f"module.to({str(device)!r}) before there are optimizers, graphs or other users of it",
+        )
+        raise
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _takes_memory_of(device: torch.device) -> bool:
+    """Whether a tensor on the CPU can become one on ``device``, as the same object."""
+    tensor = torch.empty(0)
+    try:
+        tensor.data = torch.empty(0, device=device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_placement(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
+    if _is_placed(module, device):
+        return
+    misplaced: list[str] = []
+    uninitialized: list[str] = []
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if torch.nn.parameter.is_lazy(tensor):
+                uninitialized.append(name)
+            elif tensor.device != device:
+                misplaced.append(f"{kind} {name!r} is on {tensor.device}")
+    if uninitialized:
+        raise ValueError(
+            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
+            "call the module once with an example input first"
+        )
+    if misplaced:
+        raise ValueError(
+            f"the module must be on {device}, the first of its devices, but "
+            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
+        )
+
+
+def _is_placed(module: nn.Module, device: torch.device) -> bool:
+    # At every forward, so without the names, whose making costs more than all the rest.
+    return not any(
+        tensor is not None and (tensor.device != device or torch.nn.parameter.is_lazy(tensor))
+        for part in module.modules()
+        for registry in (part._parameters, part._buffers)
+        for tensor in registry.values()
+    )

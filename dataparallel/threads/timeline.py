@@ -1,0 +1,283 @@
+"""When each replica begins and ends a phase, for whoever listens.
+
+Note [Phases of a replica]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+What wraps a module says when a phase begins and ends, for one replica or for all of them:
+
+    scatter                  inputs, parameters and buffers go to the replicas
+    forward                  the module computes
+    gather                   outputs are put together
+    loss                     the criterion computes (between forward and backward where the caller
+                             computes it)
+    backward                 gradients are computed
+    reduce local             gradients of the replicas are summed up and handed out
+    reduce across processes  the other processes are waited for
+    optimizer                the step of the optimizer
+    input                    no step is under way: the caller gets the next batch
+    idle                     nothing of all that: the replica waits for the others
+
+Spans may lie within each other; the innermost one counts. The last two, and ``loss`` of the caller,
+are what lies between the spans. On an accelerator a span begins and ends with an event on the
+stream that the thread uses, so that nothing waits for the device; on the CPU with the host's clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import torch
+
+from dataparallel import devices as _devices
+from dataparallel import torch_internals
+from dataparallel.threads.apply import current_replica
+
+T = TypeVar("T")
+
+Phase: TypeAlias = Literal[
+    "input",
+    "scatter",
+    "forward",
+    "gather",
+    "loss",
+    "backward",
+    "reduce local",
+    "reduce across processes",
+    "optimizer",
+    "idle",
+]
+
+#: All phases, in the order in which they are shown.
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class Span:
+    """A stretch of time in which replicas are in one phase.
+
+    It is a context manager; the listeners get it when it ends.
+
+    Attributes:
+        phase: One of :data:`PHASES`.
+        replicas: Indices of the replicas.
+        begin: When it began, in nanoseconds of ``time.perf_counter_ns``.
+        end: When it ended; 0 before that.
+        failed: Whether an exception ended it.
+        begin_events: Per replica an event on its device, None for the CPU; empty where all replicas
+            are on the CPU.
+        end_events: Likewise.
+    """
+
+    __slots__ = (
+        "_before",
+        "_timeline",
+        "begin",
+        "begin_events",
+        "end",
+        "end_events",
+        "failed",
+        "phase",
+        "replicas",
+    )
+
+    def __init__(self, timeline: Timeline, phase: Phase, replicas: tuple[int, ...]) -> None:
+        self._timeline = timeline
+        self.phase = phase
+        self.replicas = replicas
+        self.end = 0
+        self.begin_events: tuple[torch.Event | None, ...] = ()
+        self.end_events: tuple[torch.Event | None, ...] = ()
+        # The rest is there when it has begun; this is made often.
+        self.begin: int
+        self.failed: bool
+        self._before: list[tuple[Phase, int]]
+
+    def __enter__(self) -> Span:
+        timeline = self._timeline
+        now = timeline.now
+        self._before = [now[replica] for replica in self.replicas]
+        if timeline.has_events:
+            self.begin_events = timeline.events(self.replicas)
+        self.begin = begin = time.perf_counter_ns()
+        entry = (self.phase, begin)
+        for replica in self.replicas:
+            now[replica] = entry
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        timeline = self._timeline
+        self.failed = kind is not None
+        if timeline.has_events:
+            self.end_events = timeline.events(self.replicas)
+        self.end = time.perf_counter_ns()
+        now = timeline.now
+        for replica, before in zip(self.replicas, self._before, strict=True):
+            now[replica] = before
+        for listener in timeline.listeners:
+            listener(self)
+
+
+#: What a listener is called with; it must be quick and may come from any thread.
+Listener: TypeAlias = Callable[[Span], None]
+#: What is told when a forward begins: number of samples per replica, whether it computes gradients.
+CallListener: TypeAlias = Callable[[Sequence[int], bool], None]
+#: What is told when replicas are dropped or added: per replica which it was, None for a new one.
+DeviceListener: TypeAlias = Callable[[Sequence["int | None"]], None]
+
+_NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
+
+
+class Timeline:
+    """What the parts of one wrapper tell about their phases. See Note [Phases of a replica].
+
+    While nobody listens, a span costs one look at an attribute.
+
+    Example::
+
+        timeline = Timeline([torch.device("cpu")])
+        timeline.subscribe(print)
+        with timeline.span("forward", 0):
+            ...
+
+    Args:
+        devices: One device per replica.
+
+    Attributes:
+        devices: As given.
+        now: Per replica the phase in which it is as the host sees it, and since when.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        #: Who is told of spans; see :meth:`subscribe`.
+        self.listeners: tuple[Listener, ...] = ()
+        self._call_listeners: tuple[CallListener, ...] = ()
+        self._device_listeners: tuple[DeviceListener, ...] = ()
+        self._place(devices)
+
+    def _place(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.now: list[tuple[Phase, int]] = [("idle", 0)] * len(self.devices)
+        self._everyone = tuple(range(len(self.devices)))
+        self._alone = tuple((replica,) for replica in self._everyone)
+        #: Whether spans have events, since replicas are on accelerators.
+        self.has_events = any(map(_devices.is_accelerator, self.devices))
+
+    def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
+        """Let the replicas be others; not while a span lasts.
+
+        Args:
+            devices: One device per replica.
+            kept: Per replica which one it was, None for a new one.
+        """
+        self._place(devices)
+        for listener in self._device_listeners:
+            listener(kept)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether somebody listens."""
+        return bool(self.listeners)
+
+    def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
+        """The time of a ``with`` block is a phase of replicas.
+
+        Args:
+            phase: One of :data:`PHASES`.
+            replica: Index of the replica. Default: all of them.
+        """
+        if not self.listeners:
+            return _NO_SPAN
+        return Span(self, phase, self._everyone if replica is None else self._alone[replica])
+
+    def span_here(self, phase: Phase) -> AbstractContextManager[object]:
+        """Like :meth:`span`, of the replica in whose thread this is; of all in another thread."""
+        if not self.listeners:
+            return _NO_SPAN
+        replica = current_replica()
+        # The thread may belong to a replica of another wrapper, in which this one is called.
+        own = replica is not None and replica.index < len(self.devices)
+        return self.span(phase, replica.index if replica is not None and own else None)
+
+    def call(self, sizes: Sequence[int]) -> None:
+        """A forward has been scattered.
+
+        Args:
+            sizes: Number of samples of each replica that takes part.
+        """
+        if self.listeners:
+            # A phase that an exception has ended may not have been told.
+            self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
+        for listener in self._call_listeners:
+            listener(sizes, torch.is_grad_enabled())
+
+    def spanned(self, phase: Phase, replica: int, function: Callable[[], T]) -> Callable[[], T]:
+        """A function whose calls are a phase of one replica."""
+
+        def call() -> T:
+            with self.span(phase, replica):
+                return function()
+
+        return call
+
+    def subscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
+        """Tell ``listener`` every span that ends from now on, and ``on_call`` every forward."""
+        self.listeners = (*self.listeners, listener)
+        if on_call is not None:
+            self._call_listeners = (*self._call_listeners, on_call)
+
+    def follow_devices(self, listener: DeviceListener) -> None:
+        """Tell ``listener`` from now on when replicas are dropped or added."""
+        self._device_listeners = (*self._device_listeners, listener)
+
+    def leave_devices(self, listener: DeviceListener) -> None:
+        """Tell ``listener`` nothing any more of replicas that are dropped or added."""
+        left = tuple(one for one in self._device_listeners if one != listener)
+        self._device_listeners = left
+
+    def unsubscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
+        """Tell ``listener`` and ``on_call`` nothing any more."""
+        self.listeners = tuple(one for one in self.listeners if one != listener)
+        self._call_listeners = tuple(one for one in self._call_listeners if one != on_call)
+
+    def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
+        """Per replica an event that happens when its device has come this far."""
+        recorded = {
+            device: _devices.timing_event(device)
+            for device in dict.fromkeys(self.devices[replica] for replica in replicas)
+        }
+        return tuple(recorded[self.devices[replica]] for replica in replicas)
+
+
+def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
+    """Tell a timeline when the backward of what a forward returned begins and ends.
+
+    Where the replicas' graphs hang together there is nobody else to tell: the engine runs through
+    all of them, and it is done when its outermost backward is.
+
+    Args:
+        timeline: What is told.
+        outputs: What a wrapper returned, flat; tensors with a graph count.
+    """
+    backward = _Backward(timeline)
+    for leaf in outputs:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(backward.begin)
+
+
+class _Backward:
+    """A backward that begins with the first gradient and ends when the engine says so."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._task = -1
+
+    def begin(self, grads: Any) -> None:
+        task = torch_internals.current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            span = self._timeline.span("backward")
+            span.__enter__()
+            # Not called where the backward fails: then there is no span either.
+            torch_internals.when_backward_ends(lambda: span.__exit__(None, None, None))

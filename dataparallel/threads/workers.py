@@ -1,0 +1,394 @@
+"""Persistent worker threads, one per replica.
+
+Note [Who holds whom]
+~~~~~~~~~~~~~~~~~~~~~
+A worker thread holds its inbox and nothing else: not the pool, and between two calls no task and
+no result. So a pool that nobody uses is collected, and its finalizer ends the threads. The threads
+are daemons: a replica that never returns cannot keep the interpreter from exiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch.utils.checkpoint
+
+from dataparallel import torch_internals
+from dataparallel.comm import interpreter_end
+from dataparallel.errors import add_note, locate
+from dataparallel.threads import intra_op
+
+T = TypeVar("T")
+
+# Seconds that an interrupted call waits for its replicas to notice.
+INTERRUPT_GRACE = 0.7
+# Seconds between two looks at which of them have, and after which they are interrupted again.
+_LOOK, _AGAIN = 0.01, 0.2
+# Seconds that closing waits for each idle thread to end.
+_JOIN_TIMEOUT = 1.0
+# Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
+# elsewhere a signal that comes just before the wait begins does not end it.
+_WAIT = 0.2
+
+
+class Interrupted(BaseException):
+    """Raised inside a replica whose call was interrupted, at its next Python instruction."""
+
+
+class SecondaryError(RuntimeError):
+    """A replica failed only because another one did; the other's error is the one to report."""
+
+
+class _Latch:
+    """Opens when every task of one call has been dealt with."""
+
+    __slots__ = ("_count", "_guard", "_open", "cancelled")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._guard = threading.Lock()
+        self._open = threading.Lock()
+        self._open.acquire()
+        self.cancelled = False
+
+    def count_down(self) -> None:
+        with self._guard:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._open.release()
+
+    def wait(self) -> None:
+        while not self._open.acquire(timeout=_WAIT):
+            interpreter_end.come_by()
+        self._open.release()
+        interpreter_end.come_by()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        opened = self._open.acquire(timeout=seconds)
+        if opened:
+            self._open.release()
+        return opened
+
+
+class _Job(Generic[T]):
+    """One task, and what became of it."""
+
+    __slots__ = ("_latch", "_task", "_threads", "error", "finished", "result")
+
+    def __init__(self, task: Callable[[], T], latch: _Latch, threads: int | None) -> None:
+        self._task: Callable[[], T] | None = task
+        self._latch = latch
+        self._threads = threads
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.finished = False
+
+    def execute(self) -> None:
+        try:
+            if not self._latch.cancelled:
+                if self._threads is not None:
+                    intra_op.use_threads(self._threads)
+                assert self._task is not None
+                self.result = self._task()
+        except BaseException as error:
+            # Without this frame, which holds the job, which holds the error.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            self.error = error
+            _leave_checkpoints(error)
+        finally:
+            self._task = None
+            self.finished = True
+            self._latch.count_down()
+
+
+def _leave_checkpoints(error: BaseException) -> None:
+    """Leave the activation checkpoints through which an error came, in this thread.
+
+    Up to torch 2.11 they are left when the last reference to the error goes, and by then their
+    saved-tensor hooks would have acted on whatever this thread ran next.
+    """
+    chain: dict[int, BaseException] = {}
+    each: BaseException | None = error
+    while each is not None and id(each) not in chain:
+        chain[id(each)] = each
+        each = each.__context__
+    for cause in reversed(chain.values()):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        for frame in reversed(frames):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                for value in frame.f_locals.values():
+                    if isinstance(value, types.GeneratorType):
+                        _leave(value, error)
+
+
+def _leave(generator: types.GeneratorType[Any, Any, Any], error: BaseException) -> None:
+    """Leave the blocks of a generator; what that raises is told beside the error."""
+    try:
+        generator.close()
+    except Exception as another:
+        add_note(error, f"leaving an activation checkpoint failed as well: {another!r}")
+
+
+def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:
+    if torch_internals.set_thread_name is not None:
+        # The name that profilers and `top -H` show; the system cuts it after 15 characters.
+        torch_internals.set_thread_name(f"replica-{index}")
+    # An interrupt that comes when the task has just ended has nothing left to stop.
+    with contextlib.suppress(Interrupted):
+        while True:
+            job = inbox.get()
+            if job is None:
+                return
+            interpreter_end.start()
+            job.execute()
+            del job
+            interpreter_end.stop()
+
+
+def _close(
+    threads: list[threading.Thread],
+    inboxes: list[queue.SimpleQueue[_Job[Any] | None]],
+    process: int,
+    join: bool = True,
+) -> None:
+    if process != os.getpid():
+        # After a fork the threads exist in the parent only.
+        return
+    for inbox in inboxes:
+        inbox.put(None)
+    for thread in threads:
+        if join and thread is not threading.current_thread():
+            thread.join(_JOIN_TIMEOUT)
+
+
+class Workers:
+    """A pool of worker threads, one per replica index, which runs one call at a time.
+
+    Example::
+
+        workers = Workers()
+        workers.run([lambda: f(0), lambda: f(1)], ["in replica 0", "in replica 1"])   # [f0, f1]
+        workers.close()
+
+    The threads start at the first call that needs them, are used again by every later one, and end
+    with :meth:`close`, when the pool is collected, or when the interpreter exits.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._inboxes: list[queue.SimpleQueue[_Job[Any] | None]] = []
+        self._finalizer = weakref.finalize(self, _close, self._threads, self._inboxes, os.getpid())
+        # Then others may still use it, see Note [Threads at the end].
+        self._finalizer.atexit = False
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads have been told to end; the pool cannot run anything then."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """End the threads and wait for them; a second call does nothing."""
+        self._finalizer()
+
+    def run(
+        self,
+        tasks: Sequence[Callable[[], T]],
+        labels: Sequence[str],
+        *,
+        threads: Sequence[int | None] | None = None,
+        on_interrupt: Callable[[], None] | None = None,
+    ) -> list[T]:
+        """Run ``tasks[i]`` in thread ``i``, all at the same time, and wait for all of them.
+
+        Args:
+            tasks: Functions without arguments.
+            labels: Where each task runs, for error messages: ``"in replica 0 on device cpu"``.
+            threads: How many intra-op threads each task may use. Default: as many as the thread
+                used before.
+            on_interrupt: Called when the wait is interrupted (Ctrl-C), to release tasks that wait
+                for each other.
+
+        Returns:
+            One result per task, in order.
+
+        Raises:
+            BaseException: What a task raised: the object itself, so of the same type and with its
+                traceback, and with its label added by :func:`locate`. When several tasks fail,
+                that of the lowest index, the others as notes.
+        """
+        assert not self.closed, "a closed pool runs nothing"
+        latch = _Latch(len(tasks))
+        shares = threads or [None] * len(tasks)
+        jobs = [_Job(task, latch, share) for task, share in zip(tasks, shares, strict=True)]
+        try:
+            self._grow(len(tasks))
+            for inbox, job in zip(self._inboxes, jobs, strict=False):
+                inbox.put(job)
+            latch.wait()
+        except BaseException:
+            self._interrupt(jobs, latch, on_interrupt)
+            raise
+        return _results(jobs, labels)
+
+    def _grow(self, count: int) -> None:
+        for index in range(len(self._threads), count):
+            inbox: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_serve,
+                args=(inbox, index),
+                name=f"dataparallel-replica-{index}",
+                daemon=True,
+            )
+            # First of all, so that a thread is told to end even if an interrupt comes right now.
+            self._inboxes.append(inbox)
+            thread.start()
+            self._threads.append(thread)
+
+    def _interrupt(
+        self,
+        jobs: Sequence[_Job[Any]],
+        latch: _Latch,
+        on_interrupt: Callable[[], None] | None,
+    ) -> None:
+        """Stop what still runs. The pool is given up: an asynchronous exception may come late.
+
+        A replica inside a long operation does not notice before that ends; its thread is left
+        behind after a grace time and ends on its own.
+        """
+        latch.cancelled = True
+        self._finalizer.detach()
+        try:
+            if on_interrupt is not None:
+                on_interrupt()
+            deadline = time.monotonic() + INTERRUPT_GRACE
+            # More than once: what is raised in a finalizer, or is caught, does not end a replica.
+            while self._raise_in_unfinished(jobs) and time.monotonic() < deadline:
+                self._wait_for_end(jobs, latch, _AGAIN)
+        finally:
+            _close(self._threads, self._inboxes, os.getpid(), join=False)
+            for job in jobs:
+                job.error = None
+
+    def _raise_in_unfinished(self, jobs: Sequence[_Job[Any]]) -> bool:
+        unfinished = self._unfinished(jobs)
+        for thread in unfinished:
+            if thread.ident is not None:
+                _raise_in(thread.ident)
+        return bool(unfinished)
+
+    def _wait_for_end(self, jobs: Sequence[_Job[Any]], latch: _Latch, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not latch.wait_at_most(_LOOK) and time.monotonic() < deadline:
+            # One that the interrupt met on its way out of a task has not counted itself.
+            if not self._unfinished(jobs):
+                return
+
+    def _unfinished(self, jobs: Sequence[_Job[Any]]) -> list[threading.Thread]:
+        pairs = zip(self._threads, jobs, strict=False)
+        return [thread for thread, job in pairs if not job.finished and thread.is_alive()]
+
+
+def _raise_in(ident: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:
+    failed = [(i, job.error) for i, job in enumerate(jobs) if job.error is not None]
+    if not failed:
+        results: list[T] = [job.result for job in jobs]  # type: ignore[misc]
+        # A worker may hold its job a moment longer; the result is the caller's alone.
+        for job in jobs:
+            job.result = None
+        return results
+    first, error = min(failed, key=lambda item: (isinstance(item[1], SecondaryError), item[0]))
+    locate(error, labels[first])
+    for i, other in failed:
+        if i != first and not isinstance(other, SecondaryError):
+            add_note(error, f"{labels[i]} also failed: {type(other).__name__}: {other}")
+    for job in jobs:
+        job.error = None
+    try:
+        raise error
+    finally:
+        # The traceback holds this frame, which would hold the error.
+        del error, failed
+
+
+# --- pools of one owner ----------------------------------------------------------------------
+
+_all_pools: weakref.WeakSet[WorkerPools] = weakref.WeakSet()
+
+
+class WorkerPools:
+    """The idle pools of one owner. A call borrows one, so calls may be nested or come from several
+    threads at the same time; another pool is created only when all are busy.
+
+    Example::
+
+        pools = WorkerPools()
+        with pools.borrow() as workers:
+            workers.run(tasks, labels)
+        pools.close()
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        _all_pools.add(self)
+
+    def _reset(self) -> None:
+        self._idle: list[Workers] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Workers]:
+        """An idle pool for the length of a ``with`` block."""
+        with self._lock:
+            workers = self._idle.pop() if self._idle else Workers()
+        process = os.getpid()
+        try:
+            yield workers
+        finally:
+            # In a forked child the threads of this pool do not exist.
+            if not workers.closed and process == os.getpid():
+                with self._lock:
+                    self._idle.append(workers)
+
+    def close(self) -> None:
+        """End the threads of all idle pools. A later call starts new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for workers in idle:
+            workers.close()
+
+    def __deepcopy__(self, _memo: object) -> WorkerPools:
+        # Threads are not copied: the copy starts its own when it needs them.
+        return WorkerPools()
+
+    def __reduce__(self) -> tuple[type[WorkerPools], tuple[()]]:
+        return (WorkerPools, ())
+
+
+def _after_fork() -> None:
+    for pools in list(_all_pools):
+        pools._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
