@@ -1,7 +1,7 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
+import importlib as _importlib
 import typing as _typing
-from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
 from dataparallel import virtual as virtual
@@ -45,24 +45,23 @@ if _typing.TYPE_CHECKING:
     from dataparallel.extras.balancing import balance as balance
     from dataparallel.extras.process_start import init_process_group as init_process_group
 
-#: What stands beside or above the wrappers is imported when it is first asked for: the module and,
-#: if it is no module itself, the name in it.
-_LATE = {
-    "balance": ("dataparallel.extras.balancing", "balance"),
-    "checkpoint": ("dataparallel.extras.checkpoint", ""),
-    "distributed_autograd": ("dataparallel.distributed_autograd", ""),
-    "init_process_group": ("dataparallel.extras.process_start", "init_process_group"),
-    "monitor": ("dataparallel.monitor", ""),
+#: What stands beside or above the wrappers is imported when it is first asked for.
+_LATE: dict[str, _typing.Callable[[], _typing.Any]] = {
+    "balance": lambda: _importlib.import_module("dataparallel.extras.balancing").balance,
+    "checkpoint": lambda: _importlib.import_module("dataparallel.extras.checkpoint"),
+    "distributed_autograd": lambda: _importlib.import_module("dataparallel.distributed_autograd"),
+    "init_process_group": lambda: (
+        _importlib.import_module("dataparallel.extras.process_start").init_process_group
+    ),
+    "monitor": lambda: _importlib.import_module("dataparallel.monitor"),
 }
 
 
 def __getattr__(name: str) -> _typing.Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place, inside = _LATE[name]
-    value = _import_module(place)
-    globals()[name] = getattr(value, inside) if inside else value
-    return globals()[name]
+    globals()[name] = value = _LATE[name]()
+    return value
 
 
 def __dir__() -> list[str]:

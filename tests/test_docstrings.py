@@ -74,6 +74,7 @@ def public() -> Iterator[tuple[str, Any]]:
             value = getattr(module, name)
             if not inspect.ismodule(value):
                 prefix = module.__name__.removeprefix("dataparallel").removeprefix(".")
+                prefix = prefix.removeprefix("extras.")
                 yield f"{prefix}.{name}" if prefix else name, value
     for name in ("__init__", "forward", *OWN_METHODS):
         yield f"DataParallel.{name}", getattr(dataparallel.DataParallel, name)

@@ -335,7 +335,7 @@ def test_fused_operations_on_a_shared_gpu_are_reproducible() -> None:
 def test_a_torch_without_the_dispatch_key_says_so_once_and_works() -> None:
     code = """
         import torch
-        from dataparallel import random_dispatch
+        from dataparallel.threads import random_dispatch
         random_dispatch._KEY_NAME = "NoSuchKey"
         from dataparallel.threads.apply import parallel_apply
         for _ in range(3):
