@@ -21,6 +21,9 @@ from dataparallel.batch.scatter_gather import Replicate as Replicate  # noqa: E4
 from dataparallel.batch.scatter_gather import gather as gather  # noqa: E402
 from dataparallel.batch.scatter_gather import scatter as scatter  # noqa: E402
 from dataparallel.batch.scatter_gather import scatter_kwargs as scatter_kwargs  # noqa: E402
+from dataparallel.comm.bucket_plan import (  # noqa: E402
+    compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
+)
 from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
 from dataparallel.devices import accelerators as accelerators  # noqa: E402
 from dataparallel.optim.sharded import ShardedOptimizer as ShardedOptimizer  # noqa: E402
@@ -30,9 +33,6 @@ from dataparallel.parallel.distributed import (  # noqa: E402
 )
 from dataparallel.parallel.functional import data_parallel as data_parallel  # noqa: E402
 from dataparallel.parallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
-from dataparallel.reducer.bucket_plan import (  # noqa: E402
-    compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
-)
 from dataparallel.replicas.replicate import replicate as replicate  # noqa: E402
 from dataparallel.threads.apply import Replica as Replica  # noqa: E402
 from dataparallel.threads.apply import current_replica as current_replica  # noqa: E402

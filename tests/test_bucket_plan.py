@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from dataparallel import compute_bucket_assignment_by_size
-from dataparallel.reducer.bucket_plan import NO_LIMIT, BucketPlan, plan_buckets
+from dataparallel.comm.bucket_plan import NO_LIMIT, BucketPlan, plan_buckets
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -93,13 +93,8 @@ def test_indices_may_be_those_of_a_larger_list() -> None:
     [
         (([], [1]), "tensors is empty; pass at least one tensor"),
         (([tensor(1)], []), "bucket_size_limits is empty; pass at least one limit"),
-        (([tensor(1)], [-1, 2, -3]), "0 or more, but among them are -1, -3; MiB are"),
-        (([tensor(1)], [0.5]), r"whole numbers of bytes.* are 0.5; MiB are to be multiplied"),
         (([tensor(1)], [1], [True] * 2), "expect_sparse_gradient has 2 entries, but there are 1"),
         (([tensor(1)], [1], None, [0, 1]), "tensor_indices has 2 entries, but there are 1"),
-        (([tensor(1)] * 4, [1], None, [3, 2, 3, 2]), "tensor_indices has 2, 3 more than once"),
-        (([tensor(1)], [1], None, [-1]), "tensor_indices has -1, but .* at least 0$"),
-        (([tensor(1)] * 2, [1], [True] * 2, [2, 0]), "has 2, but .* at least 0 and below 2"),
         (
             ([torch.eye(2), torch.eye(2).to_sparse(), torch.eye(2).to_sparse_coo()], [1]),
             r"No support for sparse tensors.* tensors\[1\] \(torch.sparse_coo\), tensors\[2\]",
@@ -202,41 +197,16 @@ def test_a_cap_below_the_first_limit_is_the_limit_of_all() -> None:
     assert planned([4] * 3, first_bytes=8, cap_bytes=4, order=[0, 1, 2]) == [(0,), (1,), (2,)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options", "buckets"),
-    [
-        # With torch's rule alone, what fills the last bucket belongs to it: here 404 bytes.
-        ([4, 400, 4], {}, [(2,), (1,), (0,)]),
-        ([4, 4, 4, 400], {}, [(2, 3), (0, 1)]),
-        ([4] * 13, {}, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
-        ([16, 4, 4], {}, [(1, 2), (0,)]),
-        ([4, 4], {}, [(0, 1)]),
-        # The first bucket is small too once it is known what comes first.
-        ([4] * 9, {"order": list(range(9))}, [(0, 1), (2, 3, 4, 5, 6), (7, 8)]),
-        ([4] * 7, {"order": list(range(7)), "cap_bytes": [12]}, [(0, 1, 2), (3, 4), (5, 6)]),
-        ([4] * 7, {"cap_bytes": [12, 4]}, [(6, 5, 4), (3,), (2,), (1, 0)]),
-        # What is left at the end is counted together, and reduced by dtype.
-        ([(2, BF16), 4, (2, BF16), 40], {}, [(3,), (1,), (0, 2)]),
-        # An embedding with sparse gradients, registered first, is alone and does not count.
-        ([40, 4, 40], {"expect_sparse": [True, False, False]}, [(2,), (1,), (0,)]),
-        ([4, 4], {"expect_sparse": [True, True]}, [(1,), (0,)]),
-    ],
-)
-def test_a_small_last_bucket(
-    sizes: Sequence[Any], options: dict[str, Any], buckets: list[tuple[int, ...]]
-) -> None:
-    assert planned(sizes, small_last=True, **options) == buckets
+def test_parts_have_buckets_of_their_own_in_their_order() -> None:
+    assert planned([4] * 4, parts=[{0, 2}, {1, 3}]) == [(0, 2), (1, 3)]
+    made = planned([4] * 4, parts=[{0, 2}, (), {1, 3}], order=[3, 2, 0, 1])
+    assert made == [(2, 0), (3, 1)]
 
 
-def test_limit_of_the_small_last_bucket() -> None:
-    assert plan([4, 400, 4], small_last=True).limits == (20, 20, 8)
-
-
-@given(arguments(with_indices=True), st.booleans(), st.booleans(), st.integers(0, 200))
+@given(arguments(with_indices=True), st.booleans(), st.integers(0, 200))
 def test_properties_of_a_plan(
     args: tuple[list[Tensor], list[int], list[bool], list[int]],
     known: bool,
-    small_last: bool,
     first: int,
 ) -> None:
     given, caps, expect_sparse, order = args
@@ -246,7 +216,6 @@ def test_properties_of_a_plan(
         cap_bytes=caps if len(caps) > 1 else caps[0],
         expect_sparse=expect_sparse,
         order=order if known else None,
-        small_last=small_last,
     )
     assert sorted(index for bucket in made.buckets for index in bucket) == sorted(order)
     arrival = order if known else list(reversed(range(len(given))))
@@ -259,13 +228,7 @@ def test_properties_of_a_plan(
         sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
         assert sparse == [limit == NO_LIMIT] or not any(sparse)
         # Full only with its last tensor.
-        at_the_end = small_last and limit == first
-        assert len(bucket) == 1 or at_the_end or sum(sizes[:-1]) < limit
-    dense_ends = [
-        number for number, bucket in enumerate(made.buckets) if made.limits[number] == first
-    ]
-    if small_last and first and dense_ends:
-        assert made.bytes[dense_ends[-1]] <= first or len(made.buckets[dense_ends[-1]]) == 1
+        assert len(bucket) == 1 or sum(sizes[:-1]) < limit
 
 
 @given(arguments(with_indices=True), st.integers(0, 200))
@@ -277,21 +240,3 @@ def test_plan_from_the_registration_order_is_that_of_torchs_wrapper(
     made = plan_buckets(given, first_bytes=first, cap_bytes=cap, expect_sparse=expect_sparse)
     assert made.buckets == tuple(map(tuple, reversed(buckets)))
     assert made.limits == tuple(reversed(limits))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sizes": []}, "parameters is empty; pass at least one tensor"),
-        ({"first_bytes": -1}, "first_bytes are whole numbers .* are -1;"),
-        ({"cap_bytes": []}, "cap_bytes is empty; pass at least one limit"),
-        ({"cap_bytes": [25.0]}, r"cap_bytes are whole numbers .* are 25.0; MiB"),
-        ({"order": [0, 1]}, "order has 2 entries, but there are 3 tensors"),
-        ({"order": [0, 1, 1]}, "order has 1 more than once"),
-        ({"order": [0, 1, 3]}, "order has 3, but .* at least 0 and below 3"),
-        ({"expect_sparse": [True]}, "expect_sparse has 1 entries, but there are 3 tensors"),
-    ],
-)
-def test_what_a_plan_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(**{"sizes": [4, 4, 4], **options})

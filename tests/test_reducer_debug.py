@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
+from dataparallel.comm.bucket_plan import plan_buckets
 from dataparallel.reducer import debug
-from dataparallel.reducer.bucket_plan import plan_buckets
 
 
 @pytest.fixture

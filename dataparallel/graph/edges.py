@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from dataparallel.comm.bucket_plan import fill
 from dataparallel.graph.functions import (
     ReduceAddCoalesced,
     apply_function,
@@ -49,33 +50,17 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Group tensors into buckets of neighbors with one dtype and about one size.
+    """Indices of tensors, bucket by bucket; the first bucket is the one that backward ends with.
+
+    Backward tends to produce gradients from the last parameter to the first, so the first bucket is
+    the one that is completed last; it has the smaller limit.
 
     Example::
 
         plan_buckets([weight, bias])   # ((0, 1),) when both are float32 and small
-
-    Args:
-        tensors: Parameters in registration order.
-
-    Returns:
-        Indices into ``tensors``, bucket by bucket. Backward tends to produce gradients from the
-        last parameter to the first, so the first bucket is the one that is completed last; it has
-        the smaller limit.
     """
-    buckets: list[tuple[int, ...]] = []
-    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices, size = open_buckets.get(tensor.dtype, ([], 0))
-        indices.append(index)
-        size += tensor.numel() * tensor.element_size()
-        if size >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
-            buckets.append(tuple(indices))
-            open_buckets.pop(tensor.dtype, None)
-        else:
-            open_buckets[tensor.dtype] = (indices, size)
-    buckets.extend(tuple(indices) for indices, _ in open_buckets.values())
-    return tuple(buckets)
+    buckets = fill(enumerate(tensors), (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+    return tuple(tuple(bucket.indices) for bucket in buckets)
 
 
 def connect(

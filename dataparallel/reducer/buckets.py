@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dataparallel import kernels
+from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.sums import add_arriving, add_into, can_add
 from dataparallel.graph.gradient_home import GradientHome
 from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.reducer.debug import describe_names, log_plan
 from dataparallel.reducer.gradients import StolenGradients, ViewedGradients
 from dataparallel.reducer.local_sum import MaybeTensor
@@ -281,27 +281,13 @@ def make_plan(
     order: Sequence[int] | None,
 ) -> BucketPlan:
     """The plan of all buckets; those of delayed parameters come after all others."""
-    delayed = [i for i in range(len(originals)) if i in options.delayed]
-    prompt = [i for i in range(len(originals)) if i not in options.delayed]
-    parts = []
-    for chosen in (prompt, delayed):
-        if not chosen:
-            continue
-        place = {index: position for position, index in enumerate(chosen)}
-        plan = plan_buckets(
-            [originals[index] for index in chosen],
-            first_bytes=options.first_bucket_bytes,
-            cap_bytes=options.bucket_bytes,
-            expect_sparse=[expect_sparse[index] for index in chosen],
-            order=None if order is None else [place[i] for i in order if i in place],
-            small_last=options.small_last,
-        )
-        buckets = tuple(tuple(chosen[position] for position in b) for b in plan.buckets)
-        parts.append(BucketPlan(buckets, plan.limits, plan.bytes))
-    return BucketPlan(
-        tuple(bucket for part in parts for bucket in part.buckets),
-        tuple(limit for part in parts for limit in part.limits),
-        tuple(size for part in parts for size in part.bytes),
+    return plan_buckets(
+        originals,
+        first_bytes=options.first_bucket_bytes,
+        cap_bytes=options.bucket_bytes,
+        expect_sparse=expect_sparse,
+        order=order,
+        parts=[set(range(len(originals))) - options.delayed, options.delayed],
     )
 
 

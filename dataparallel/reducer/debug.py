@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from dataparallel.comm.bucket_plan import BucketPlan
 from dataparallel.errors import MOST, listed
-from dataparallel.reducer.bucket_plan import BucketPlan
 
 _log = logging.getLogger("dataparallel")
 

@@ -34,7 +34,6 @@ class ReducerOptions:
         deterministic: Whether sums over processes are made in rank order.
         reduce_dtype: Of what is sent. Default: the parameters' own.
         delayed: Parameters that are reduced after all others.
-        small_last: Whether the last bucket is a small one too.
     """
 
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
@@ -46,4 +45,3 @@ class ReducerOptions:
     deterministic: bool = False
     reduce_dtype: torch.dtype | None = None
     delayed: frozenset[int] = frozenset()
-    small_last: bool = False

@@ -31,7 +31,6 @@ from dataparallel.graph.gradient_home import IN_GRAD, current_home
 from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
-from dataparallel.reducer.bucket_plan import whole_order
 from dataparallel.reducer.buckets import Buckets
 from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
@@ -503,7 +502,8 @@ class Reducer:
             return
         self.num_rounds += 1
         if not self.buckets.ordered:
-            order = whole_order(self._arriving, len(self.names))
+            order = list(dict.fromkeys(self._arriving))
+            order += sorted(set(range(len(self.names))).difference(order), reverse=True)
             self.order = order if self.processes is None else self.processes.order_of_rank_0(order)
             self._make_buckets()
 

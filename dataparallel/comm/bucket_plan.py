@@ -1,0 +1,228 @@
+"""Which tensors travel together, and in which order: decided from dtypes and sizes alone.
+
+Note [Order of buckets]
+~~~~~~~~~~~~~~~~~~~~~~~
+Buckets are launched in the order of their numbers, in every process. One that waits for a late
+gradient holds up those behind it, so they are in the order in which they are complete. Until a
+backward has shown that order, gradients are taken to arrive from the last parameter to the first.
+
+Two buckets should be small: the first, so that communication begins early, and the last, since
+nothing is left to hide it. Torch gives the smaller limit to one of them. As long as the order of
+arrival is not known, it fills buckets from the first parameter on and then reverses their list: the
+last bucket has the smaller limit. Afterwards it fills them in the order of arrival: the first has
+it. The plan here does the same. A limit is where a bucket ends that has reached it, so a bucket can
+be much larger.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from dataparallel.errors import listed
+
+#: The limit of a bucket that has none: that of a gradient which is expected to be sparse.
+NO_LIMIT = 0
+
+_Group: TypeAlias = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which they are launched. See Note [Order of buckets].
+
+    Attributes:
+        buckets: Indices of parameters, bucket by bucket; each index is in exactly one.
+        limits: Per bucket, the bytes with which it was full; 0 for a gradient that is expected to
+            be sparse, which is alone in its bucket.
+        bytes: Per bucket, the bytes of its parameters.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Number of buckets."""
+        return len(self.buckets)
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Per parameter, the number of its bucket and its position in the bucket."""
+        found = {
+            index: (number, position)
+            for number, bucket in enumerate(self.buckets)
+            for position, index in enumerate(bucket)
+        }
+        return tuple(found[index] for index in range(len(found)))
+
+    def bucket_of(self, index: int) -> int:
+        """The number of the bucket that has the parameter ``index``."""
+        return self.places[index][0]
+
+
+def compute_bucket_assignment_by_size(
+    tensors: Sequence[torch.Tensor],
+    bucket_size_limits: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] | None = None,
+    tensor_indices: Sequence[int] | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """Group tensors into buckets of one dtype and one device that are full with a number of bytes.
+
+    Example::
+
+        buckets, limits = compute_bucket_assignment_by_size([weight, bias], [2**20, 25 * 2**20])
+
+    Args:
+        tensors: At least one dense tensor; only dtypes, devices and sizes count.
+        bucket_size_limits: Bytes with which a bucket is full; the tensor that fills it belongs to
+            it. The buckets of each dtype and device use the limits one after another, and the last
+            one for all further buckets.
+        expect_sparse_gradient: Whether the gradient of a tensor will be sparse; it is then alone in
+            its bucket. One entry per tensor, found by the tensor's index. Default: none will be.
+        tensor_indices: The index of each tensor; it says that the tensors are in the order in which
+            their gradients arrive. Default: 0, 1, 2 and so on, in no particular order.
+
+    Returns:
+        A list of indices for each bucket, and the limit of each bucket, 0 for a sparse gradient.
+        The buckets are sorted by their smallest index. With ``tensor_indices`` they are in the
+        order in which they became full, and behind them are those that did not, in the order of
+        their last tensors.
+
+    Raises:
+        ValueError: There are no tensors or no limits, tensors are sparse, or lengths differ.
+
+    Source: ``compute_bucket_assignment_by_size`` in torch's ``reducer.cpp``.
+    """
+    _refuse_none_and_sparse(tensors)
+    if not bucket_size_limits:
+        raise ValueError("bucket_size_limits is empty; pass at least one limit in bytes")
+    given = {"expect_sparse_gradient": expect_sparse_gradient, "tensor_indices": tensor_indices}
+    for name, entries in given.items():
+        if entries and len(entries) != len(tensors):
+            raise ValueError(
+                f"{name} has {len(entries)} entries, but there are {len(tensors)} tensors; "
+                "pass one entry per tensor"
+            )
+    indices = tensor_indices or range(len(tensors))
+    sparse = {index for index, flag in enumerate(expect_sparse_gradient or ()) if flag}
+    buckets = fill(zip(indices, tensors, strict=True), bucket_size_limits, sparse)
+    if not tensor_indices:
+        buckets.sort(key=lambda bucket: min(bucket.indices))
+    return [bucket.indices for bucket in buckets], [bucket.limit for bucket in buckets]
+
+
+def _refuse_none_and_sparse(tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ValueError("tensors is empty; pass at least one tensor")
+    sparse = [
+        f"tensors[{position}] ({tensor.layout})"
+        for position, tensor in enumerate(tensors)
+        if tensor.layout not in (torch.strided, torch.jagged)
+    ]
+    if sparse:
+        raise ValueError(
+            f"No support for sparse tensors, but sparse are {listed(sparse)}; a dense parameter "
+            "may have sparse gradients, which are announced by expecting them"
+        )
+
+
+class Filled(NamedTuple):
+    """A bucket, and the bytes with which it is full."""
+
+    indices: list[int]
+    limit: int
+
+
+def fill(
+    tensors: Iterable[tuple[int, torch.Tensor]],
+    limits: Sequence[int],
+    sparse: Collection[int] = (),
+) -> list[Filled]:
+    """The buckets that became full, in this order, then the others in the order of their ends.
+
+    Args:
+        tensors: Pairs of an index and a tensor. Each dtype and device has buckets of its own.
+        limits: Bytes with which the first bucket of a dtype and device is full, the second one, and
+            so on; the last one is for all further buckets.
+        sparse: Indices that are alone in their buckets.
+    """
+    full: list[Filled] = []
+    filling: dict[_Group, tuple[Filled, int]] = {}
+    num_full: Counter[_Group] = Counter()
+    for index, tensor in tensors:
+        if index in sparse:
+            full.append(Filled([index], NO_LIMIT))
+            continue
+        group = (tensor.dtype, tensor.device)
+        limit = limits[min(num_full[group], len(limits) - 1)]
+        # Taken out and put in again, a group comes behind those that had their last tensor before.
+        bucket, size = filling.pop(group, (Filled([], limit), 0))
+        bucket.indices.append(index)
+        size += _num_bytes(tensor)
+        if size >= limit:
+            full.append(bucket)
+            num_full[group] += 1
+        else:
+            filling[group] = (bucket, size)
+    return full + [bucket for bucket, _ in filling.values()]
+
+
+def plan_buckets(
+    parameters: Sequence[torch.Tensor],
+    *,
+    first_bytes: int,
+    cap_bytes: int | Sequence[int],
+    expect_sparse: Sequence[bool] = (),
+    order: Sequence[int] | None = None,
+    parts: Sequence[Collection[int]] = (),
+) -> BucketPlan:
+    """Decide which gradients are reduced together. See Note [Order of buckets].
+
+    Example::
+
+        plan = plan_buckets([weight, bias], first_bytes=2**20, cap_bytes=25 * 2**20)
+        plan.buckets    # ((0, 1),), since both are small
+
+    Args:
+        parameters: Dense tensors, in registration order.
+        first_bytes: The smaller limit; if it is not below ``cap_bytes``, all limits are the same.
+        cap_bytes: The limit of the other buckets, in bytes. Or a list: the limits of the buckets of
+            each dtype and device, in the order of launching, the last one for all further buckets;
+            then ``first_bytes`` is not used.
+        expect_sparse: Whether the gradient of a parameter will be sparse. Default: none will be.
+        order: Every index once, in the order in which the gradients arrive. Default: not known.
+        parts: Indices that have buckets of their own, in the order in which these are launched.
+            Default: all are together.
+
+    Returns:
+        The plan; the same in every process where dtypes, sizes and the arguments are.
+    """
+    sparse = {index for index, flag in enumerate(expect_sparse) if flag}
+    arrival = list(reversed(range(len(parameters)))) if order is None else list(order)
+    when = {index: position for position, index in enumerate(arrival)}
+    if isinstance(cap_bytes, int):
+        limits = [first_bytes, cap_bytes] if first_bytes < cap_bytes else [cap_bytes]
+        sequence = arrival[::-1] if order is None else arrival
+    else:
+        limits, sequence = list(cap_bytes), arrival
+    buckets: list[Filled] = []
+    for part in parts or [range(len(parameters))]:
+        found = fill(
+            ((index, parameters[index]) for index in sequence if index in part), limits, sparse
+        )
+        buckets += sorted(found, key=lambda bucket: max(when[index] for index in bucket.indices))
+    return BucketPlan(
+        buckets=tuple(tuple(bucket.indices) for bucket in buckets),
+        limits=tuple(bucket.limit for bucket in buckets),
+        bytes=tuple(sum(_num_bytes(parameters[i]) for i in bucket.indices) for bucket in buckets),
+    )
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
