@@ -11,7 +11,7 @@ Example::
     model.register_comm_hook(process_group, bf16_compress_hook)
 """
 
-from dataparallel.reducer.builtin_hooks import (
+from dataparallel.reducer.comm_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,

@@ -1,196 +1,399 @@
-"""Communication hooks: what is accepted as one, and what is known of it."""
+"""What is accepted as a communication hook, what it gets, and what becomes of what it returns."""
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchsGradBucket
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
     default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
     quantization_hooks,
     register_ddp_comm_hook,
 )
 from torch.futures import Future
 
-from dataparallel.reducer import builtin_hooks
-from dataparallel.reducer.grad_bucket import GradBucket
-from dataparallel.reducer.hooks import check_hook, name_of, resolve_hook
-from tests.comm_hook_cases import Hook, completed, result_of
+from dataparallel import DistributedDataParallel
+from tests.comm_hook_cases import SMALL, Known, completed, keep_group, net, train
+
+Hook = Callable[[Any, Any], Any]
 
 
-def with_default(state: object, bucket: GradBucket, size: int = 3) -> Future[Tensor]:
-    return completed(bucket.buffer())
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    """This process is a group of its own: a hook has the last word on its gradients."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    keep_group()
+    yield
+    dist.destroy_process_group()
 
 
-def annotated(state: object, bucket: TorchsGradBucket) -> Future[Tensor]:
-    return completed(bucket.buffer())
+def reduced(
+    hook: object, state: Any = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Tensor]:
+    """The gradients that a hook has made of those of :class:`Known`."""
+    model = DistributedDataParallel(Known(dtype), ["cpu"], **{"timeout": 5.0, **options})
+    try:
+        model.register_comm_hook(state, hook)
+        model(torch.ones(1)).backward()
+    finally:
+        model.close()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def loosely_annotated(state: Any, bucket: Any) -> Any:
-    return completed(bucket.buffer())
+def numbers(factor: complex = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The gradients of :class:`Known` themselves."""
+    return {
+        name: factor * torch.arange(1.0, p.numel() + 1).view(p.shape).to(dtype)
+        for name, p in Known().named_parameters()
+    }
 
 
-def variadic(*args: Any) -> Future[Tensor]:
-    return completed(args[1].buffer())
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, expected)
+    for name, parameter in Known().named_parameters():
+        assert found[name].stride() == parameter.stride()
+
+
+# --- what is accepted ------------------------------------------------------------------------
+
+
+def with_default(state: object, bucket: Any, size: int = 3) -> Future[Tensor]:
+    return completed(bucket.buffer().mul_(2))
 
 
 class Callable_:
-    def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        return completed(bucket.buffer())
-
-    def method(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        return completed(bucket.buffer())
+    def __call__(self, state: object, bucket: Any) -> Future[Tensor]:
+        return with_default(state, bucket)
 
 
 @pytest.mark.parametrize(
     "hook",
     [
         with_default,
-        annotated,
-        loosely_annotated,
-        variadic,
         Callable_(),
-        Callable_().method,
+        Callable_().__call__,
         functools.partial(with_default, size=5),
-        lambda state, b: completed(b.buffer()),
+        lambda *args: with_default(*args),
     ],
 )
-def test_what_is_accepted(hook: Hook) -> None:
-    assert torch.equal(result_of(hook), torch.arange(38.0))
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_accepted(hook: Hook, view: bool) -> None:
+    check(reduced(hook, gradient_as_bucket_view=view), numbers(2))
 
 
-@pytest.mark.parametrize("kind", DDPCommHookType, ids=lambda kind: str(kind.name))
-def test_torchs_own_hooks_are_accepted(kind: DDPCommHookType) -> None:
-    class Model:
-        def register_comm_hook(self, state: Any, hook: Hook) -> None:
-            check_hook(state, hook)
-
-    register_ddp_comm_hook(kind, Model())
-    assert resolve_hook(kind).name == f"DDPCommHookType.{kind.name}"
-
-
-def no_arguments() -> None: ...
-def one_argument(bucket: GradBucket) -> None: ...
-def keyword_only(state: object, *, bucket: GradBucket) -> None: ...
-async def asynchronous(state: object, bucket: GradBucket) -> None: ...
-def takes_a_tensor(state: object, bucket: Tensor) -> Future[Tensor]: ...  # type: ignore[empty-body]
-def returns_a_tensor(state: object, bucket: GradBucket) -> Tensor: ...  # type: ignore[empty-body]
-def wrong_twice(state: object, bucket: int) -> None: ...
+@pytest.mark.parametrize("name", ["allreduce", "FP16_compress", "bf16_compress", "noop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_hooks_by_name(name: str, dtype: torch.dtype) -> None:
+    check(reduced(name, dtype=dtype), numbers(dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("hook", "message"),
+    "kind", [k for k in DDPCommHookType if "QUANT" not in k.name], ids=lambda kind: str(kind.name)
+)
+def test_torchs_types_register_themselves(kind: DDPCommHookType) -> None:
+    model = DistributedDataParallel(Known(), ["cpu"])
+    register_ddp_comm_hook(kind, model)
+    model(torch.ones(1)).backward()
+    model.close()
+
+
+def one_argument(bucket: Any) -> None: ...
+def keyword_only(state: object, *, bucket: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "message"),
     [
-        (3, r"must be callable as hook\(state, bucket\), but got 3 of type int; .*'allreduce'"),
-        (no_arguments, r"no_arguments\(\) -> 'None' is called as hook\(state, bucket\), with two"),
-        (one_argument, r"too many positional arguments; bind what else it needs with functools"),
-        (keyword_only, "too many positional arguments; bind"),
-        (functools.partial(keyword_only, 1), "too many positional arguments; bind"),
-        (asynchronous, r"asynchronous is a coroutine function, .* return a torch.futures.Future"),
+        (3, TypeError, r"callable as hook\(state, bucket\), but got 3 of type int; .*'allreduce'"),
+        (one_argument, TypeError, r"one_argument\(.* is called as hook\(state, bucket\), with two"),
+        (keyword_only, TypeError, "too many positional arguments; bind the others"),
+        (functools.partial(keyword_only, 1), TypeError, "too many positional arguments; bind"),
+        ("sum", ValueError, r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"),
     ],
 )
-def test_what_cannot_be_called(hook: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        resolve_hook(hook)
+def test_what_is_refused(hook: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        reduced(hook)
+
+
+# --- the bucket ------------------------------------------------------------------------------
+
+
+def test_a_bucket_has_the_methods_of_torchs() -> None:
+    theirs = {name for name in dir(TorchsGradBucket) if not name.startswith("_")}
+    assert theirs == {"buffer", "gradients", "index", "is_last", "parameters", "set_buffer"}
+
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        assert theirs <= set(dir(bucket))
+        assert repr(bucket).startswith("GradBucket(index=0, numel=38, dtype=torch.float32, names=[")
+        return completed(bucket.buffer())
+
+    reduced(hook)
+
+
+def test_gradients_are_views_of_the_buffer_in_the_layout_of_the_parameters() -> None:
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.stride() == parameter.stride()
+            gradient.mul_(3)
+        return completed(bucket.buffer())
+
+    check(reduced(hook), numbers(3))
+
+
+def test_gradients_follow_another_buffer() -> None:
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        before = [gradient.clone() for gradient in bucket.gradients()]
+        room = torch.empty(100, dtype=torch.float64)[7:45]
+        bucket.set_buffer(room.copy_(bucket.buffer()))
+        assert bucket.buffer() is room
+        for gradient, old in zip(bucket.gradients(), before, strict=True):
+            assert gradient.dtype == torch.float64
+            assert torch.equal(gradient.float(), old)
+            gradient.mul_(2)
+        return completed(room)
+
+    check(reduced(hook), numbers(2))
+
+
+def test_a_hook_may_resize_the_buffer() -> None:
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        padded = bucket.buffer().resize_(64)
+        return completed(padded.mul_(2).resize_(38))
+
+    for view in (False, True):
+        check(reduced(hook, gradient_as_bucket_view=view), numbers(2))
 
 
 @pytest.mark.parametrize(
-    ("hook", "messages"),
+    ("buffer", "kind", "message"),
     [
-        (takes_a_tensor, ["the annotation of 'bucket' is Tensor, not GradBucket; correct the"]),
-        (returns_a_tensor, [r"the return annotation is Tensor, not torch.futures.Future\[Tensor"]),
-        (wrong_twice, ["annotation of 'bucket' is int", "and the return annotation is None"]),
+        (torch.zeros(5), ValueError, r"shape \(5,\) and .*, but its gradients have 38 elements; p"),
+        (torch.zeros(38, 1), ValueError, r"shape \(38, 1\) and stride .* have 38 elements"),
+        (torch.zeros(76)[::2], ValueError, r"stride \(2,\), but .*; pass a contiguous tensor"),
+        ([1.0], TypeError, "bucket 0 cannot have a buffer of type list; pass a tensor with 38"),
     ],
 )
-def test_wrong_annotations(hook: Hook, messages: list[str]) -> None:
-    for message in messages:
-        with pytest.raises(ValueError, match=message):
-            check_hook(None, hook)
+def test_buffers_without_gradients(buffer: Any, kind: type[Exception], message: str) -> None:
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        bucket.set_buffer(buffer)
+        bucket.gradients()
+        return completed(buffer)
+
+    with pytest.raises(kind, match=message):
+        reduced(hook)
+
+
+# --- what becomes of the future --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "hook", [powerSGD_hook.powerSGD_hook, post_localSGD_hook.post_localSGD_hook]
-)
-def test_a_hook_with_a_state_of_its_own(hook: Hook) -> None:
-    with pytest.raises(TypeError, match=r"needs a P\w+State as its state, but got None; pass P"):
-        check_hook(None, hook)
-    check_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    # Whatever behaves like it will do, as in torch.
-    check_hook(object(), hook)
-
-
-def test_hooks_by_name() -> None:
-    group: Any = object()
-    for name, function in builtin_hooks.BUILTIN.items():
-        assert resolve_hook(name, group)[:3] == (function, group, name)
-    for kind in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
-        found = resolve_hook(kind, group)
-        assert found.function is builtin_hooks.BUILTIN[kind.name.lower()]
-        assert found.name == f"BuiltinCommHookType.{kind.name}"
-    assert resolve_hook("quantize_per_tensor").function is (
-        quantization_hooks.quantization_pertensor_hook
-    )
-    found = resolve_hook("POWER_SGD_rank2", group)
-    assert found.function is powerSGD_hook.powerSGD_hook
-    assert found.state.matrix_approximation_rank == 2
-    assert found.state.process_group is group
-
-
-def test_a_name_that_there_is_not() -> None:
-    with pytest.raises(
-        ValueError, match=r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"
-    ):
-        resolve_hook("sum")
-
-
-def test_names_of_hooks() -> None:
-    assert name_of(with_default) == "with_default"
-    assert name_of(functools.partial(with_default, size=1)) == "with_default"
-    assert name_of(Callable_()) == "Callable_"
-    assert name_of(Callable_().method) == "Callable_.method"
-
-
-def marked(state: object, bucket: GradBucket) -> Future[Tensor]:
-    return completed(bucket.buffer())
-
-
-marked.one_bucket_at_a_time = True  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("hook", "alone", "in_memory_order"),
+    "change",
     [
-        (default_hooks.allreduce_hook, False, False),
-        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), False, False),
-        (with_default, False, False),
-        (marked, True, False),
-        (functools.partial(marked), True, False),
-        (default_hooks.bf16_compress_wrapper(marked), True, False),
-        (quantization_hooks.quantization_perchannel_hook, True, False),
-        (functools.partial(quantization_hooks.quantization_perchannel_hook), True, False),
-        (powerSGD_hook.batched_powerSGD_hook, True, True),
-        (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), True, True),
+        lambda t: t.clone(),
+        lambda t: [t.clone()],
+        lambda t: (t,),
+        lambda t: t.half(),
+        lambda t: t.double(),
+        lambda t: torch.stack([t, t], 1)[:, 0],
     ],
 )
-def test_what_is_known_of_a_hook(hook: Hook, alone: bool, in_memory_order: bool) -> None:
-    found = resolve_hook(hook, "the state")
-    assert found.one_bucket_at_a_time is alone
-    assert found.in_memory_order is in_memory_order
+def test_what_a_future_may_have(change: Callable[[Tensor], object]) -> None:
+    check(reduced(lambda state, bucket: completed(change(bucket.buffer()))), numbers())
 
 
-def test_a_hook_that_calls_power_sgd_is_known_by_its_state() -> None:
-    def hook(state: Any, bucket: Any) -> Future[Tensor]:
-        future: Future[Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+def test_complex_numbers_come_back_as_pairs() -> None:
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        return completed(torch.view_as_real(bucket.buffer() * 2j))
+
+    check(reduced(hook, dtype=torch.complex64), numbers(2j, torch.complex64))
+
+
+def test_a_future_may_be_completed_by_any_thread() -> None:
+    def hook(state: float, bucket: Any) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        threading.Timer(0.05, future.set_result, [bucket.buffer() * state]).start()
         return future
 
-    found = resolve_hook(hook, powerSGD_hook.PowerSGDState(None))
-    assert found.one_bucket_at_a_time
-    assert found.in_memory_order
+    check(reduced(hook, 3.0), numbers(3))
+
+
+def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
+    """The thread that waits must have its stream wait for that of the thread that computed."""
+    device = torch.device("virtual", 0)
+
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        future: Future[Tensor] = Future(devices=[device])
+
+        def compute() -> None:
+            with torch.Stream(device):
+                future.set_result(torch.zeros_like(bucket.buffer()).add_(5))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join(10)
+        return future
+
+    model = DistributedDataParallel(torch.nn.Linear(3, 1).to(device), [device])
+    model.register_comm_hook(None, hook)
+    side = torch.Stream(device)
+    with side:
+        model(torch.ones(2, 3, device=device)).sum().backward()
+        assert model.module.weight.grad is not None
+        doubled = model.module.weight.grad * 2
+    side.synchronize()
+    assert doubled.tolist() == [[10.0] * 3]
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda t: t[:5], ValueError, r"of shape \(5,\), torch.float32 on cpu, but bucket 0 \(\w+"),
+        (lambda t: t.view(2, 19), ValueError, r"shape \(2, 19\), .* has shape \(38,\)"),
+        (lambda t: t.int(), ValueError, "torch.int32 on cpu, but .* has .* torch.float32 on cpu"),
+        (lambda t: t.to(torch.complex64), ValueError, "torch.complex64 on cpu, but .* has .*floa"),
+        (lambda t: t.to("virtual:1"), ValueError, "on virtual:1, but .* torch.float32 on cpu; ret"),
+        (lambda t: t.to_sparse(), ValueError, "on cpu, torch.sparse_coo, but .* torch.float32"),
+        (lambda t: None, TypeError, r"must have a tensor, or a list of one, but has None for buck"),
+        (lambda t: [], TypeError, r"but has a list of 0 \(empty\) for"),
+        (lambda t: [t, t], TypeError, r"but has a list of 2 \(Tensor\) for"),
+    ],
+)
+def test_values_that_are_not_like_the_buffer(
+    change: Callable[[Tensor], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        reduced(lambda state, bucket: completed(change(bucket.buffer())))
+
+
+@pytest.mark.parametrize("returned", [None, torch.ones(1)])
+def test_what_is_no_future(returned: object) -> None:
+    what = "None" if returned is None else "a Tensor"
+    text = rf"but returned {what} for bucket 0 \(.*; return work.get_future\(\), or put a tensor"
+    with pytest.raises(TypeError, match=text):
+        reduced(lambda state, bucket: returned)
+
+
+class OwnError(Exception):
+    pass
+
+
+def raises(state: object, bucket: Any) -> Future[Tensor]:
+    raise OwnError("no")
+
+
+def has_an_error(state: object, bucket: Any) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_exception(OwnError("no"))  # type: ignore[arg-type]
+    return future
+
+
+def divides(state: object, bucket: Any) -> Future[Any]:
+    future: Future[Any] = completed(1).then(lambda done: done.value() / 0)
+    return future
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "message"),
+    [
+        (raises, OwnError, "no"),
+        (has_an_error, OwnError, "no"),
+        (divides, RuntimeError, "ZeroDivisionError"),
+    ],
+)
+def test_an_error_tells_the_bucket(hook: Hook, kind: type[Exception], message: str) -> None:
+    text = rf"(?s){message}.*in the communication hook for bucket 0 \(\w+, \w+, \w+\)"
+    with pytest.raises(kind, match=text):
+        reduced(hook)
+
+
+def test_a_future_that_nobody_completes() -> None:
+    begin = time.monotonic()
+    text = (
+        r"hook \S+ did not finish bucket 0 \(\w+, \w+, \w+\) within 0.2 s in rank 0 of 1, for "
+        "which the backward waits: nobody has completed its future; make sure"
+    )
+    with pytest.raises(TimeoutError, match=text):
+        reduced(lambda state, bucket: Future(), timeout=0.2)
+    assert time.monotonic() - begin < 5
+
+
+# --- several buckets -------------------------------------------------------------------------
+
+
+def marked(hook: Hook) -> Hook:
+    hook.one_bucket_at_a_time = True  # type: ignore[attr-defined]
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("alone", "wrap"),
+    [
+        (False, lambda hook: hook),
+        (False, default_hooks.fp16_compress_wrapper),
+        (True, marked),
+        (True, lambda hook: functools.partial(marked(hook))),
+        (True, lambda hook: default_hooks.bf16_compress_wrapper(marked(hook))),
+    ],
+)
+def test_when_a_hook_gets_the_next_bucket(alone: bool, wrap: Callable[[Hook], Hook]) -> None:
+    log: list[str] = []
+
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        log.append(f"begin {bucket.index()}")
+        future: Future[Tensor] = Future()
+
+        def finish() -> None:
+            log.append(f"end {bucket.index()}")
+            future.set_result(bucket.buffer())
+
+        threading.Timer(0.05, finish).start()
+        return future
+
+    model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)
+    model.register_comm_hook(None, wrap(hook))
+    train(model, 0, 1, step_here=False)
+    model.close()
+    count = len(log) // 2
+    assert count > 2
+    begins, ends = ([f"{what} {i}" for i in range(count)] for what in ("begin", "end"))
+    if alone:
+        assert log == [text for pair in zip(begins, ends, strict=True) for text in pair]
+    else:
+        assert log[:count] == begins
+
+
+def test_torchs_hooks_that_launch_from_callbacks_get_one_bucket_at_a_time() -> None:
+    """Quantization gathers twice: the second time from a callback of the first."""
+    hook = functools.partial(quantization_hooks.quantization_pertensor_hook)
+    model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)
+    model.register_comm_hook(None, hook)
+    assert model._hook is not None
+    assert model._hook.one_bucket_at_a_time
+    model.close()
+
+
+def test_a_hook_may_complete_all_buckets_with_the_last() -> None:
+    waiting: list[tuple[Future[Tensor], Tensor]] = []
+
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        waiting.append((future, bucket.buffer()))
+        if bucket.is_last():
+            for one, buffer in waiting:
+                one.set_result(buffer.mul_(2))
+        return future
+
+    check(reduced(hook, bucket_cap_mb=1e-5), numbers(2))
+    assert len(waiting) > 1

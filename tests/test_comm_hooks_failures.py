@@ -13,10 +13,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from dataparallel import DistributedDataParallel
-from dataparallel.reducer.builtin_hooks import allreduce_hook
+from dataparallel.comm_hooks import allreduce_hook
 from tests.cluster import Cluster
-from tests.comm_hook_cases import keep_group
-from tests.comm_hook_training_cases import SMALL, batch, net
+from tests.comm_hook_cases import SMALL, batch, keep_group, net
 
 
 class HookError(Exception):

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from dataparallel import DistributedDataParallel
 from tests.cluster import Cluster
-from tests.comm_hook_cases import keep_group
-from tests.comm_hook_training_cases import SMALL, Net, net, power_sgd, train
+from tests.comm_hook_cases import SMALL, Net, keep_group, net, power_sgd, train
 
 
 def alone() -> dist.ProcessGroup:

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from dataparallel import DistributedDataParallel
 from dataparallel.comm_hooks import allreduce_hook, fp16_compress_hook
 from tests.cluster import Cluster
-from tests.comm_hook_cases import keep_group
-from tests.comm_hook_training_cases import SMALL, net, power_sgd, train
+from tests.comm_hook_cases import SMALL, keep_group, net, power_sgd, train
 
 
 def by_name(rank: int, world_size: int, hook: Any, replicas: int) -> list[Tensor]:

@@ -52,7 +52,6 @@ ASSIGNED_FROM_OUTSIDE = {
     "dataparallel/parallel/reduction.py": 2,
     "dataparallel/parallel/reduction_methods.py": 2,
     "dataparallel/reducer/chained.py": 2,
-    "dataparallel/reducer/pending_hook.py": 1,
     "dataparallel/reducer/reception.py": 1,
     "dataparallel/reducer/reducer.py": 5,
     "dataparallel/reducer/shadow.py": 4,

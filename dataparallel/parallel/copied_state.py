@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dataparallel import torch_internals
 from dataparallel.parallel.process_choice import default_group
-from dataparallel.reducer.hooks import ResolvedHook
+from dataparallel.reducer.comm_hooks import ResolvedHook
 
 _log = logging.getLogger("dataparallel")
 

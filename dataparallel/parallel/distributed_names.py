@@ -19,8 +19,8 @@ from torch import nn
 from dataparallel import torch_internals
 from dataparallel.batch.scatter_gather import move
 from dataparallel.parallel.logged_state import LoggedState
+from dataparallel.reducer.comm_hooks import check_hook
 from dataparallel.reducer.debug import describe_names
-from dataparallel.reducer.hooks import check_hook
 
 # The wrapper whose forward runs here; replicas' threads see it, too.
 _active: ContextVar[Any] = ContextVar("active_wrapper", default=None)
@@ -74,7 +74,7 @@ class TorchNames(LoggedState):
             model.register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
 
         Args:
-            comm_hook_type: Torch's ``BuiltinCommHookType`` or ``DDPCommHookType``, or a name.
+            comm_hook_type: Torch's ``BuiltinCommHookType``, or a name.
         """
         self.register_comm_hook(self.process_group, comm_hook_type)
 
@@ -88,7 +88,7 @@ class TorchNames(LoggedState):
         overlapped.register_ddp(self)
 
     def _check_comm_hook(self, hook: Any) -> None:
-        check_hook(None, hook)
+        check_hook(hook)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """As :meth:`update_process_group`; nothing in a process that is not in the group."""

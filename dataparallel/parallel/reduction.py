@@ -22,7 +22,7 @@ from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.parallel.reducing_engine import ReducingEngine
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.chained import ChainedReducers
-from dataparallel.reducer.hooks import ResolvedHook
+from dataparallel.reducer.comm_hooks import ResolvedHook
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import (

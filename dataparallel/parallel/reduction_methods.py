@@ -12,8 +12,8 @@ from dataparallel.optim.in_backward import InBackwardOptimizers
 from dataparallel.parallel.process_choice import check_alone, chosen_group
 from dataparallel.parallel.reduction import Reduction
 from dataparallel.reducer.average import AverageKind
+from dataparallel.reducer.comm_hooks import ResolvedHook, resolve_hook
 from dataparallel.reducer.consistency import check_replicas
-from dataparallel.reducer.hooks import ResolvedHook, resolve_hook
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.reducer import Reducer
 
@@ -92,7 +92,7 @@ class ReductionMethods:
         Args:
             state: What the hook is called with; for a name, the process group.
             hook: ``hook(state, bucket)`` that returns a future of the bucket's content, or the name
-                of one; see :func:`dataparallel.reducer.hooks.resolve_hook`.
+                of one; see :func:`dataparallel.reducer.comm_hooks.resolve_hook`.
 
         Raises:
             TypeError, ValueError: The hook cannot be one, or there is no process group; or the hook
@@ -114,7 +114,7 @@ class ReductionMethods:
                 "deterministic=True makes the sum over processes in rank order, which a "
                 "communication hook replaces; use one of them"
             )
-        if resolved.keeps_nan:
+        if resolved.is_power_sgd:
             self._nonfinite.refuse_kept_nan(resolved.name)
         self._hook = resolved
         if self._reduction.processes is None:

@@ -32,6 +32,7 @@ from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulations
 from dataparallel.reducer.buckets import Buckets
+from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.delivery import Delivery, add
 from dataparallel.reducer.entrances import Entrances
 from dataparallel.reducer.guard import Guard, Said
@@ -39,7 +40,6 @@ from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
-from dataparallel.reducer.pending_hook import HookSender
 from dataparallel.reducer.reception import Reception
 from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round
@@ -51,8 +51,8 @@ from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import InBackwardOptimizers
+    from dataparallel.reducer.comm_hooks import ResolvedHook
     from dataparallel.reducer.exchange import Exchange, Outcome
-    from dataparallel.reducer.hooks import ResolvedHook
     from dataparallel.reducer.processes import ReducerProcesses
 
 
