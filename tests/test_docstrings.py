@@ -222,6 +222,7 @@ def test_what_is_public_shows_an_example() -> None:
 def test_example_of_a_docstring(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     code = EXAMPLES[name]
     names = names_for(code)
     if name.startswith("comm."):
@@ -238,7 +239,6 @@ def test_example_of_a_docstring(
         }
         run_on_a_worker(code, names, name)
     elif name.startswith("checkpoint."):
-        monkeypatch.chdir(tmp_path)
         names |= {each: getattr(checkpoint, each) for each in checkpoint.__all__}
         try:
             run(code, names, name)
