@@ -611,11 +611,6 @@ def optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     return found
 
 
-def call_of_optimizer_in_backward(parameter: Any) -> int:
-    """A number that the parameters of one call of that function have in common."""
-    return id(_of(parameter, "_optimizer_kwargs", "torch.nn.Parameter")[0])
-
-
 def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     """The handles of the hooks by which these optimizers step."""
     # A module that nobody has imported has registered no hook.

@@ -16,9 +16,9 @@ there sees what was done.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,80 +28,22 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from dataparallel import torch_internals
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
-from dataparallel.optim.bucket_steps import PerBucket, PerParameter, is_of_a_bucket
-from dataparallel.optim.part import Group, check_divisible, view_of
-
-_STATE_HOOKS = (
-    torch_internals.STATE_DICT_PRE_HOOKS,
-    torch_internals.STATE_DICT_POST_HOOKS,
-    torch_internals.LOAD_STATE_DICT_PRE_HOOKS,
-    torch_internals.LOAD_STATE_DICT_POST_HOOKS,
-)
+from dataparallel.optim.part import DividedOptimizer, OptimizerPart, check_divisible
 
 
-class InBackwardOptimizers(Optimizer):
-    """What steps parameters during backward. See Note [Optimizer in backward].
+class StepsInBackward:
+    """What the reducer calls to step parameters during backward. See Note [Optimizer in backward].
 
     Each backward is a step: gradients cannot be accumulated over several, and there is no
-    ``optimizer.step()`` in the loop. It is a ``torch.optim.Optimizer`` for schedulers and
-    checkpoints; step hooks that are registered on it are called once per bucket.
-
-    Example::
-
-        optimizers = InBackwardOptimizers.make(torch.optim.AdamW, net.parameters(), lr=1e-3)
-        optimizers.begin()
-        criterion(net(x), y).backward()
-        optimizers.step(list(net.parameters()))     # the reducer's work, bucket by bucket
-        torch.save(optimizers.state_dict(), "optimizer.pt")
+    ``optimizer.step()`` in the loop.
     """
 
-    _steps: PerBucket | PerParameter
+    def held(self) -> Mapping[Tensor, Any]:
+        """The parameters that are stepped."""
+        raise NotImplementedError
 
-    def __init__(self, steps: PerBucket | PerParameter) -> None:
-        self.__setstate__({"_steps": steps})
-
-    # --- how to get one ------------------------------------------------------------------------
-
-    @staticmethod
-    def make(
-        optimizer_class: type[Optimizer], parameters: ParamsT, **arguments: Any
-    ) -> InBackwardOptimizers:
-        """Step parameters with one optimizer per bucket.
-
-        Args:
-            optimizer_class: For example ``torch.optim.AdamW``.
-            parameters: What the class takes as its first argument: parameters, named parameters
-                or dicts, one per group. Those that are left out are not stepped.
-            arguments: Keyword arguments of the class.
-
-        Raises:
-            TypeError: ``optimizer_class`` is not an optimizer class.
-            ValueError: It cannot be stepped in parts (LBFGS), or refuses an argument.
-        """
-        check_divisible(optimizer_class)
-        return InBackwardOptimizers(PerBucket(optimizer_class(parameters, **arguments), arguments))
-
-    @staticmethod
-    def of(parameters: Iterable[Tensor]) -> InBackwardOptimizers | None:
-        """Drive the optimizers that torch's ``_apply_optimizer_in_backward`` left on parameters.
-
-        The hooks by which each would step by itself, before its gradient is reduced, are removed.
-
-        Args:
-            parameters: All parameters of a model.
-
-        Returns:
-            None where no parameter has such an optimizer.
-        """
-        found = [p for p in parameters if torch_internals.optimizers_in_backward(p)]
-        if not found:
-            return None
-        for p in found:
-            for handle in torch_internals.hooks_of_optimizers_in_backward(p):
-                handle.remove()
-        return InBackwardOptimizers(PerParameter(found))
-
-    # --- what the reducer calls ----------------------------------------------------------------
+    def _step(self, members: Sequence[Tensor]) -> None:
+        raise NotImplementedError
 
     def begin(self, *, synchronized: bool = True, home: GradientHome = IN_GRAD) -> None:
         """Say that a backward begins.
@@ -127,7 +69,7 @@ class InBackwardOptimizers(Optimizer):
         )
         if not synchronized:
             raise RuntimeError(f"backward was called within no_sync(), but {remedy}")
-        held = self._steps.held()
+        held = self.held()
         left = [p for p in held if p.grad is not None]
         if left:
             raise RuntimeError(
@@ -137,7 +79,7 @@ class InBackwardOptimizers(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[Tensor] | None = None) -> None:  # type: ignore[override]
+    def step(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Step the parameters of one bucket, and set their gradients to None.
 
         Args:
@@ -153,95 +95,134 @@ class InBackwardOptimizers(Optimizer):
                 "these optimizers step during backward; leave optimizer.step() out of the loop "
                 "(and GradScaler.step(), which would come too late to unscale gradients)"
             )
-        held = self._steps.held()
+        held = self.held()
         members = [p for p in parameters if p in held]
-        if all(p.grad is None for p in members):
-            return
-        for before in torch_internals.step_pre_hooks(self).values():
-            before(self, (parameters,), {})
-        self._steps.step(members)
-        for p in members:
-            p.grad = None
-        for after in torch_internals.step_post_hooks(self).values():
-            after(self, (parameters,), {})
+        if any(p.grad is not None for p in members):
+            self._step(members)
+            for p in members:
+                p.grad = None
 
     # The optimizers of the buckets call the hooks that are common to all optimizers, with the
     # parameters of the bucket alone.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a parameter is stepped in backward."""
-        return parameter in self._steps.held()
 
-    # --- checkpoints ---------------------------------------------------------------------------
+class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[misc]
+    """One optimizer for each bucket. See Note [Optimizer in backward].
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that one ordinary optimizer over all these parameters would have.
+    It is a ``torch.optim.Optimizer`` for schedulers and checkpoints; step hooks that are registered
+    on it are called once per bucket.
 
-        Raises:
-            ValueError: There is none: torch's optimizers are of several classes, a parameter has
-                several, or options differ within what was one call.
-        """
-        state: dict[str, Any] = self._with_hooks().state_dict()
-        return state
+    Example::
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of such an ordinary optimizer.
+        optimizers = InBackwardOptimizers.make(torch.optim.AdamW, net.parameters(), lr=1e-3)
+        optimizers.begin()
+        criterion(net(x), y).backward()
+        optimizers.step(list(net.parameters()))     # the reducer's work, bucket by bucket
+        torch.save(optimizers.state_dict(), "optimizer.pt")
+    """
 
-        Raises:
-            ValueError: As :meth:`state_dict`; or the groups of the state are others.
-        """
-        whole = self._with_hooks()
-        whole.load_state_dict(state_dict)
-        self._steps.take_over(whole)
+    _parts: dict[tuple[int, ...], OptimizerPart]
+    _held: dict[Tensor, None]
 
-    def _with_hooks(self) -> Optimizer:
-        """An ordinary optimizer over all parameters, which calls the hooks registered here."""
-        whole = self._steps.whole()
-        view = view_of(whole, whole.param_groups, whole.state)
-        for name in _STATE_HOOKS:
-            setattr(view, name, OrderedDict({**getattr(whole, name), **getattr(self, name)}))
-        return view
+    @staticmethod
+    def make(
+        optimizer_class: type[Optimizer], parameters: ParamsT, **arguments: Any
+    ) -> InBackwardOptimizers:
+        """Step parameters with one optimizer per bucket.
 
-    # --- what schedulers ask for ---------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """The groups, to read and to change. Torch's optimizers have one for each parameter."""
-        return self._steps.groups()
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The state of all parameters, to read."""
-        return self._steps.whole().state
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Step more parameters in backward.
+        Args:
+            optimizer_class: For example ``torch.optim.AdamW``.
+            parameters: What the class takes as its first argument: parameters, named parameters
+                or dicts, one per group. Those that are left out are not stepped.
+            arguments: Keyword arguments of the class.
 
         Raises:
-            ValueError: These are torch's optimizers; its function adds parameters.
+            TypeError: ``optimizer_class`` is not an optimizer class.
+            ValueError: It cannot be stepped in parts (LBFGS), or refuses an argument.
         """
-        self._steps.add_group(param_group)
+        check_divisible(optimizer_class)
+        return InBackwardOptimizers(optimizer_class(parameters, **arguments))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_steps": self._steps}
+    @staticmethod
+    def of(parameters: Iterable[Tensor]) -> StepsInBackward | None:
+        """Drive the optimizers that torch's ``_apply_optimizer_in_backward`` left on parameters.
+
+        The hooks by which each would step by itself, before its gradient is reduced, are removed.
+        Returns None where no parameter has such an optimizer.
+        """
+        found = {p: each for p in parameters if (each := torch_internals.optimizers_in_backward(p))}
+        for p in found:
+            for handle in torch_internals.hooks_of_optimizers_in_backward(p):
+                handle.remove()
+        return _TorchsOptimizers(found) if found else None
+
+    def held(self) -> Mapping[Tensor, Any]:
+        """The parameters that are stepped."""
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._held):
+            self._parts = {}
+            self._held = {p: None for group in self.param_groups for p in group["params"]}
+        return self._held
+
+    def _step(self, members: Sequence[Tensor]) -> None:
+        """Step one bucket; several may be stepped at the same time."""
+        for before in torch_internals.step_pre_hooks(self).values():
+            before(self, (members,), {})
+        with self._lock:
+            part = self._part_of(members)
+            part.take(self)
+        try:
+            part.step(hooks=True)
+        finally:
+            with self._lock:
+                part.give(self)
+        for after in torch_internals.step_post_hooks(self).values():
+            after(self, (members,), {})
+
+    def _part_of(self, members: Sequence[Tensor]) -> OptimizerPart:
+        key = tuple(id(p) for p in members)
+        if key not in self._parts:
+            # Buckets that were planned anew take the place of those that were.
+            own = set(key)
+            self._parts = {k: part for k, part in self._parts.items() if own.isdisjoint(k)}
+            part = self._parts[key] = OptimizerPart(self._whole, {p: p for p in members})
+            _of_buckets.add(part.optimizer)
+        return self._parts[key]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # What Optimizer sets up beside groups and state.
-        super().__setstate__({**state, "defaults": dict(state["_steps"].defaults())})
-        if isinstance(self._steps, PerBucket):
-            _watched.add(self)
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+        self._parts, self._held = {}, {}
+        _watched.add(self)
+
+
+class _TorchsOptimizers(StepsInBackward):
+    """The optimizers that torch has left on parameters, one or several for each."""
+
+    def __init__(self, optimizers: Mapping[Tensor, Sequence[Optimizer]]) -> None:
+        self._optimizers = optimizers
+
+    def held(self) -> Mapping[Tensor, Any]:
+        """The parameters that are stepped."""
+        return self._optimizers
+
+    def _step(self, members: Sequence[Tensor]) -> None:
+        for p in members:
+            if p.grad is not None:
+                for optimizer in self._optimizers[p]:
+                    optimizer.step()
 
 
 _watched: weakref.WeakSet[InBackwardOptimizers] = weakref.WeakSet()
+_of_buckets: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
     """Tell of a loop that steps parameters which backward has stepped already."""
-    if is_of_a_bucket(optimizer):
+    if optimizer in _of_buckets:
         return
     for in_backward in list(_watched):
-        held = in_backward._steps.held()
+        held = in_backward.held()
         both = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         if both:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The step of one optimizer done in parts: each part by an optimizer of the same class.
+"""Optimizers whose step is done in parts: each part by an optimizer of the same class.
 
 Note [Parts of an optimizer]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -8,144 +8,160 @@ parameters, with as many groups as the whole. Before a step it takes the options
 its parameters from the whole, after the step it gives new state back; the state of a parameter is
 one and the same dict in both. So nothing has to be told to the parts when a user changes the whole.
 
-This is right for optimizers that update each parameter from that parameter alone. What a step
-writes to a group, or to state that belongs to no parameter, is carried back to the whole if all
-parts wrote the same (a counter of steps); if they differ, the optimizer couples the parameters.
+This is right for optimizers that update each parameter from that parameter alone, as those of
+``torch.optim`` do. One that writes to a group, or keeps state that belongs to no parameter, would
+have a value of its own in each part. It is refused when it does so.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from dataparallel import torch_internals
 from dataparallel.comm.copies import copy_to
 from dataparallel.devices import is_accelerator
+from dataparallel.errors import listed
 
 Group: TypeAlias = dict[str, Any]
-#: Where a value lies that belongs to no parameter: the index of a group and the name of an option,
-#: or -1 and a key of ``state``.
-_Place: TypeAlias = tuple[int, Any]
 
 _OF_PARAMETERS = ("params", "param_names")
 # What torch.amp.GradScaler sets on an optimizer whose kernels unscale by themselves.
 _OF_SCALER = ("grad_scale", "found_inf")
-_MISSING = object()
 
 
 def check_divisible(optimizer_class: type[Optimizer]) -> None:
-    """Refuse what is no optimizer class, or cannot be stepped in parts.
-
-    Args:
-        optimizer_class: For example ``torch.optim.AdamW``.
-
-    Raises:
-        TypeError: It is not a subclass of ``torch.optim.Optimizer``.
-        ValueError: Its step evaluates the model and updates all parameters together (LBFGS).
-    """
+    """Raise for what is no optimizer class (TypeError), or not divisible (ValueError)."""
     if not (inspect.isclass(optimizer_class) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
             "the first argument is an optimizer class such as torch.optim.AdamW, "
             f"but got {optimizer_class!r}"
         )
-    needed = [
-        parameter.name
-        for parameter in list(inspect.signature(optimizer_class.step).parameters.values())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed or issubclass(optimizer_class, LBFGS):
+    if issubclass(optimizer_class, LBFGS):
         raise ValueError(
-            f"{optimizer_class.__name__}.step needs {', '.join(needed) or 'a closure'}: it "
-            "evaluates the model and updates all parameters together, so it cannot be done in "
-            "parts; use it as it is, or choose an optimizer that updates each parameter from its "
-            "own gradient, such as torch.optim.AdamW"
+            f"{optimizer_class.__name__}.step needs closure: it evaluates the model and updates "
+            "all parameters together, so it cannot be done in parts; use it as it is, or choose an "
+            "optimizer that updates each parameter from its own gradient, such as torch.optim.AdamW"
         )
+
+
+class DividedOptimizer(Optimizer):
+    """What users see of an optimizer that steps in parts. See Note [Parts of an optimizer].
+
+    Args:
+        whole: An optimizer over all parameters, which is never stepped itself.
+    """
+
+    _whole: Optimizer
+
+    def __init__(self, whole: Optimizer) -> None:
+        self.__setstate__({"_whole": whole})
+
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The class whose steps these are."""
+        return type(self._whole)
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """The groups, to read and to change."""
+        return self._whole.param_groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The state of all parameters, to read and to change."""
+        return self._whole.state
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, with options of their own."""
+        self._whole.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the wrapped class, saved by it or by an optimizer like this one.
+
+        Args:
+            state_dict: From ``state_dict()``; its tensors are copied to the devices where the
+                state of their parameters belongs.
+
+        Raises:
+            ValueError: Its groups are not like those of this optimizer.
+        """
+        state_dict = state_dict.copy()
+        for change in torch_internals.load_state_dict_pre_hooks(self).values():
+            changed = change(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for hook in torch_internals.load_state_dict_post_hooks(self).values():
+            hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self._whole.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Torch's optimizers leave out of theirs that their kernels unscale by themselves.
+        return {"_class": type(self._whole), "_attributes": vars(self._whole)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_whole" not in state:
+            state = dict(state)
+            whole = object.__new__(state.pop("_class"))
+            vars(whole).update(state.pop("_attributes"))
+            state["_whole"] = whole
+        # What Optimizer sets up beside groups and state.
+        super().__setstate__({**state, "defaults": {}})
+        self.defaults = self._whole.defaults
 
 
 class OptimizerPart:
     """An optimizer over some parameters of another one. See Note [Parts of an optimizer].
 
-    Example::
-
-        part = OptimizerPart(torch.optim.AdamW, {"lr": 0.1}, whole, {weight: weight})
-        part.take(whole)
-        part.step()
-        part.give(whole)
-
     Args:
-        optimizer_class: The class of the whole.
-        arguments: The keyword arguments with which the whole was made.
-        whole: The optimizer of which this is a part.
+        whole: An optimizer of the same class, with all parameters.
         stand_ins: For each parameter of this part the tensor that is stepped in its place: the
             parameter itself, or a copy.
         device: Where options that are tensors have to be. Default: they stay where they are.
-
-    Attributes:
-        optimizer: The optimizer of this part.
-        stand_ins: As given; read again before each step, so it may be exchanged.
     """
 
     def __init__(
         self,
-        optimizer_class: type[Optimizer],
-        arguments: Mapping[str, Any],
         whole: Optimizer,
         stand_ins: Mapping[Tensor, Tensor],
         device: torch.device | None = None,
     ) -> None:
-        self.stand_ins = stand_ins
         self._device = device
-        self._taken: dict[_Place, Any] = {}
-        self._versions: dict[_Place, int] = {}
-        groups = [self._group_of(group) for group in whole.param_groups]
-        self.optimizer = optimizer_class(groups, **arguments)
+        self.optimizer = view_of(whole, [], {})
+        self.regroup(whole, stand_ins)
 
-    def _group_of(self, group: Group) -> Group:
-        """A group of the whole, restricted to the parameters of this part."""
-        options = self._options_of(group)
-        chosen = [i for i, p in enumerate(group["params"]) if p in self.stand_ins]
-        options["params"] = [self.stand_ins[group["params"][i]] for i in chosen]
-        if "param_names" in group:
-            options["param_names"] = [group["param_names"][i] for i in chosen]
-        return options
+    def regroup(self, whole: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> None:
+        """Have other parameters, or the same in other groups of the whole."""
+        self._stand_ins = stand_ins
+        self._members: list[Group] = []
+        for group in whole.param_groups:
+            chosen = [i for i, p in enumerate(group["params"]) if p in stand_ins]
+            members = {"params": [stand_ins[group["params"][i]] for i in chosen]}
+            if "param_names" in group:
+                members["param_names"] = [group["param_names"][i] for i in chosen]
+            self._members.append(members)
 
-    def _options_of(self, group: Group) -> Group:
-        return {
-            name: _on_device(value, self._device)
-            for name, value in group.items()
-            if name not in _OF_PARAMETERS
-        }
-
-    def take(self, whole: Optimizer, *, members: bool = True) -> None:
-        """Take options and state from the whole, as they are now.
-
-        Args:
-            whole: The optimizer of which this is a part.
-            members: Whether parameters may have come to or left groups since the last time.
-        """
+    def take(self, whole: Optimizer) -> None:
+        """Take options and state from the whole, as they are now."""
         optimizer = self.optimizer
-        if members:
-            optimizer.param_groups = [self._group_of(group) for group in whole.param_groups]
-        else:
-            for mine, theirs in zip(optimizer.param_groups, whole.param_groups, strict=True):
-                mine.update(self._options_of(theirs))
-        state: dict[Any, Any] = {k: v for k, v in whole.state.items() if not isinstance(k, Tensor)}
-        for original, stand_in in self.stand_ins.items():
-            if original in whole.state:
-                state[stand_in] = whole.state[original]
-        optimizer.state = defaultdict(dict, state)
+        optimizer.param_groups = [
+            {**{name: _on_device(value, self._device) for name, value in group.items()}, **members}
+            for group, members in zip(whole.param_groups, self._members, strict=True)
+        ]
+        states = {s: whole.state[p] for p, s in self._stand_ins.items() if p in whole.state}
+        optimizer.state = defaultdict(dict, states)
         for name in _OF_SCALER:
             vars(optimizer).pop(name, None)
             if name in vars(whole):
                 setattr(optimizer, name, _on_device(vars(whole)[name], self._device))
-        self._taken = dict(_shared_values(optimizer))
-        self._versions = {place: _version(value) for place, value in self._taken.items()}
 
     def step(self, *, hooks: bool) -> None:
         """Let the optimizer of this part step.
@@ -153,89 +169,53 @@ class OptimizerPart:
         Args:
             hooks: Whether the hooks of optimizer steps are called; without, the step is one that
                 the whole makes, which calls them itself.
+
+        Raises:
+            RuntimeError: The class turned out to keep values for all parameters together.
         """
         step: Callable[..., Any] = type(self.optimizer).step
         if not hooks and getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
+        before = self._shared()
         step(self.optimizer)
+        after = self._shared()
+        written = [name for name, value in after.items() if before.get(name) != value]
+        if written:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step keeps {listed(written)} for all parameters "
+                "together, and would have a value for each part of them; use this optimizer as it "
+                "is, after backward, or one that updates each parameter from that parameter alone"
+            )
+
+    def _shared(self) -> dict[str, list[tuple[int, int]]]:
+        """Identity and version of all that belongs to no single parameter, by its name."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for group in self.optimizer.param_groups:
+            for name, value in group.items():
+                if name not in _OF_PARAMETERS:
+                    found.setdefault(name, []).append((id(value), _version(value)))
+        for key, value in self.optimizer.state.items():
+            if not isinstance(key, Tensor):
+                found.setdefault(str(key), []).append((id(value), _version(value)))
+        return found
 
     def give(self, whole: Optimizer) -> None:
         """Give the state of the parameters to the whole."""
         state = self.optimizer.state
-        for original, stand_in in self.stand_ins.items():
+        for original, stand_in in self._stand_ins.items():
             if stand_in in state:
                 whole.state[original] = state[stand_in]
             else:
                 whole.state.pop(original, None)
 
-    def written(self) -> dict[_Place, Any]:
-        """What the last step wrote to groups, and to state that belongs to no parameter."""
-        return {
-            place: value
-            for place, value in _shared_values(self.optimizer)
-            if not self.kept(place) or _version(value) != self._versions[place]
-        }
-
-    def kept(self, place: _Place) -> bool:
-        """Whether the object at a place, whatever it holds, is the one that was taken."""
-        group, name = place
-        optimizer = self.optimizer
-        holder: Any = optimizer.state if group < 0 else optimizer.param_groups[group]
-        return holder.get(name, _MISSING) is self._taken.get(place, None)
-
-
-def carry_back(parts: Sequence[OptimizerPart], whole: Optimizer) -> None:
-    """Write to the whole what the steps of all parts wrote to options.
-
-    Args:
-        parts: Those that have stepped; each of the others would have written the same.
-        whole: The optimizer of which they are parts.
-
-    Raises:
-        RuntimeError: The parts wrote different values, so the optimizer couples the parameters.
-    """
-    written = [part.written() for part in parts]
-    for place in dict.fromkeys(place for each in written for place in each):
-        values = [each.get(place, _MISSING) for each in written]
-        in_place = len(parts) > 1 and any(part.kept(place) for part in parts)
-        if in_place or not all(same(values[0], value) for value in values[1:]):
-            group, name = place
-            where = f"state[{name!r}]" if group < 0 else f"param_groups[{group}][{name!r}]"
-            raise RuntimeError(
-                f"{type(parts[0].optimizer).__name__}.step wrote {where}, and its "
-                f"{len(parts)} parts do not agree on the value: the update of a parameter depends "
-                "on other parameters, so this optimizer cannot be done in parts; use it as it is"
-            )
-        group, name = place
-        holder: Any = whole.state if group < 0 else whole.param_groups[group]
-        holder[name] = values[0]
-
 
 def view_of(optimizer: Optimizer, groups: list[Group], state: Mapping[Any, Any]) -> Optimizer:
-    """An optimizer of the same class and settings that has other groups and another state.
-
-    It runs what the class itself does to save and load, on anything.
-
-    Args:
-        optimizer: The model; it is not changed.
-        groups: The ``param_groups`` of the result.
-        state: The ``state`` of the result.
-    """
+    """An optimizer of the same class and settings that has other groups and another state."""
     view: Optimizer = object.__new__(type(optimizer))
     vars(view).update(vars(optimizer))
     view.param_groups = groups
     view.state = defaultdict(dict, state)
     return view
-
-
-def _shared_values(optimizer: Optimizer) -> Iterator[tuple[_Place, Any]]:
-    for index, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name not in _OF_PARAMETERS:
-                yield (index, name), value
-    for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            yield (-1, key), value
 
 
 def _on_device(value: Any, device: torch.device | None) -> Any:
@@ -249,12 +229,3 @@ def _on_device(value: Any, device: torch.device | None) -> Any:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two options are equal; tensors are compared by value, wherever they are."""
-    if left is right:
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return left.shape == right.shape and torch.equal(left.cpu(), right.cpu())
-    return type(left) is type(right) and bool(left == right)

@@ -1,6 +1,15 @@
 """An optimizer whose state is spread over the devices of the replicas.
 
-The parts it is made of: Note [Parts of an optimizer], Note [Stand-ins].
+Note [Stand-ins]
+~~~~~~~~~~~~~~~~
+The parameters are all on the first device. A shard there steps the parameters themselves. A shard
+on another device has a stand-in for each of its parameters: a copy that stays there, next to the
+state. In a step it gets the gradient, is stepped, and its new value is written to the parameter.
+
+Between steps others may write the parameter (loading, clipping of weights, ``.data``). Its value is
+carried in before the step, see Note [What counts as a change]. What can be seen from outside is
+compared first: address, version, dtype, shape. Where that is as before, checksums of the values
+are: they read both sides once and move 4 KB, where a copy would move everything.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
 2020, stage 1; there each process steps its share, here each device of one process.
@@ -10,41 +19,33 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
-from dataparallel import torch_internals
+from dataparallel.comm.checksum import checksum
 from dataparallel.errors import locate
-from dataparallel.optim.part import carry_back, check_divisible, view_of
-from dataparallel.optim.shard import OptimizerShard
+from dataparallel.graph.edges import plan_buckets
+from dataparallel.optim.part import DividedOptimizer, OptimizerPart, check_divisible, view_of
 from dataparallel.threads import generators
 from dataparallel.threads.context import ThreadContext
 from dataparallel.threads.workers import WorkerPools
 from dataparallel.torch_internals import SUPPORTS_SCALING
 
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+
 
 def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()) -> list[int]:
-    """Assign things to shards so that the shards are about equally full.
+    """The index of a shard for each size, such that the shards are about equally full.
 
-    Example::
-
-        plan_shards([5, 3, 3, 1], 2)   # [0, 1, 1, 0]
-
-    Args:
-        sizes: A size for each thing, in any unit.
-        num_shards: How many shards there are, at least 1.
-        loads: What each shard has already. Default: nothing.
-
-    Returns:
-        The index of a shard for each thing. The largest comes first, each goes to the shard that
-        has least (of several the first), so the result depends on nothing but the arguments.
-        Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (LPT).
+    The largest comes first, each goes to the shard that has least (of several the first), on top
+    of its load. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (LPT).
     """
     filled = list(loads) or [0] * num_shards
     places = [0] * len(sizes)
@@ -54,7 +55,7 @@ def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()
     return places
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(DividedOptimizer):
     """An optimizer that keeps the state of each parameter on one of the model's devices.
 
     The state of AdamW is twice as large as the parameters. With n devices each one holds about an
@@ -65,7 +66,8 @@ class ShardedOptimizer(Optimizer):
     usual.
 
     The class must update each parameter from that parameter alone, as all of ``torch.optim`` except
-    LBFGS do. A parameter that is frozen when you add it keeps its state on its own device.
+    LBFGS do, and keep nothing else. A parameter that is frozen when you add it keeps its state on
+    its own device.
 
     If a shard fails, ``step()`` raises the original exception with the shard's index and device.
     Every other shard has then finished its step. Parameters of the failed shard on other devices
@@ -98,6 +100,10 @@ class ShardedOptimizer(Optimizer):
             for, or the wrapped class refuses an argument.
     """
 
+    _shards: list[_Shard]
+    #: The index of the shard that each parameter belongs to.
+    _place: dict[Tensor, int]
+
     def __init__(
         self,
         optimizer_class: type[Optimizer],
@@ -107,33 +113,17 @@ class ShardedOptimizer(Optimizer):
         **arguments: Any,
     ) -> None:
         check_divisible(optimizer_class)
-        self.optimizer_class = optimizer_class
-        self._arguments = arguments
         self._devices = _shard_devices(model)
-        self._pools = WorkerPools()
-        self._place: dict[Tensor, int] = {}
-        self._shards: list[OptimizerShard] = []
-        self._refuse_differentiable(arguments)
-        # Without defaults: those are known once the class has seen the groups.
-        super().__init__(model.parameters() if params is None else params, {})
+        super().__init__(
+            optimizer_class(model.parameters() if params is None else params, **arguments)
+        )
         self._refuse_differentiable(*self.param_groups)
-        self._follow()
-        first = self._shards[0].part.optimizer
-        self.defaults = first.defaults
-        for group, made in zip(self.param_groups, first.param_groups, strict=True):
-            for name, value in made.items():
-                group.setdefault(name, value)
-        for shard in self._busy():
-            shard.part.give(self)
-        self._copy_scaling()
+        if self.state:
+            # Some classes make it at once, where the parameters are.
+            self._load(self._whole.state_dict())
 
-    def _copy_scaling(self) -> None:
-        # GradScaler asks for it: the fused kernels unscale by themselves.
-        if getattr(self._shards[0].part.optimizer, SUPPORTS_SCALING, False):
-            setattr(self, SUPPORTS_SCALING, True)
-
-    def _refuse_differentiable(self, *options: Mapping[str, Any]) -> None:
-        if any(each.get("differentiable") for each in options):
+    def _refuse_differentiable(self, *groups: Mapping[str, Any]) -> None:
+        if any(group.get("differentiable") for group in groups):
             raise ValueError(
                 "differentiable=True needs one graph through the whole step, and a sharded step "
                 f"works on copies; use {self.optimizer_class.__name__} itself"
@@ -154,40 +144,32 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             BaseException: What a shard raised, with "in shard i on device d" added.
-            RuntimeError: The wrapped class turned out to couple the parameters.
+            RuntimeError: The wrapped class turned out to keep values for all parameters together.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        busy = self._busy()
+        busy = [shard for shard in self._shards if shard.stand_ins]
         for shard in busy:
+            # Members of groups may have been exchanged by hand.
+            shard.part.regroup(self, shard.stand_ins)
             shard.part.take(self)
         try:
             self._run(busy)
         finally:
             for shard in busy:
                 shard.part.give(self)
-        carry_back([shard.part for shard in busy], self)
         return loss
 
-    def _busy(self) -> list[OptimizerShard]:
-        return [shard for shard in self._shards if shard.stand_ins]
-
-    def _run(self, shards: Sequence[OptimizerShard]) -> None:
+    def _run(self, shards: Sequence[_Shard]) -> None:
         devices = [shard.device for shard in shards]
         labels = [f"in shard {shard.index} on device {shard.device}" for shard in shards]
         # The streams of all devices are carried, those of the parameters among them.
         context = ThreadContext.capture([*devices, *self._devices])
         if len(shards) < 2 or not context.portable:
-            errors = [_error_of(shard, label) for shard, label in zip(shards, labels, strict=True)]
-            try:
-                for error in filter(None, errors):
-                    raise error
-            finally:
-                # The traceback holds this frame, which would hold the errors.
-                errors.clear()
+            _run_here(shards, labels)
             return
         generators.separate_device_generators(devices)
         draws = generators.ReplicaGenerators(devices)
@@ -202,61 +184,25 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; they are assigned to the shards as well."""
-        if not self._shards:
-            super().add_param_group(param_group)
-            return
         self._refuse_differentiable(param_group)
         super().add_param_group(param_group)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Let the class itself load the state, to where the stand-ins are."""
         self._follow()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in the format of the wrapped class; each tensor is on its shard's device."""
-        for hook in torch_internals.state_dict_pre_hooks(self).values():
-            hook(self)
-        packed: dict[str, Any] = self._view().state_dict()
-        for change in torch_internals.state_dict_post_hooks(self).values():
-            changed = change(self, packed)
-            packed = packed if changed is None else changed
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the wrapped class, saved by it or by a sharded optimizer.
-
-        Args:
-            state_dict: From ``state_dict()``; its tensors are copied to the devices of the shards
-                to which their parameters belong.
-
-        Raises:
-            ValueError: Its groups are not like those of this optimizer.
-        """
-        state_dict = state_dict.copy()
-        for change in torch_internals.load_state_dict_pre_hooks(self).values():
-            changed = change(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        view = self._view()
+        stand_ins = {p: s for shard in self._shards for p, s in shard.stand_ins.items()}
+        groups = self.param_groups
+        view = view_of(
+            self._whole, [{**g, "params": [stand_ins[p] for p in g["params"]]} for g in groups], {}
+        )
         view.load_state_dict(state_dict)
-        originals = {stand_in: p for s in self._shards for p, stand_in in s.stand_ins.items()}
-        self.param_groups = [
+        originals = {stand_in: p for p, stand_in in stand_ins.items()}
+        self._whole.param_groups = [
             {**loaded, "params": group["params"]}
-            for loaded, group in zip(view.param_groups, self.param_groups, strict=True)
+            for loaded, group in zip(view.param_groups, groups, strict=True)
         ]
-        self.state = defaultdict(dict, {originals.get(k, k): v for k, v in view.state.items()})
-        for hook in torch_internals.load_state_dict_post_hooks(self).values():
-            hook(self)
-
-    def _view(self) -> Optimizer:
-        """An optimizer of the wrapped class over the stand-ins, to save and load the state."""
-        self._follow()
-        current = [p for group in self.param_groups for p in group["params"]]
-        stand_ins = {p: self._shards[self._place[p]].stand_ins[p] for p in current}
-        groups = [
-            {**group, "params": [stand_ins[p] for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        # In the order of the parameters, which is not that in which shards give their state.
-        state = {s: self.state[p] for p, s in stand_ins.items() if p in self.state}
-        state.update({k: v for k, v in self.state.items() if k not in stand_ins})
-        return view_of(self._shards[0].part.optimizer, groups, state)
+        state = {originals.get(key, key): value for key, value in view.state.items()}
+        self._whole.state = defaultdict(dict, state)
 
     # --- shards --------------------------------------------------------------------------------
 
@@ -293,13 +239,10 @@ class ShardedOptimizer(Optimizer):
             return
         known = {p: place for p, place in self._place.items() if p in current}
         self._place = {**known, **self._plan([p for p in current if p not in known], known)}
-        shards = self._shards or [OptimizerShard(i, d) for i, d in enumerate(self._devices)]
-        for shard in shards:
-            mine = [p for p in current if self._place[p] == shard.index]
-            # The first has an optimizer in any case, which tells the defaults.
-            if mine or shard.stand_ins or shard.index == 0:
-                shard.own(mine, self, self.optimizer_class, self._arguments)
-        self._shards = shards
+        if not self._shards:
+            self._shards = [_Shard(i, d, self._whole) for i, d in enumerate(self._devices)]
+        for shard in self._shards:
+            shard.own(p for p in current if self._place[p] == shard.index)
 
     def _plan(self, new: Sequence[Tensor], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
         loads = [0] * len(self._devices)
@@ -317,42 +260,117 @@ class ShardedOptimizer(Optimizer):
     # --- life ----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "optimizer_class": self.optimizer_class,
-            "_arguments": self._arguments,
-            "_devices": self._devices,
-            "_place": self._place,
-        }
+        return {**super().__getstate__(), "_devices": self._devices, "_place": self._place}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._shards = []
+        self._shards, self._place = [], {}
         self._pools = WorkerPools()
         super().__setstate__(state)
         self._follow()
-        self._copy_scaling()
+        # GradScaler asks for it: the fused kernels unscale by themselves.
+        if getattr(self._whole, SUPPORTS_SCALING, False):
+            setattr(self, SUPPORTS_SCALING, True)
 
     def __repr__(self) -> str:
         shards = ", ".join(f"{len(s.stand_ins)} on {s.device}" for s in self._shards)
         return f"{super().__repr__()}\n{self.optimizer_class.__name__}, parameters: {shards}"
 
 
-def _run_in_thread(
-    shard: OptimizerShard, draws: generators.ReplicaGenerators, position: int
-) -> None:
+class _Shard:
+    """The parameters whose state is on one device, and their steps there. See Note [Stand-ins]."""
+
+    def __init__(self, index: int, device: torch.device, whole: Optimizer) -> None:
+        self.index = index
+        self.device = device
+        #: For each parameter the tensor that is stepped: itself, or a copy.
+        self.stand_ins: dict[Tensor, Tensor] = {}
+        self.part = OptimizerPart(whole, {}, device)
+        # How each original that has a copy looked when the copy was known to be equal.
+        self._seen: dict[Tensor, tuple[Any, ...]] = {}
+
+    def own(self, parameters: Iterable[Tensor]) -> None:
+        """Have exactly these parameters."""
+        before, self.stand_ins = self.stand_ins, {}
+        # A copy that was made in inference mode could never be stepped outside of it.
+        with torch.inference_mode(False):
+            for p in parameters:
+                known = before.get(p)
+                if known is None or not self._serves(known, p):
+                    known = p if p.device == self.device else _copy_of(p, self.device)
+                self.stand_ins[p] = known
+        self._seen = {p: s for p, s in self._seen.items() if before.get(p) is self.stand_ins.get(p)}
+
+    def is_placed(self) -> bool:
+        """Whether all parameters are still on the devices on which they were."""
+        return all(self._serves(stand_in, p) for p, stand_in in self.stand_ins.items())
+
+    def _serves(self, stand_in: Tensor, parameter: Tensor) -> bool:
+        return (stand_in is parameter) == (parameter.device == self.device)
+
+    def step(self) -> None:
+        """Step, between taking the options and the state from the whole and giving it back."""
+        copies = [(p, stand_in) for p, stand_in in self.stand_ins.items() if stand_in is not p]
+        self._refresh(copies)
+        versions = [copy._version for _, copy in copies]
+        # Until the end of the step nothing is known to be equal.
+        seen, self._seen = self._seen, {}
+        try:
+            self._fetch_gradients(copies)
+            self.part.step(hooks=False)
+            changed = [
+                (p, copy)
+                for (p, copy), version in zip(copies, versions, strict=True)
+                if copy.grad is not None or copy._version != version
+            ]
+        finally:
+            for _, copy in copies:
+                copy.grad = None
+        for pairs in _by_device(changed):
+            _write([copy for _, copy in pairs], [p for p, _ in pairs])
+        self._seen = {**seen, **{p: _look(p) for p, _ in changed}}
+
+    def _refresh(self, copies: Sequence[_Pair]) -> None:
+        """Carry in what others have written to the originals."""
+        for pairs in _by_device(copies):
+            stale = [(p, copy) for p, copy in pairs if self._seen.get(p) != _look(p)]
+            others = [(p, copy) for p, copy in pairs if self._seen.get(p) == _look(p)]
+            if others and not _equal(others):
+                stale = pairs
+            for p, copy in pairs:
+                _dress(copy, p)
+            _write([p for p, _ in stale], [copy for _, copy in stale])
+            self._seen.update({p: _look(p) for p, _ in stale})
+
+    def _fetch_gradients(self, copies: Sequence[_Pair]) -> None:
+        for pairs in _by_device([(p.grad, c) for p, c in copies if p.grad is not None]):
+            moved = comm.broadcast_coalesced([grad for grad, _ in pairs], [self.device])[0]
+            for (_, copy), grad in zip(pairs, moved, strict=True):
+                if grad.dtype != copy.dtype:
+                    copy.grad_dtype = grad.dtype
+                copy.grad = grad
+
+
+def _run_in_thread(shard: _Shard, draws: generators.ReplicaGenerators, position: int) -> None:
     with draws.use(position):
         shard.step()
 
 
-def _error_of(shard: OptimizerShard, label: str) -> Exception | None:
+def _run_here(shards: Sequence[_Shard], labels: Sequence[str]) -> None:
     """Step in this thread; the others step too when one fails, as they do in threads."""
+    failure = None
+    for shard, label in zip(shards, labels, strict=True):
+        try:
+            with _devices.use_device(shard.device):
+                shard.step()
+        except Exception as error:
+            locate(error, label)
+            failure = failure or error
     try:
-        with _devices.use_device(shard.device):
-            shard.step()
-    except Exception as error:
-        locate(error, label)
-        return error
-    return None
+        if failure is not None:
+            raise failure
+    finally:
+        # Its traceback holds this frame.
+        del failure
 
 
 def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
@@ -371,3 +389,48 @@ def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
         if device not in slots or not _devices.is_accelerator(device):
             slots.append(device)
     return tuple(slots)
+
+
+def _by_device(pairs: Iterable[_Pair]) -> list[list[_Pair]]:
+    """The pairs, grouped by the device of the first: a coalesced copy has one source."""
+    groups: dict[torch.device, list[_Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[0].device, []).append(pair)
+    return list(groups.values())
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    version = None if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _equal(pairs: Sequence[_Pair]) -> bool:
+    parameters, copies = [p for p, _ in pairs], [copy for _, copy in pairs]
+    ours, theirs = checksum(copies, parameters), checksum(parameters, copies)
+    return torch.equal(theirs.cpu(), ours.cpu())
+
+
+def _copy_of(parameter: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy."""
+    values = torch.empty_like(parameter.detach(), device=device)
+    return values.requires_grad_(parameter.requires_grad)
+
+
+def _dress(copy: Tensor, original: Tensor) -> None:
+    """Give a copy the form and the attributes of its original."""
+    if copy.shape != original.shape or copy.dtype != original.dtype:
+        copy.data = torch.empty_like(original.detach(), device=copy.device)
+    if copy.requires_grad != original.requires_grad:
+        copy.requires_grad_(original.requires_grad)
+    if vars(original):
+        vars(copy).update(vars(original))
+
+
+def _write(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Write values to tensors on another device, a few at a time, so that little is alive twice."""
+    for bucket in plan_buckets(sources):
+        sent = [sources[i].detach() for i in bucket]
+        written = [targets[i] for i in bucket]
+        torch_internals.foreach_copy_(
+            written, comm.broadcast_coalesced(sent, [written[0].device])[0]
+        )

@@ -16,7 +16,7 @@ from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import shared_store
 from dataparallel.graph.cut import Rounds
-from dataparallel.optim.in_backward import InBackwardOptimizers
+from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.parallel.reducing_engine import ReducingEngine
@@ -72,7 +72,7 @@ class ReductionSettings:
     timeout: float | None = None
     precision: MixedPrecision = FULL
     hook: ResolvedHook | None = None
-    optimizers: InBackwardOptimizers | None = None
+    optimizers: StepsInBackward | None = None
     nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def options(self, names: Sequence[str], *, sends: bool) -> ReducerOptions:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dataparallel.optim.in_backward import InBackwardOptimizers
+from dataparallel.optim.in_backward import InBackwardOptimizers, StepsInBackward
 from dataparallel.parallel.process_choice import check_alone, chosen_group
 from dataparallel.parallel.reduction import Reduction
 from dataparallel.reducer.average import AverageKind
@@ -31,7 +31,7 @@ class ReductionMethods:
     _is_separate = False
     # Why the processes can never reduce together again; empty if they can.
     _stuck = ""
-    _optimizers: InBackwardOptimizers | None
+    _optimizers: StepsInBackward | None
     _nonfinite: NonFinitePolicy
     #: Whether this is loaded from a pickle that could not hold the process group of the wrapper.
     _lost_group = False
@@ -150,9 +150,9 @@ class ReductionMethods:
         if self._optimizers is not None:
             raise RuntimeError("the parameters of this wrapper are stepped in backward already")
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._optimizers = InBackwardOptimizers.make(optimizer_class, trained, **arguments)
+        self._optimizers = made = InBackwardOptimizers.make(optimizer_class, trained, **arguments)
         self._rebuild()
-        return self._optimizers
+        return made
 
     def check_replicas(self) -> None:
         """Compare parameters over replicas and processes, and buffers over processes, bit for bit.

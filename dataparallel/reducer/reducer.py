@@ -50,7 +50,7 @@ from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
-    from dataparallel.optim.in_backward import InBackwardOptimizers
+    from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.reducer.comm_hooks import ResolvedHook
     from dataparallel.reducer.exchange import Exchange, Outcome
     from dataparallel.reducer.processes import ReducerProcesses
@@ -145,7 +145,7 @@ class Reducer:
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = Guard.of(nonfinite, self._originals, self.names, places, processes)
         #: What takes an optimizer's steps in backward; set by the wrapper.
-        self.optimizers: InBackwardOptimizers | None = None
+        self.optimizers: StepsInBackward | None = None
         #: Called when gradients that are not finite were dropped, and with them all others.
         self.when_dropped: Callable[[], None] = lambda: None
         #: Called when a round has ended; set by the wrapper.

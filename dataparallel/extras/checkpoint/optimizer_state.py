@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from dataparallel import torch_internals
 from dataparallel.errors import listed
 from dataparallel.extras.checkpoint.tensor_forms import name_of_dtype
-from dataparallel.optim.in_backward import InBackwardOptimizers
 
 # Added to groups by others than the optimizer itself.
 _NOT_OPTIONS = frozenset({"params", "param_names", "initial_lr", "max_lr", "min_lr"})
@@ -205,8 +204,6 @@ def _class_of(optimizer: Any) -> type:
     """The class whose state an optimizer has; some have another one do the work."""
     if _is_divided(optimizer):
         return type(optimizer.optim)
-    if isinstance(optimizer, InBackwardOptimizers):
-        return type(optimizer._steps.whole())
     found = getattr(optimizer, "optimizer_class", None)
     return found if isinstance(found, type) else type(optimizer)
 
