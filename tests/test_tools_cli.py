@@ -41,7 +41,7 @@ def test_a_group_alone_prints_its_help(
         ("monitor topp", " monitor", "; did you mean 'top'?"),
         ("monitor top --atach=7", " monitor top", "; did you mean '--attach'?"),
         ("monitor top --sorce a --onse", " monitor top", "; did you mean '--once', '--source'?"),
-        ("monitor record x --format cvs", " monitor record", "; did you mean 'csv'?"),
+        ("bench train --mode stp", " bench train", "; did you mean 'step'?"),
         ("--versoin", "", "; did you mean '--version'?"),
         ("doctor --xyz", " doctor", "arguments: --xyz"),
         ("xyz", "", ")"),

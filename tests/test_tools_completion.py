@@ -15,7 +15,7 @@ CASES = {
     "dataparallel mon": {"monitor"},
     "dataparallel monitor re": {"record", "report"},
     "dataparallel monitor top --at": {"--attach"},
-    "dataparallel monitor record --format ''": {"jsonl", "csv"},
+    "dataparallel bench train --loss ''": {"gathered", "replicas"},
     "dataparallel bench train --json run": {"run.jsonl", "runs"},
     "dataparallel monitor plot run.jsonl pic": {"picture.png"},
     "dataparallel monitor top --source run": {"run.jsonl", "runs"},

@@ -16,7 +16,7 @@ from dataparallel.tools.monitor.reading import (
     ProcessReading,
     Sample,
 )
-from dataparallel.tools.monitor.recorder import Format, Recorder
+from dataparallel.tools.monitor.recorder import Recorder
 
 #: The devices of the replicas of :func:`run_state`; nobody reads the last one.
 DEVICES = ("virtual:0", "virtual:0", "virtual:1", "virtual:7")
@@ -62,9 +62,9 @@ def run_state(
     )
 
 
-def record(path: Path, *samples: Sample, format: Format = "jsonl") -> None:
+def record(path: Path, *samples: Sample) -> None:
     """Record samples into a file."""
-    with Recorder(path, format=format, about={"interval": 1.0}) as recorder:
+    with Recorder(path, about={"interval": 1.0}) as recorder:
         for one in samples:
             recorder.record(one)
 

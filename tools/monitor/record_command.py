@@ -10,12 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.opening import SOURCES, add_options, open_sampler
-from dataparallel.tools.monitor.recorder import Format, Recorder, samples_text
+from dataparallel.tools.monitor.recorder import Recorder, samples_text
 from dataparallel.tools.monitor.recording import older_parts, parts
 from dataparallel.tools.monitor.sizes import duration, size
 from dataparallel.tools.monitor.units import bytes_text
@@ -43,7 +43,7 @@ def add_to(commands: Subparsers) -> None:
         examples=[
             "dataparallel monitor record run.jsonl",
             "dataparallel monitor record run.jsonl --for 10min --attach auto",
-            "dataparallel monitor record run.csv --interval 5 --max-size 1GB --keep 2",
+            "dataparallel monitor record run.jsonl --interval 5 --max-size 1GB --keep 2",
         ],
         run=_run,
     )
@@ -69,27 +69,24 @@ def add_to(commands: Subparsers) -> None:
     )
     parser.add_argument(
         "--keep",
-        type=_whole_number,
+        type=_number_of_files,
         default=5,
         metavar="NUMBER",
         help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
         "5)",
     )
-    parser.add_argument(
-        "--format",
-        choices=("jsonl", "csv"),
-        help="JSON lines with everything, or a table with a row per device and sample (default: "
-        "csv for FILE.csv, else jsonl)",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    chosen = arguments.format or ("csv" if arguments.file.suffix.lower() == ".csv" else "jsonl")
+    if arguments.file.suffix.lower() == ".csv":
+        raise ValueError(
+            f"{arguments.file}: a recording is JSON lines; record to FILE.jsonl, and make a table "
+            "of it with `dataparallel monitor report FILE.jsonl --csv FILE.csv`"
+        )
     _check_target(arguments.file, arguments.source)
     with open_sampler(arguments) as sampler:
         recorder = Recorder(
             arguments.file,
-            format=cast(Format, chosen),
             max_bytes=arguments.max_size,
             keep=arguments.keep,
             about={"interval": sampler.interval, "source": arguments.source},
@@ -212,7 +209,7 @@ def _max_size(text: str) -> int:
     return value
 
 
-def _whole_number(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 0")
+def _number_of_files(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18 or not int(text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
     return int(text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
+import logging
+import logging.handlers
 import math
 import os
 import platform
@@ -12,15 +13,18 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dataparallel.tools.monitor import csv_recording
+from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.reading import Sample
-from dataparallel.tools.monitor.recording import FORMAT, VERSION
-from dataparallel.tools.monitor.recording_file import RecordingFile
+from dataparallel.tools.monitor.recording import (
+    FORMAT,
+    VERSION,
+    is_begun_header,
+    older_parts,
+    read_header,
+)
 from dataparallel.tools.monitor.units import bytes_text, seconds_text
-
-Format = Literal["jsonl", "csv"]
 
 #: What there may be room for later.
 _NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -37,9 +41,8 @@ class Recorder:
 
     Args:
         path: Where to record; a recording that is there is continued.
-        format: ``"jsonl"`` for JSON lines, or ``"csv"``. Default: ``"jsonl"``.
         max_bytes: Greatest size of a file, then a new one is begun. Default: 100 MB.
-        keep: How many older files are kept. Default: 5.
+        keep: How many older files are kept, at least 1. Default: 5.
         about: What the header tells beside the format. Default: nothing.
         tell: Called with what a user should know now. Default: nobody is told.
         write: Writes to a file descriptor. Default: ``os.write``.
@@ -47,6 +50,7 @@ class Recorder:
     Attributes:
         num_samples: How many samples were recorded.
         num_lost: How many were not since there was no room.
+        is_regular: Whether it writes to a file, not to a pipe or a terminal.
 
     Raises:
         ValueError: What is there is no recording, or somebody else is recording to it.
@@ -57,7 +61,6 @@ class Recorder:
         self,
         path: Path,
         *,
-        format: Format = "jsonl",
         max_bytes: int = 100_000_000,
         keep: int = 5,
         about: Mapping[str, Any] | None = None,
@@ -65,26 +68,19 @@ class Recorder:
         write: Callable[[int, bytes], int] = os.write,
     ) -> None:
         self._path = path
-        self._format = format
         self._tell = tell
         self.num_samples = 0
         self.num_lost = 0
         self._is_failing = False
         self._cost = 0.0
+        self.is_regular = not path.exists() or path.is_file()
         try:
-            self._file = RecordingFile(
-                path, _header(format, about or {}), max_bytes=max_bytes, keep=keep, write=write
-            )
+            self._lines = _Lines(path, _header(about or {}), max_bytes, keep, write)
         except OSError as error:
             why = f"cannot record to {path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
                 raise RuntimeError(f"{why}; make room, or choose a file on another disk") from error
             raise ValueError(f"{why}; choose another file") from error
-        if self._file.repaired:
-            tell(f"{path} ended within a line; {self._file.repaired} bytes of it are cut off")
-        #: Of the last sample that was there: its time and its elapsed.
-        self._before = self._last_times()
-        self._offset: float | None = None if self._before else 0.0
 
     def __enter__(self) -> Recorder:
         return self
@@ -93,32 +89,19 @@ class Recorder:
         self.close()
 
     @property
-    def is_regular(self) -> bool:
-        """Whether it writes to a file, not to a pipe or a terminal."""
-        return self._file.is_regular
-
-    @property
     def written(self) -> int:
         """How many bytes were written."""
-        return self._file.written
+        return self._lines.written
 
     def record(self, sample: Sample) -> None:
         """Write a sample; where there is no room it is left out, which is told once.
 
         Raises:
-            ValueError: Somebody else has begun to record to this path.
             RuntimeError: It is a pipe, and nothing can be written to it.
             BrokenPipeError: It is a pipe that nobody reads any more.
         """
-        if self._offset is None:
-            assert self._before is not None
-            last_time, last_elapsed = self._before
-            # Where the clock was set back meanwhile, nothing is known but the order.
-            self._offset = last_elapsed + max(0.0, sample.time - last_time) - sample.elapsed
-        elapsed = sample.elapsed + self._offset
-        lines = _lines(dataclasses.replace(sample, elapsed=elapsed), self._format)
         try:
-            self._file.write(lines)
+            self._lines.write(_line(sample.to_json()))
         except OSError as error:
             self._fail(error)
             return
@@ -129,16 +112,13 @@ class Recorder:
             self._tell(f"there is room again; {samples_text(self.num_lost)} are missing so far")
 
     def close(self) -> None:
-        """Bring all to the disk. A second call does nothing."""
-        try:
-            self._file.close()
-        except OSError as error:
-            self._tell(f"the end of {self._path} may not have reached the disk: {error.strerror}")
+        """Let go of the file. A second call does nothing."""
+        self._lines.close()
 
     def summary(self) -> str:
         """What was recorded, in one line."""
         mean = self._cost / self.num_samples if self.num_samples else None
-        files = 1 + self._file.num_rotations
+        files = 1 + self._lines.num_rotations
         parts = [
             f"recorded {samples_text(self.num_samples)} to {self._path}",
             bytes_text(self.written) + (f" in {files} files" if files > 1 else ""),
@@ -149,7 +129,7 @@ class Recorder:
         return ", ".join(parts)
 
     def _fail(self, error: OSError) -> None:
-        if not self._file.is_regular:
+        if not self.is_regular:
             if isinstance(error, BrokenPipeError):
                 raise error
             raise RuntimeError(f"cannot write to {self._path}: {error.strerror}") from error
@@ -162,25 +142,130 @@ class Recorder:
                 "kept, and samples are left out until it works again"
             )
 
-    def _last_times(self) -> tuple[float, float] | None:
-        line = self._file.last_line()
-        if line is None:
-            return None
-        text = line.decode(errors="replace")
+
+class _Lines(logging.handlers.RotatingFileHandler):
+    """Lines in files of capped size, which the standard library renames when they are full.
+
+    A line that could be written in part only is ended by the next one, and readers pass over it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: bytes,
+        max_bytes: int,
+        keep: int,
+        write: Callable[[int, bytes], int],
+    ) -> None:
+        self.written = 0
+        self.num_rotations = 0
+        self._header = header
+        self._write = write
+        # A pipe has no beginning to look at, and nobody else's notes to spare.
+        self._is_regular = not path.exists() or path.is_file()
+        self._is_torn = False
+        self._lock: Any = None
+        super().__init__(path, maxBytes=max_bytes, backupCount=keep, delay=True)
+        self.stream = self._open()
         try:
-            if self._format == "csv":
-                time_text, elapsed_text = text.split(",")[:2]
-                return float(time_text), float(elapsed_text)
-            data = json.loads(text)
-            return float(data["time"]), float(data["elapsed"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            self._tell(f"the last line of {self._path} is no sample; `elapsed` begins at 0 again")
-            return None
+            if self._is_regular:
+                self._lock = _locked(path)
+                if _is_continued(path):
+                    self._continue(path)
+            if not self._is_regular or not self._size():
+                self._append(b"")
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, line: bytes) -> None:
+        """Write a line, into a new file if this one is full."""
+        record = logging.makeLogRecord({"msg": line.decode()})
+        has_begun = self._is_regular and self.stream is not None and self._size() > 0
+        if has_begun and self.shouldRollover(record):
+            self.doRollover()
+            self.num_rotations += 1
+        if self.stream is None:
+            # The standard library has closed the file that was full.
+            self.stream = self._open()
+        self._append(line)
+
+    def close(self) -> None:
+        super().close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _continue(self, path: Path) -> None:
+        """Take over the header, since parts of one recording have one."""
+        with path.open("rb") as file:
+            self._header = file.readline()
+            file.seek(-1, os.SEEK_END)
+            self._is_torn = file.read() != b"\n"
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, "ab", buffering=0)
+
+    def _descriptor(self) -> int:
+        assert self.stream is not None
+        return self.stream.fileno()
+
+    def _size(self) -> int:
+        return os.fstat(self._descriptor()).st_size
+
+    def _append(self, line: bytes) -> None:
+        is_new = self._size() == 0 if self._is_regular else not self.written
+        rest = (b"\n" if self._is_torn else b"") + (self._header if is_new else b"") + line
+        try:
+            while rest:
+                count = self._write(self._descriptor(), rest)
+                self.written += count
+                self._is_torn = rest[count - 1 : count] != b"\n"
+                rest = rest[count:]
+        except BaseException:
+            if is_new and self._is_regular:
+                # A file without a whole first line is no recording.
+                os.ftruncate(self._descriptor(), 0)
+                self._is_torn = False
+            raise
 
 
-def _header(format: Format, about: Mapping[str, Any]) -> bytes:
-    if format == "csv":
-        return csv_recording.header_line().encode()
+def _is_continued(path: Path) -> bool:
+    """Whether there is a recording to continue; what is none is refused, not one byte changed."""
+    for part in older_parts(path).values():
+        try:
+            read_header(part)
+        except ValueError as error:
+            raise ValueError(f"an older part is in the way: {error}; move it away") from error
+    if not path.exists():
+        return False
+    if is_begun_header(path):
+        os.truncate(path, 0)
+        return False
+    try:
+        read_header(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it is left as it is: choose another file, or remove it"
+        ) from error
+    return True
+
+
+def _locked(path: Path) -> Any:
+    """Keep others from recording to the same file as long as this process lives."""
+    with needs_extra("monitor"):
+        import filelock
+
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(
+            f"somebody else is recording to {path} now; end that, or choose another file"
+        ) from None
+    return lock
+
+
+def _header(about: Mapping[str, Any]) -> bytes:
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -192,10 +277,7 @@ def _header(format: Format, about: Mapping[str, Any]) -> bytes:
     return (json.dumps(header) + "\n").encode()
 
 
-def _lines(sample: Sample, format: Format) -> bytes:
-    if format == "csv":
-        return csv_recording.sample_lines(sample).encode()
-    data = sample.to_json()
+def _line(data: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except ValueError:

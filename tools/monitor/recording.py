@@ -3,15 +3,14 @@
 Note [Format of a recording]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A recording in JSON lines begins with a header, one line with ``"format"``, ``"version"`` and what
-is known of the recorder; each further line is one :meth:`Sample.to_json`. One in CSV begins with
-the names of its columns, see :mod:`dataparallel.tools.monitor.csv_recording`.
+is known of the recorder; each further line is one :meth:`Sample.to_json`.
 
 When a file has its greatest size it becomes ``FILE.1``, what was ``FILE.1`` becomes ``FILE.2``,
-and ``FILE`` begins anew, with the same header. So higher numbers are older. The header's
-``"recording"`` tells parts of one recording from those of another.
+and ``FILE`` begins anew. So higher numbers are older. The header's ``"recording"`` tells parts of
+one recording from those of another. Where a recording is continued, ``elapsed`` begins at 0 again.
 
-A line counts when its line feed is there. What a crash leaves behind the last one is cut off when
-the recording is continued, and passed over, and told, when it is read.
+A line counts when its line feed is there. What a crash leaves behind the last one is passed over,
+and told, when the recording is read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dataparallel.tools.monitor import csv_recording
 from dataparallel.tools.monitor.reading import Sample
 
 FORMAT = "dataparallel monitor recording"
@@ -34,6 +32,8 @@ VERSION = 1
 _MAX_PROBLEMS = 20
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
+#: So many zeros may be left of a file whose first block never reached the disk.
+_LONGEST_GAP = 4096
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ class RecordingReader:
             if header.get("recording") != self.header.get("recording"):
                 self._tell(f"{part} belongs to another recording; it is left out")
                 continue
-            is_csv = header.get("columns") is not None
-            read = csv_recording.read_samples if is_csv else _read_samples
-            yield from read(self._lines(part), self._tell)
+            yield from _read_samples(self._lines(part), self._tell)
         if self._num_problems > _MAX_PROBLEMS:
             self.problems.append(f"and {self._num_problems - _MAX_PROBLEMS} more like these")
 
@@ -170,7 +168,7 @@ def older_parts(path: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file; of one in CSV, what can be told of it.
+    """The header of a file.
 
     Raises:
         ValueError: The file is no recording, or one of a newer version.
@@ -185,8 +183,6 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} is empty, but a recording begins with a line that says what it is"
         )
     text = line.decode(errors="replace").rstrip("\r\n")
-    if csv_recording.is_header(text):
-        return {"format": FORMAT, "version": VERSION, "columns": text.split(",")}
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -199,8 +195,7 @@ def read_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a recording of `dataparallel monitor record`: its first line should be "
-            f'{{"format": "{FORMAT}", ...}}, or columns that begin with '
-            f"{','.join(csv_recording.COLUMNS[:4])}, but it is {text[:80]!r}"
+            f'{{"format": "{FORMAT}", ...}}, but it is {text[:80]!r}'
         )
     version = header.get("version")
     if not isinstance(version, int) or version > VERSION:
@@ -211,7 +206,17 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
+def is_begun_header(path: Path) -> bool:
+    """Whether a file holds nothing but what a crash leaves of a header."""
+    with path.open("rb") as file:
+        content = file.read(_LONGEST_HEADER)
+    if not content.strip(b"\0"):
+        return len(content) < _LONGEST_GAP
+    # A shorter beginning may be somebody's own.
+    return len(content) >= 16 and b"\n" not in content and _is_begun(content.decode("latin1"))
+
+
 def _is_begun(text: str) -> bool:
-    """Whether this is the beginning of a header, of either kind."""
-    wholes = (json.dumps({"format": FORMAT})[:-1], ",".join(csv_recording.COLUMNS))
-    return any(text.startswith(whole[: len(text)]) for whole in wholes if text[:2] == whole[:2])
+    """Whether this is the beginning of a header."""
+    whole = json.dumps({"format": FORMAT})[:-1]
+    return len(text) > 1 and text.startswith(whole[: len(text)])

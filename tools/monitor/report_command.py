@@ -11,6 +11,7 @@ from dataparallel.tools.arguments import add_command
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.recording import RecordingReader
 from dataparallel.tools.monitor.report import make_report
+from dataparallel.tools.monitor.table import write_table
 from dataparallel.tools.monitor.thin_samples import thin
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def add_to(commands: Subparsers) -> None:
         examples=[
             "dataparallel monitor report run.jsonl",
             "dataparallel monitor report run.jsonl --json > report.json",
+            "dataparallel monitor report run.jsonl --csv run.csv",
         ],
         run=_run,
     )
@@ -33,10 +35,20 @@ def add_to(commands: Subparsers) -> None:
         "file", type=Path, metavar="FILE", help="a recording of dataparallel monitor record"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="TABLE",
+        help="write all samples into a table instead, a row per device and sample",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     reader = RecordingReader(arguments.file)
+    if arguments.csv is not None:
+        number = write_table(arguments.csv, reader)
+        print("\n".join((*reader.problems, f"wrote {number} rows to {arguments.csv}")))
+        return 0
     samples = thin(reader)
     report = make_report(samples, reader.problems)
     if arguments.json:
