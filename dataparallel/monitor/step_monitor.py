@@ -174,31 +174,26 @@ class StepMonitor:
         """What the steps that are kept come to: shares of phases, stragglers, what to change."""
         return summarize(self.steps, describe_run(self._model))
 
-    def export_chrome_trace(self, path: str | os.PathLike[str]) -> list[Path]:
-        """Write the steps that are kept as traces.
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write the timelines of all replicas, for https://ui.perfetto.dev or chrome://tracing.
 
         Example::
 
-            monitor.export_chrome_trace("timeline.json.gz")    # for https://ui.perfetto.dev
-            monitor.export_chrome_trace("traces")              # for Holistic Trace Analysis
+            monitor.export_chrome_trace("timeline.json.gz")
 
         Args:
-            path: A file whose name ends with ``.json`` or ``.json.gz`` gets the timelines of all
-                replicas. Any other name is a directory, which gets a file per replica with
-                ``distributedInfo.rank``. See Note [Traces of replicas].
+            path: Where to; compressed if the name ends with ``.gz``.
 
         Returns:
-            The files.
+            The file.
 
         Raises:
             ValueError: No step has been recorded.
-            OSError: A file cannot be written.
+            OSError: The file cannot be written; one that was there before is kept.
         """
-        from dataparallel.monitor.trace import write_timeline, write_traces
+        from dataparallel.monitor.trace import write_timeline
 
-        if str(path).endswith((".json", ".json.gz")):
-            return [write_timeline(self.steps, self._info, path, _rank())]
-        return write_traces(self.steps, self._info, path, _rank())
+        return write_timeline(self.steps, self._info, path, _rank())
 
     def state(self) -> RunState:
         """The run as it is now, as it is published."""

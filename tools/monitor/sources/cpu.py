@@ -11,7 +11,6 @@ import psutil
 
 from dataparallel.tools.monitor.cgroup import Memory, memory
 from dataparallel.tools.monitor.processors import BusyShare, Thrifty, usable_processors
-from dataparallel.tools.monitor.rapl import ProcessorEnergy
 from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
 from dataparallel.tools.monitor.sources.source import SourceReading
 
@@ -32,7 +31,6 @@ class CpuSource:
         busy: Tells the share of the processors that is busy. Default: measured.
         num_cpus: How many processors can be used. Default: asked.
         memory: Tells the memory. Default: that of the host, or of the container if it is less.
-        energy: Counts the energy. Default: as the system does.
     """
 
     name = "cpu"
@@ -44,13 +42,11 @@ class CpuSource:
         busy: Callable[[], float | None] | None = None,
         num_cpus: float | None = None,
         memory: Callable[[], Memory] = memory,
-        energy: ProcessorEnergy | None = None,
     ) -> None:
         self._pids = pids
         self._busy = BusyShare() if busy is None else busy
         self._num_cpus = usable_processors().count if num_cpus is None else num_cpus
         self._memory = memory
-        self._energy = ProcessorEnergy() if energy is None else energy
         self._temperature = Thrifty(_temperature)
         self._frequency = Thrifty(_frequency)
         self._model = _model_name()
@@ -67,7 +63,6 @@ class CpuSource:
             "temperature": self._temperature(),
         }
         values["sm_clock"], values["sm_clock_max"] = self._frequency()
-        values["energy"], values["power"] = self._energy.read()
         device = DeviceReading("cpu", self._model, self.name, values=values)
         return SourceReading((device,), self._read_processes())
 
