@@ -30,6 +30,7 @@ NOT_HERE = {
     "_fire_reducer_autograd_hook": "replicas have parameters of their own in mixed precision",
     "_get_parameters": "of the time of its replicas",
     "_lazy_init": "optimizers in backward are found at construction",
+    "_log_and_throw": "writes into its logger",
     "_match_all_reduce_for_bwd_pass": "a part of its join hook",
     "_match_unused_params_allreduce": "a part of its join hook",
     "_module_wait_for_copy_hook": "replicas have parameters of their own in mixed precision",
@@ -58,6 +59,7 @@ NO_ATTRIBUTE = {
     "_use_python_reducer": "there is no such reducer",
     "batched_grad_copy": "nothing depends on it",
     "lazy_bucket_allocation": "nothing depends on it",
+    "logger": "logging data are read through the wrapper",
     "skip_all_reduce_unused_params": "nothing depends on it",
     "use_side_stream_for_tensor_copies": "copies have a stream of their own",
 }

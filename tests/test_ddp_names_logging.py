@@ -1,9 +1,8 @@
-"""The names of torch's wrapper for logging data: with torch's entries, and as a record."""
+"""The names of torch's wrapper for logging data, with torch's entries."""
 
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 import dataparallel as dp
-from dataparallel.reducer.logging_data import LoggingData
 from tests.cluster import Cluster
 from tests.ddp_name_cases import step, wrap
 
@@ -23,8 +21,6 @@ def _logging(rank: int, world_size: int, replicas: int) -> tuple[dict[str, Any],
     first = dict(model._get_ddp_logging_data())
     for _ in range(3):
         step(model, rank)
-    data = model.logger._get_ddp_logging_data()
-    assert {**data.strs_map, **data.ints_map}.keys() == model._get_ddp_logging_data().keys()
     return first, dict(model._get_ddp_logging_data())
 
 
@@ -102,7 +98,7 @@ def test_a_round_that_has_failed_is_an_error_in_logging_data(cluster: Cluster) -
     assert cluster.run(_unused, 2, True) == cluster.run(_unused, 2, False)
 
 
-def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]:
+def _hooked(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     model = wrap(2)
     model.register_comm_hook(None, "allreduce")
     with model.join():
@@ -110,14 +106,13 @@ def _whole_record(rank: int, world_size: int) -> tuple[LoggingData, LoggingData]
     return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
 
 
-def test_logging_data_as_a_record(cluster: Cluster) -> None:
-    for rank, (data, of_copy) in enumerate(cluster.run(_whole_record, 2)):
-        assert (data.rank, data.world_size, data.num_replicas) == (rank, 2, 2)
-        assert data.comm_hook == "allreduce" and data.join_uneven_inputs
-        assert data.has_rebuilt_buckets and data.rebuilt_per_bucket_param_indices
-        assert json.loads(data.to_json())["devices"] == ["cpu", "cpu"]
-        assert data.unused_parameter_size == 0
-        assert not of_copy.has_rebuilt_buckets and of_copy.num_buckets_reduced == 0
+def test_what_became_of_a_wrapper_is_not_copied(cluster: Cluster) -> None:
+    for rank, (data, of_copy) in enumerate(cluster.run(_hooked, 2)):
+        assert (data["rank"], data["world_size"], data["num_replicas"]) == (rank, 2, 2)
+        assert data["comm_hook"] == "allreduce" and data["join_uneven_inputs"] == 1
+        assert data["has_rebuilt_buckets"] == 1 and data["rebuilt_per_bucket_param_indices"]
+        assert data["unused_parameter_size"] == 0
+        assert of_copy["has_rebuilt_buckets"] == 0 and "num_buckets_reduced" not in of_copy
 
 
 def test_logging_data_without_processes() -> None:
@@ -126,22 +121,11 @@ def test_logging_data_without_processes() -> None:
     x = torch.randn(4, 3)
     model(x).sum().backward()
     data = model.get_ddp_logging_data()
-    assert (data.world_size, data.rank, data.backend_name) == (1, 0, "")
-    assert data.timings.forward_compute_time > 0
+    assert (data["world_size"], data["rank"]) == (1, 0)
+    assert data["forward_compute_time"] > 0 and data["num_sampled"] == 1
     with torch.no_grad():
         model(x)
     # Only what trains is an iteration, as in torch.
-    assert model.reducer.statistics.iteration == 1
-
-
-def test_errors_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    model = wrap(2)
-    with pytest.raises(ValueError, match="it is broken"):
-        model._log_and_throw(ValueError, "it is broken")
-    assert "it is broken" in caplog.text
-    flat = model._get_ddp_logging_data()
-    assert flat["has_error"] == 1 and "it is broken" in str(flat["error"])
-    model.logger._set_comm_hook_name("mine")
-    model.logger._set_uneven_input_join()
-    data = model.get_ddp_logging_data()
-    assert data.comm_hook == "mine" and data.join_uneven_inputs
+    model(x).sum().backward()
+    assert model.get_ddp_logging_data()["num_sampled"] == 2
+    model.close()

@@ -1,8 +1,7 @@
-"""What is measured in which iterations."""
+"""What is measured in which iterations; torch's logging data are in test_ddp_names_logging."""
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from dataparallel import DistributedDataParallel, devices
-from dataparallel.reducer import statistics
-from dataparallel.reducer.statistics import ReducerStatistics, Timings
+from dataparallel.reducer.statistics import Statistics
+from dataparallel.threads.timeline import Timeline
 from dataparallel.virtual import pending
 from tests.cluster import Cluster
 
@@ -36,245 +35,137 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def iterate(measured: ReducerStatistics, clock: Clock, factor: float = 1.0) -> None:
-    """Forward 3 ms, loss 1, backward 8; buckets 0 and 1 are on their way from 4 to 9, 7 to 12."""
-    measured.forward_begin()
-    clock.tick(3 * factor)
-    measured.forward_end()
-    clock.tick(1 * factor)
-    measured.backward_begin()
-    clock.tick(4 * factor)
-    measured.bucket_launched(0)
-    clock.tick(3 * factor)
-    measured.bucket_launched(1)
-    clock.tick(1 * factor)
-    measured.backward_compute_end()
-    clock.tick(1 * factor)
-    measured.bucket_finished(0)
-    clock.tick(3 * factor)
-    measured.bucket_finished(1)
-    clock.tick(2 * factor)
-    measured.backward_end()
+class Steps:
+    """Iterations whose spans last as long as the clock says."""
+
+    def __init__(self, clock: Clock, devices: list[str] | None = None) -> None:
+        self.clock = clock
+        self.timeline = Timeline([torch.device(device) for device in devices or ["cpu"]])
+        self.measured = Statistics(self.timeline)
+
+    def forward(self, length: float) -> None:
+        self.measured.begin()
+        with self.timeline.span("forward", 0):
+            self.clock.tick(length)
+
+    def backward(self, factor: float = 1.0, across: bool = True) -> None:
+        """8 ms, and 4 ms after its begin buckets are on their way for 9 ms."""
+        timeline, tick = self.timeline, self.clock.tick
+        with timeline.span("backward", 0):
+            tick(4 * factor)
+            with timeline.span_here("reduce local"):
+                tick(1 * factor)
+            tick(3 * factor)
+        with timeline.span("reduce local"):
+            tick(2 * factor)
+            if across:
+                with timeline.span("reduce across processes"):
+                    tick(3 * factor)
+        self.measured.end()
+
+    def iterate(self, factor: float = 1.0) -> None:
+        self.forward(3 * factor)
+        self.clock.tick(1 * factor)
+        self.backward(factor)
 
 
 # --- what is measured ------------------------------------------------------------------------
 
 
 def test_one_iteration(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    iterate(measured, clock)
+    steps = Steps(clock)
+    steps.iterate()
     start = 1000 * MS + 5
-    assert measured.snapshot() == Timings(
-        iteration=1,
-        num_sampled=1,
-        forward_compute_time=3 * MS,
-        backward_compute_time=8 * MS,
-        backward_comm_time=8 * MS,
-        backward_compute_comm_overlap_time=4 * MS,
-        backward_comm_exposed_time=4 * MS,
-        avg_forward_compute_time=3 * MS,
-        avg_backward_compute_time=8 * MS,
-        avg_backward_comm_time=8 * MS,
-        avg_backward_compute_comm_overlap_time=4 * MS,
-        avg_backward_comm_exposed_time=4 * MS,
-        forward_compute_time_start=start,
-        backward_compute_time_start=start + 4 * MS,
-        backward_compute_time_end=start + 12 * MS,
-        backward_comm_time_start=start + 8 * MS,
-        backward_comm_time_end=start + 16 * MS,
-        bucket_comm_times=(5 * MS, 5 * MS),
-    )
+    expected = {
+        "forward_compute_time": 3 * MS,
+        "backward_compute_time": 8 * MS,
+        "backward_comm_time": 9 * MS,
+        "backward_compute_comm_overlap_time": 4 * MS,
+    }
+    assert steps.measured.read() == {
+        **expected,
+        **{f"avg_{name}": value for name, value in expected.items()},
+        "num_sampled": 1,
+        "forward_compute_time_start": start,
+        "backward_compute_time_start": start + 4 * MS,
+        "backward_compute_time_end": start + 12 * MS,
+        "backward_comm_time_start": start + 8 * MS,
+        "backward_comm_time_end": start + 17 * MS,
+    }
 
 
 def test_means_are_over_all_samples(clock: Clock) -> None:
-    measured = ReducerStatistics()
+    steps = Steps(clock)
     for factor in (1.0, 2.0, 6.0):
-        iterate(measured, clock, factor)
-    found = measured.snapshot()
-    assert (found.iteration, found.num_sampled) == (3, 3)
-    assert found.forward_compute_time == 18 * MS
-    assert found.avg_forward_compute_time == 9 * MS
-    assert found.backward_compute_comm_overlap_time == 24 * MS
-    assert found.avg_backward_compute_comm_overlap_time == 12 * MS
+        steps.iterate(factor)
+    found = steps.measured.read()
+    assert found["num_sampled"] == 3
+    assert found["forward_compute_time"] == 18 * MS
+    assert found["avg_forward_compute_time"] == 9 * MS
+    assert found["avg_backward_compute_comm_overlap_time"] == 12 * MS
 
 
 @pytest.mark.parametrize(
     ("rate", "expected"),
-    [
-        (1, list(range(1, 31))),
-        (7, [*range(1, 11), 14, 21, 28]),
-        (100, [*range(1, 11)]),
-    ],
+    [(1, [*range(1, 31)]), (7, [*range(1, 11), 14, 21, 28]), (100, [*range(1, 11)])],
 )
 def test_which_iterations_are_sampled(clock: Clock, rate: int, expected: list[int]) -> None:
-    measured = ReducerStatistics(rate)
+    """In the others nobody listens to the timeline."""
+    steps = Steps(clock)
+    steps.measured.set_sample_rate(rate)
     sampled = []
     for _ in range(30):
-        measured.forward_begin()
-        if measured.is_sampled:
-            sampled.append(measured.iteration)
-        measured.backward_end()
+        steps.forward(1)
+        if steps.timeline.is_active:
+            sampled.append(steps.measured.iteration)
+        steps.backward()
+        assert not steps.timeline.is_active
     assert sampled == expected
-    assert measured.snapshot().num_sampled == len(expected)
+    assert steps.measured.read()["num_sampled"] == len(expected)
 
 
-def test_another_sample_rate(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    assert measured.sample_rate == 100
-    for _ in range(19):
-        iterate(measured, clock)
-    measured.set_sample_rate(10)
-    iterate(measured, clock, 2)
-    assert measured.snapshot().iteration == 20
-    assert measured.snapshot().forward_compute_time == 6 * MS
+@pytest.mark.parametrize("rate", [0, 1.5, True])
+def test_what_is_no_sample_rate(rate: Any) -> None:
+    model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"])
+    with pytest.raises(ValueError, match=f"1 or more, but got {rate}; 1 samples every"):
+        model.set_ddp_runtime_logging_sample_rate(rate)
+    model.close()
 
 
-@pytest.mark.parametrize("rate", [0, -3])
-def test_sample_rates_that_are_too_small(rate: int) -> None:
-    with pytest.raises(ValueError, match=f"must be at least 1, but got {rate}; 1 samples every"):
-        ReducerStatistics(rate)
+def test_what_happens_in_an_iteration(clock: Clock) -> None:
+    """A forward counts without backward, the first backward does, and what has failed does not."""
+    steps = Steps(clock)
+    steps.forward(9)
+    steps.iterate()
+    steps.backward(5)
+    found = steps.measured.read()
+    assert found["num_sampled"] == 2
+    assert found["avg_forward_compute_time"] == 6 * MS
+    assert found["backward_compute_time"] == found["avg_backward_compute_time"] == 8 * MS
+    steps.forward(70)
+    steps.measured.abandon()
+    steps.backward()
+    assert steps.measured.read() == found
+    assert not steps.timeline.is_active
 
 
-@pytest.mark.parametrize("rate", [1.5, "2", True, None])
-def test_sample_rates_of_another_type(rate: Any) -> None:
-    with pytest.raises(TypeError, match=f"but got {rate!r} of type {type(rate).__name__}; pass an"):
-        ReducerStatistics().set_sample_rate(rate)
-
-
-def test_what_is_not_sampled_takes_no_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clock is read, no event is made, and no lock is taken but by the forward."""
-    measured = ReducerStatistics(1000)
-    for _ in range(10):
-        iterate(measured, clock)
-    before = measured.snapshot()
-
-    def never(*_: object) -> Any:
-        raise AssertionError("an iteration was measured")
-
-    measured.forward_begin()
-    monkeypatch.setattr(statistics, "_Mark", never)
-    monkeypatch.setattr(measured, "_lock", None)
-    measured.forward_end()
-    measured.backward_begin()
-    measured.bucket_launched(0)
-    measured.bucket_finished(0)
-    measured.backward_compute_end()
-    measured.backward_end()
-    monkeypatch.undo()
-    assert measured.snapshot() == before
-
-
-def test_communication_may_begin_after_the_computation(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    measured.forward_end()
-    measured.backward_begin()
-    clock.tick(4)
-    measured.backward_compute_end()
-    clock.tick(1)
-    measured.bucket_launched(0)
-    clock.tick(2)
-    measured.bucket_finished(0)
-    measured.backward_end()
-    found = measured.snapshot()
-    assert found.backward_compute_comm_overlap_time == 0
-    assert found.backward_comm_exposed_time == found.backward_comm_time == 2 * MS
-
-
-def test_communication_may_end_before_the_computation(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    measured.backward_begin()
-    measured.bucket_launched(0)
-    clock.tick(2)
-    measured.bucket_finished(0)
-    clock.tick(5)
-    measured.backward_compute_end()
-    measured.backward_end()
-    found = measured.snapshot()
-    assert found.backward_compute_comm_overlap_time == found.backward_comm_time == 2 * MS
-    assert found.backward_comm_exposed_time == 0
-
-
-def test_an_iteration_without_communication(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    clock.tick(1)
-    measured.forward_end()
-    measured.backward_begin()
-    clock.tick(2)
-    measured.backward_compute_end()
-    measured.backward_end()
-    iterate(measured, clock)
-    found = measured.snapshot()
-    assert found.avg_backward_compute_time == 5 * MS
-    assert found.avg_backward_comm_time == 8 * MS, "only one iteration had any"
-
-
-def test_a_forward_without_backward(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    clock.tick(9)
-    measured.forward_end()
-    iterate(measured, clock)
-    found = measured.snapshot()
-    assert (found.iteration, found.num_sampled) == (2, 2)
-    assert found.avg_forward_compute_time == 6 * MS
-    assert found.avg_backward_compute_time == 8 * MS
-
-
-def test_of_several_backwards_the_first_counts(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    iterate(measured, clock)
-    clock.tick(100)
-    measured.backward_begin()
-    clock.tick(50)
-    measured.bucket_launched(0)
-    measured.backward_compute_end()
-    measured.bucket_finished(0)
-    measured.backward_end()
-    assert measured.snapshot().num_sampled == 1
-    assert measured.snapshot().backward_compute_time == 8 * MS
-
-
-def test_an_iteration_that_failed_does_not_count(clock: Clock) -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    clock.tick(70)
-    measured.forward_end()
-    measured.backward_begin()
-    measured.abandon()
-    measured.backward_end()
-    assert measured.snapshot() == Timings()
-    iterate(measured, clock)
-    found = measured.snapshot()
-    assert (found.iteration, found.num_sampled) == (2, 1)
-    assert found.avg_forward_compute_time == 3 * MS
-
-
-def test_buckets_may_be_told_by_several_threads() -> None:
-    measured = ReducerStatistics()
-    measured.forward_begin()
-    measured.backward_begin()
-    barrier = threading.Barrier(8, timeout=10)
-
-    def run(first: int) -> None:
-        barrier.wait()
-        for bucket in range(first, 400, 8):
-            measured.bucket_launched(bucket)
-            measured.bucket_finished(bucket)
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    measured.backward_compute_end()
-    measured.backward_end()
-    found = measured.snapshot()
-    assert len(found.bucket_comm_times) == 400
-    assert all(duration >= 0 for duration in found.bucket_comm_times)
-    assert found.backward_comm_time >= max(found.bucket_comm_times)
+@pytest.mark.parametrize("before", [True, False])
+def test_overlap_has_limits(clock: Clock, before: bool) -> None:
+    """Communication may end before the computation does, or begin after it."""
+    steps = Steps(clock)
+    steps.measured.begin()
+    with steps.timeline.span("backward", 0):
+        if before:
+            with steps.timeline.span("reduce local", 0):
+                clock.tick(2)
+        clock.tick(5)
+    if not before:
+        with steps.timeline.span("reduce local"):
+            clock.tick(2)
+    steps.measured.end()
+    found = steps.measured.read()
+    assert found["backward_comm_time"] == 2 * MS
+    assert found["backward_compute_comm_overlap_time"] == (2 * MS if before else 0)
 
 
 # --- accelerators ----------------------------------------------------------------------------
@@ -283,7 +174,8 @@ def test_buckets_may_be_told_by_several_threads() -> None:
 def test_on_accelerators_events_tell_the_time(clock: Clock) -> None:
     """The host's clock stands still, and the work happens later than it is queued."""
     virtual = [torch.device("virtual", i) for i in range(2)]
-    measured = ReducerStatistics(devices=[*virtual, virtual[0]])
+    timeline = Timeline(virtual)
+    measured = Statistics(timeline)
     streams = [torch.Stream(device) for device in virtual]
 
     def compute(device: int) -> None:
@@ -292,25 +184,24 @@ def test_on_accelerators_events_tell_the_time(clock: Clock) -> None:
             tensor = tensor @ tensor
 
     with streams[0], streams[1]:
-        measured.forward_begin()
-        compute(1)
-        measured.forward_end()
-        measured.backward_begin()
-        compute(0)
-        measured.bucket_launched(0)
-        measured.backward_compute_end()
-        measured.bucket_finished(0)
-        measured.backward_end()
+        measured.begin()
+        with timeline.span("forward"):
+            compute(1)
+        with timeline.span("backward"):
+            compute(0)
+            with timeline.span("reduce local", 1):
+                pass
+        measured.end()
         assert sum(map(pending, streams)) > 0, "measuring has waited for the device"
-        measured.forward_begin()
+        measured.begin()
         assert sum(map(pending, streams)) > 0, "reading has waited for the device"
-    found = measured.snapshot()
+    found = measured.read()
     assert sum(map(pending, streams)) == 0
-    assert found.num_sampled == 1
     # Each measure is that of the device that had something to do.
-    assert found.forward_compute_time > 10_000
-    assert found.backward_compute_time > 10_000
-    assert found.backward_comm_time < min(found.forward_compute_time, found.backward_compute_time)
+    assert found["forward_compute_time"] > 10_000
+    assert found["backward_compute_time"] > 10_000
+    assert found["backward_comm_time"] < found["backward_compute_time"]
+    assert found["backward_compute_comm_overlap_time"] <= found["backward_comm_time"]
 
 
 class Event:
@@ -332,51 +223,42 @@ def test_of_several_devices_the_slowest_counts(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "timing_event", lambda device: Event(device, clock))
-    measured = ReducerStatistics(devices=[torch.device("virtual", i) for i in (1, 2, 0)])
-    iterate(measured, clock)
-    assert measured.snapshot().forward_compute_time == 9 * MS
-    assert measured.snapshot().backward_compute_comm_overlap_time == 12 * MS
-    assert measured.snapshot().forward_compute_time_start == 1000 * MS + 5
-
-
-def test_what_has_happened_is_read_by_the_next_forward() -> None:
-    device = torch.device("virtual", 0)
-    measured = ReducerStatistics(devices=[device])
-    measured.forward_begin()
-    measured.forward_end()
-    measured.backward_end()
-    torch.get_device_module(device).synchronize(device)
-    measured.forward_begin()
-    assert not measured._unread
+    steps = Steps(clock, [f"virtual:{i}" for i in (1, 2, 0)])
+    steps.measured.begin()
+    with steps.timeline.span("forward"):
+        clock.tick(3)
+    steps.backward()
+    found = steps.measured.read()
+    assert found["forward_compute_time"] == 9 * MS
+    # Computation is that of the first replica, which is on the second device.
+    assert found["backward_compute_comm_overlap_time"] == 8 * MS
+    assert found["forward_compute_time_start"] == 1000 * MS + 5
 
 
 # --- in training -----------------------------------------------------------------------------
 
 
-def measured_training(rank: int, world_size: int, replicas: int) -> Timings:
+def measured_training(rank: int, world_size: int, replicas: int) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
     model = DistributedDataParallel(net, ["cpu"] * replicas, bucket_cap_mb=0.001)
     for _ in range(4):
         model(torch.ones(6, 8)).sum().backward()
-    timings: Timings = model.reducer.statistics.snapshot()
+    found = model.get_ddp_logging_data()
+    assert not model.timeline.is_active
     model.close()
-    return timings
+    return found
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_is_measured(cluster: Cluster, replicas: int) -> None:
     for found in cluster.run(measured_training, 2, replicas):
-        assert (found.iteration, found.num_sampled) == (4, 4)
-        assert found.forward_compute_time > 0
-        assert found.backward_compute_time > 0
-        assert len(found.bucket_comm_times) == 2
-        assert found.backward_comm_time >= max(found.bucket_comm_times) > 0
-        assert found.backward_compute_comm_overlap_time + found.backward_comm_exposed_time == (
-            found.backward_comm_time
-        )
+        assert (found["iteration"], found["num_sampled"]) == (3, 4)
+        assert found["forward_compute_time"] > 0
+        assert found["backward_compute_time"] > 0
+        assert 0 <= found["backward_compute_comm_overlap_time"] <= found["backward_comm_time"]
         assert (
-            found.forward_compute_time_start
-            < found.backward_compute_time_start
-            < found.backward_comm_time_start
-            < found.backward_comm_time_end
+            found["forward_compute_time_start"]
+            < found["backward_compute_time_start"]
+            < found["backward_comm_time_start"]
+            < found["backward_comm_time_end"]
         )

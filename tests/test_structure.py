@@ -47,7 +47,6 @@ ASSIGNED_FROM_OUTSIDE = {
     "dataparallel/parallel/data_parallel.py": 1,
     "dataparallel/parallel/distributed.py": 10,
     "dataparallel/parallel/join.py": 3,
-    "dataparallel/parallel/logged_state.py": 1,
     "dataparallel/parallel/reducing_engine.py": 2,
     "dataparallel/parallel/reduction.py": 2,
     "dataparallel/parallel/reduction_methods.py": 2,

@@ -387,7 +387,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         if self._needs_others(reduces):
             self._connect()
         if reduces:
-            self.reducer.statistics.forward_begin()
+            self.reducer.statistics.begin()
         count = self._notify_join_context()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -395,7 +395,6 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         self._reduction.engine.synchronize = self.require_backward_grad_sync
         with self._inside_ddp_forward(), self._reduction.telling("forward", reduces=reduces):
             yield count
-        self.reducer.statistics.forward_end()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = reduces

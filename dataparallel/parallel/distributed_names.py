@@ -18,9 +18,12 @@ from torch import nn
 
 from dataparallel import torch_internals
 from dataparallel.batch.scatter_gather import move
-from dataparallel.parallel.logged_state import LoggedState
+from dataparallel.parallel.join import UnevenInputs
+from dataparallel.parallel.reduction_methods import ReductionMethods
 from dataparallel.reducer.comm_hooks import check_hook
 from dataparallel.reducer.debug import describe_names
+from dataparallel.reducer.statistics import LoggingValue, logging_data
+from dataparallel.reducer.trained import trained_parameters
 
 # The wrapper whose forward runs here; replicas' threads see it, too.
 _active: ContextVar[Any] = ContextVar("active_wrapper", default=None)
@@ -34,11 +37,12 @@ class JoinConfig(NamedTuple):
     ddp_join_throw_on_early_termination: bool
 
 
-class TorchNames(LoggedState):
+class TorchNames(UnevenInputs, ReductionMethods):
     """The names of torch's wrapper; see each method for what it means here."""
 
     find_unused_parameters: bool | None
     static_graph: bool
+    output_device: Any
     _delayed: frozenset[str]
 
     # --- the reducer -----------------------------------------------------------------------------
@@ -246,6 +250,49 @@ class TorchNames(LoggedState):
         torch_internals.ignore_names(module, params_and_buffers_to_ignore)
 
     _set_params_and_buffers_to_ignore_for_model = set_params_and_buffers_to_ignore_for_model
+
+    # --- logging data ----------------------------------------------------------------------------
+
+    def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
+        """How the wrapper was made, what has become of its buckets, and what was measured.
+
+        The names are torch's. Lists are joined by ``", "``, truth values are 0 and 1, sizes are in
+        bytes and times in nanoseconds. An index of -1 is the CPU. Accelerators are waited for, as
+        far as something is measured there.
+
+        Example::
+
+            model.get_ddp_logging_data()["avg_backward_compute_comm_overlap_time"]
+        """
+        return logging_data(
+            self.reducer,
+            self.module,
+            trained_parameters(self.module, without=self.parameters_to_ignore),
+            group=self.process_group,
+            devices=[*self.device_ids, self.output_device],
+            broadcast_buffers=int(self.forward_sync_buffers),
+            join_uneven_inputs=int(self._has_joined),
+            comm_hook="" if self._hook is None else self._hook.name,
+        )
+
+    _get_ddp_logging_data = get_ddp_logging_data
+
+    def set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure more or fewer iterations from the next one on.
+
+        Example::
+
+            model.set_ddp_runtime_logging_sample_rate(10)
+
+        Args:
+            sample_rate: After the first ten, one iteration in so many; 1 or more.
+
+        Raises:
+            ValueError: It is no such number.
+        """
+        self.reducer.statistics.set_sample_rate(sample_rate)
+
+    _set_ddp_runtime_logging_sample_rate = set_ddp_runtime_logging_sample_rate
 
     # --- forward ---------------------------------------------------------------------------------
 

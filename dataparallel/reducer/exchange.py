@@ -28,7 +28,6 @@ import torch
 from dataparallel import kernels
 from dataparallel.errors import add_note
 from dataparallel.reducer.buckets import empty_sparse
-from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ class Exchange:
         link: The group of the buckets, for sparse gradients.
         control: The group for what is said about rounds.
         scale: Tells what gradients are multiplied by before they are sent; it may have to wait.
-        statistics: Where it is noted when buckets are sent and received.
         failed: Tells the others why the round has failed. Default: nobody does.
         interrupted: Called where nobody waits for the end of the round; see Note [An interrupt].
         get_stuck: Called with the reason where no round after this one can be reduced.
@@ -168,7 +166,6 @@ class Exchange:
         link: ProcessLink,
         control: ProcessLink,
         scale: Callable[[], float],
-        statistics: ReducerStatistics,
         failed: FailedRounds | None = None,
         interrupted: Callable[[BaseException], object] = lambda error: None,
         get_stuck: Callable[[str], object] = lambda reason: None,
@@ -182,7 +179,6 @@ class Exchange:
         self._sender = sender
         self._link = link
         self._control = control
-        self._statistics = statistics
         #: What gradients are multiplied by before they are sent.
         self.scale = functools.lru_cache(maxsize=1)(scale)
         # A hook may fail in one process; a collective fails in all of them.
@@ -241,7 +237,6 @@ class Exchange:
             return _NotSent(error)
 
     def _send(self, bucket: int) -> Sent:
-        self._statistics.bucket_launched(bucket)
         storage = self._storages[bucket]
         if storage is not None:
             return self._sender.send(bucket, storage, bucket == self._last_dense)
@@ -341,9 +336,7 @@ class Exchange:
 
     def wait(self, bucket: int) -> torch.Tensor:
         """The reduced flat tensor of a bucket."""
-        flat = self._sent[bucket].wait()
-        self._statistics.bucket_finished(bucket)
-        return flat
+        return self._sent[bucket].wait()
 
     def conclude(
         self, *, unused: int, late: int, failed: bool = False, said: Said | None = None

@@ -16,7 +16,6 @@ from dataparallel.reducer.agreement import digest
 from dataparallel.reducer.average import AverageKind, scale_of
 from dataparallel.reducer.exchange import AllReduce, Exchange, OrderedSum, Sender
 from dataparallel.reducer.failed_rounds import FailedRounds
-from dataparallel.reducer.statistics import ReducerStatistics
 from dataparallel.reducer.storage import BucketStorage
 
 # Of how many buckets messages show the sizes.
@@ -89,7 +88,6 @@ class ReducerProcesses:
         weight: float,
         sender: Sender | None,
         deterministic: bool,
-        statistics: ReducerStatistics,
     ) -> Exchange:
         """The exchange of one round.
 
@@ -100,7 +98,6 @@ class ReducerProcesses:
             weight: The weight of this process in an average over samples.
             sender: A communication hook, if there is one.
             deterministic: Whether sums are made in rank order.
-            statistics: Where it is noted when buckets are sent and received.
         """
         hook: str | None = getattr(sender, "name", None)
         self.connect()
@@ -121,7 +118,6 @@ class ReducerProcesses:
             self.buckets,
             self.control,
             self._scale(average, weight),
-            statistics,
             self._failed,
             self.interrupted,
             self.get_stuck,

@@ -43,7 +43,7 @@ from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.reception import Reception
 from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round
-from dataparallel.reducer.statistics import ReducerStatistics
+from dataparallel.reducer.statistics import Statistics
 from dataparallel.reducer.usage import Usage
 from dataparallel.reducer.verification import verify_across_processes, verify_replicas
 from dataparallel.threads.timeline import Timeline
@@ -140,8 +140,8 @@ class Reducer:
         #: A communication hook that sends buckets in place of an all-reduce; set by the wrapper.
         self.hook: ResolvedHook | None = None
         places = [leaf[0].device for leaf in self._leaves]
-        self.statistics = ReducerStatistics(devices=places)
         self._timeline = timeline or Timeline(places)
+        self.statistics = Statistics(self._timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = Guard.of(nonfinite, self._originals, self.names, places, processes)
         #: What takes an optimizer's steps in backward; set by the wrapper.
@@ -183,6 +183,7 @@ class Reducer:
     def close(self) -> None:
         """Remove all hooks, and give the process groups back."""
         self.remove_hooks()
+        self.statistics.abandon()
         if self.processes is not None:
             self.processes.close()
 
@@ -227,9 +228,7 @@ class Reducer:
             round_ = self._round or self._begin(synchronize, weight, eager=last, passes=passes)
             try:
                 self._set_gradients_aside()
-                self.statistics.backward_begin()
                 backward()
-                self.statistics.backward_compute_end()
                 if round_.failure is not None:
                     raise RuntimeError(messages.FAILED_MEANWHILE) from round_.failure
                 if not self._entrances.computed():
@@ -317,7 +316,6 @@ class Reducer:
             self.options.average,
             weight=weight,
             sender=sender,
-            statistics=self.statistics,
             deterministic=self.options.deterministic,
         )
 
@@ -341,8 +339,6 @@ class Reducer:
         with contextlib.ExitStack() as streams:
             streams.enter_context(record_range(f"reduce {self.buckets.describe[number]}"))
             streams.enter_context(self._round.on_streams())
-            if self.processes is None:
-                self.statistics.bucket_launched(number)
             streams.enter_context(self._timeline.span_here("reduce local"))
             sums = self._replica_sums.of(number, rows)
             if self._exchange is not None:
@@ -351,8 +347,6 @@ class Reducer:
             elif self.optimizers is not None:
                 self._delivery().step(number, sums)
                 sums = []
-            if self.processes is None:
-                self.statistics.bucket_finished(number)
         self._sums[number] = sums
 
     def _submit(self, number: int, sums: list[MaybeTensor]) -> None:
@@ -436,7 +430,7 @@ class Reducer:
         self._accumulated.after_delivery()
         self._accumulated = self.accumulations.after_round()
         self._round = self._exchange = self._replica_sums = None
-        self.statistics.backward_end()
+        self.statistics.end()
         self.at_end()
 
     # --- a round that ends when the whole backward has ended -------------------------------------
@@ -534,7 +528,6 @@ class Reducer:
         verify_replicas(leaves, self.names, [self._expect_sparse] * len(leaves))
         self._leaves = [list(replica) for replica in leaves]
         devices = [replica[0].device for replica in leaves]
-        self.statistics.use_devices(devices)
         if self.guard is not None:
             self.guard.use_devices(devices)
         self._arriving = []

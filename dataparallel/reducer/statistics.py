@@ -1,346 +1,278 @@
-"""How long forward, backward and communication take, measured in some iterations.
+"""How long forward, backward and communication take, under the names of torch's logging data.
 
 Note [What is measured]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The first ten iterations are sampled, and then one in ``sample_rate``. An iteration begins with a
-forward; of several backwards that follow it, the first one counts. In between there are these
-points in time, and the measures are the distances between them:
+forward; of several backwards that follow it, the first one counts. What is measured are spans of
+the timeline, see Note [Phases of a replica]:
 
-    forward_begin --- forward_end     (loss)     backward_begin ------- backward_compute_end --- end
-                                                       first bucket_launched ------- last finished
-    '- forward compute -'              '------- backward compute -------'
-                                                          '------- communication ----------'
-                                                          '- overlap ---' '--- exposed ----'
+    |- forward -|   (loss)   |--------- backward ---------|
+                                      |- reduce local -| ... |- reduce across processes -|
+                                      '- overlap ---------'
+                                      '- communication ----------------------------------'
 
 Torch takes the loss for a part of backward compute, since its reducer doesn't see where backward
-begins. On accelerators the points are events on the current streams: of several devices, the one
-on which a measure is longest counts. They are read when they have happened; only a snapshot waits.
-A bucket is finished when its result is awaited, which may be some time after it has arrived.
+begins. Where spans have events of accelerators, these tell the time; of several replicas, the one
+for which a measure is longest counts. Events are read when they have happened; only :meth:`read`
+waits.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from dataparallel import devices as _devices
+from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.reducer.buckets import make_plan
+from dataparallel.reducer.trained import TrainedParameters
+from dataparallel.threads.timeline import Span, Timeline
 
-#: So many iterations are sampled in any case.
-ALWAYS_SAMPLED = 10
-#: Torch's default.
-SAMPLE_RATE = 100
+if TYPE_CHECKING:
+    from dataparallel.reducer.reducer import Reducer
 
+LoggingValue: TypeAlias = int | str
 
-@dataclass(frozen=True)
-class Timings:
-    """Measures of sampled iterations, in nanoseconds; 0 for what has not been measured.
+_ALWAYS_SAMPLED = 10
 
-    See Note [What is measured]. What ends in ``_start`` or ``_end`` is the time of the host's
-    clock, in nanoseconds since 1970.
+# What torch calls some dtypes here.
+_CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
-    Attributes:
-        iteration: Number of the iteration that was sampled last, from 1; 0 if there is none.
-        num_sampled: How many iterations have been sampled.
-        forward_compute_time: The last forward, without the loss.
-        backward_compute_time: Computation of the last backward.
-        backward_comm_time: From the first bucket that was launched to the last that was awaited.
-        backward_compute_comm_overlap_time: The part of communication that computation hid.
-        backward_comm_exposed_time: The part of communication that it did not hide.
-        avg_forward_compute_time: Mean over the sampled iterations; so are the other ``avg_``.
-        bucket_comm_times: Per bucket, its communication in the last backward.
-    """
-
-    iteration: int = 0
-    num_sampled: int = 0
-    forward_compute_time: int = 0
-    backward_compute_time: int = 0
-    backward_comm_time: int = 0
-    backward_compute_comm_overlap_time: int = 0
-    backward_comm_exposed_time: int = 0
-    avg_forward_compute_time: int = 0
-    avg_backward_compute_time: int = 0
-    avg_backward_comm_time: int = 0
-    avg_backward_compute_comm_overlap_time: int = 0
-    avg_backward_comm_exposed_time: int = 0
-    forward_compute_time_start: int = 0
-    backward_compute_time_start: int = 0
-    backward_compute_time_end: int = 0
-    backward_comm_time_start: int = 0
-    backward_comm_time_end: int = 0
-    bucket_comm_times: tuple[int, ...] = ()
+_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_OF_NCCL = ("SOCKET_IFNAME", "BLOCKING_WAIT", "DEBUG", "NTHREADS", "IB_TIMEOUT")
+_BACKEND_ENVIRONMENT = {
+    "nccl": (*(f"NCCL_{name}" for name in _OF_NCCL), "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+}
 
 
-class _Mark:
-    """A point in time, on the host and on each accelerator."""
+class Statistics:
+    """Measures some iterations of one reducer. See Note [What is measured]."""
 
-    __slots__ = ("_events", "at")
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.at = time.perf_counter_ns()
-        events = (_devices.timing_event(device) for device in devices)
-        self._events = [event for event in events if event is not None]
-
-    def has_happened(self) -> bool:
-        return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()
-
-    def until(self, later: _Mark) -> int:
-        """Nanoseconds; on the accelerator where it is most. Negative if it was the other way."""
-        pairs = list(zip(self._events, later._events, strict=True))
-        if not pairs:
-            return later.at - self.at
-        # Events tell milliseconds.
-        return max(int(first.elapsed_time(last) * 1e6) for first, last in pairs)
-
-
-@dataclass
-class _Sample:
-    """The marks of one iteration."""
-
-    iteration: int
-    #: From the clock that measures to the one that tells the time of the day.
-    offset: int
-    points: dict[str, _Mark] = field(default_factory=dict)
-    launched: dict[int, _Mark] = field(default_factory=dict)
-    finished: dict[int, _Mark] = field(default_factory=dict)
-    #: The last bucket that was awaited.
-    last: _Mark | None = None
-
-    def marks(self) -> list[_Mark]:
-        return [*self.points.values(), *self.launched.values(), *self.finished.values()]
-
-    def measures(self) -> dict[str, int]:
-        """What can be told from the marks that there are, as fields of ``Timings``."""
-        found: dict[str, int] = {}
-        begin, end = self.points.get("forward_begin"), self.points.get("forward_end")
-        if begin and end:
-            found["forward_compute_time"] = begin.until(end)
-        start, computed = self.points.get("backward_begin"), self.points.get("backward_compute_end")
-        if start and computed:
-            found["backward_compute_time"] = start.until(computed)
-        if computed and self.launched and self.last is not None:
-            first = next(iter(self.launched.values()))
-            comm = first.until(self.last)
-            overlap = min(max(first.until(computed), 0), comm)
-            found["backward_comm_time"] = comm
-            found["backward_compute_comm_overlap_time"] = overlap
-            found["backward_comm_exposed_time"] = comm - overlap
-        return found
-
-    def times(self) -> dict[str, int]:
-        """When things were, by the host's clock."""
-        first = next(iter(self.launched.values()), None)
-        marks = {
-            "forward_compute_time_start": self.points.get("forward_begin"),
-            "backward_compute_time_start": self.points.get("backward_begin"),
-            "backward_compute_time_end": self.points.get("backward_compute_end"),
-            "backward_comm_time_start": first,
-            "backward_comm_time_end": self.last,
-        }
-        return {name: mark.at + self.offset for name, mark in marks.items() if mark is not None}
-
-    def bucket_times(self) -> tuple[int, ...]:
-        both = sorted(self.launched.keys() & self.finished.keys())
-        return tuple(self.launched[bucket].until(self.finished[bucket]) for bucket in both)
-
-
-class ReducerStatistics:
-    """Measures some iterations. See Note [What is measured].
-
-    What is called in every iteration may be called from any thread, and does nothing but look at
-    an attribute where the iteration is not sampled.
-
-    Example::
-
-        statistics = ReducerStatistics(devices=[torch.device("cuda", 0)])
-        statistics.forward_begin()
-        ...
-        statistics.backward_end()
-        statistics.snapshot().avg_forward_compute_time
-
-    Args:
-        sample_rate: After the first ten, one in so many iterations is sampled. Default: 100.
-        devices: Where the replicas are. Default: the CPU.
-
-    Raises:
-        TypeError, ValueError: See :meth:`set_sample_rate`.
-    """
-
-    def __init__(
-        self, sample_rate: int = SAMPLE_RATE, devices: Sequence[torch.device] = ()
-    ) -> None:
-        self.set_sample_rate(sample_rate)
-        self._devices = list(dict.fromkeys(devices))
-        self._lock = threading.Lock()
-        self._iteration = self._reported = 0
-        self._sample: _Sample | None = None
-        self._unread: deque[_Sample] = deque()
-        self._latest = Timings()
-        self._sums: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
-
-    def use_devices(self, devices: Sequence[torch.device]) -> None:
-        """Let the replicas be on other devices; what is not read yet is forgotten.
-
-        Args:
-            devices: Where the replicas are.
-        """
-        with self._lock:
-            self._devices = list(dict.fromkeys(devices))
-            self._sample = None
-            self._unread.clear()
-
-    @property
-    def sample_rate(self) -> int:
-        """After the first ten, one in so many iterations is sampled."""
-        return self._sample_rate
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.sample_rate = 100
+        #: Number of the current iteration, from 1; 0 before the first.
+        self.iteration = 0
+        #: What torch calls the iteration: the last that was sampled before the current one.
+        self.reported = 0
+        self._sample: list[Span] | None = None
+        self._unread: deque[list[Span]] = deque()
+        self._latest: dict[str, int] = {}
+        self._sums: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._num_sampled = 0
 
     def set_sample_rate(self, sample_rate: int) -> None:
-        """Sample more or fewer iterations from the next one on.
-
-        Args:
-            sample_rate: After the first ten, one in so many; 1 or more.
-
-        Raises:
-            TypeError: It is not an integer.
-            ValueError: It is less than 1.
-        """
-        if isinstance(sample_rate, bool) or not isinstance(sample_rate, int):
-            raise TypeError(
-                f"the sample rate is a number of iterations, but got {sample_rate!r} of type "
-                f"{type(sample_rate).__name__}; pass an int"
-            )
-        if sample_rate < 1:
+        """Sample one in so many iterations, from the next one on and after the first ten."""
+        if type(sample_rate) is not int or sample_rate < 1:
             raise ValueError(
-                f"the sample rate must be at least 1, but got {sample_rate}; 1 samples every "
-                "iteration, and a large number none after the first ten"
+                f"the sample rate is a number of iterations, 1 or more, but got {sample_rate!r}; "
+                "1 samples every iteration, and a large number none after the first ten"
             )
-        self._sample_rate = sample_rate
-
-    @property
-    def iteration(self) -> int:
-        """Number of the current iteration, from 1; 0 before the first."""
-        return self._iteration
-
-    @property
-    def reported(self) -> int:
-        """What torch calls the iteration: the last that is sampled of those before the current."""
-        return self._reported
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the current iteration is measured, and its backward has not ended."""
-        return self._sample is not None
-
-    def forward_begin(self) -> None:
-        """An iteration begins."""
-        with self._lock:
-            if self._samples(self._iteration):
-                self._reported = self._iteration
-            self._iteration += 1
-            number = self._iteration
-            if self._sample is not None:
-                # There was no backward; what is known of the forward counts.
-                self._unread.append(self._sample)
-                self._sample = None
-            if self._unread:
-                self._read(wait=False)
-            if self._samples(number):
-                self._sample = _Sample(number, time.time_ns() - time.perf_counter_ns())
-        self._mark("forward_begin")
+        self.sample_rate = sample_rate
 
     def _samples(self, number: int) -> bool:
-        return number <= ALWAYS_SAMPLED or number % self._sample_rate == 0
+        return number <= _ALWAYS_SAMPLED or number % self.sample_rate == 0
 
-    def forward_end(self) -> None:
-        """The outputs of all replicas are there."""
-        self._mark("forward_end")
+    def begin(self) -> None:
+        """An iteration begins, with the forward of a step that will be reduced."""
+        if self._samples(self.iteration):
+            self.reported = self.iteration
+        self.iteration += 1
+        # If there was no backward, what is known of the forward counts.
+        self.end()
+        self._read(wait=False)
+        if self._samples(self.iteration):
+            self._sample = []
+            self._timeline.subscribe(self._listen)
 
-    def backward_begin(self) -> None:
-        """The backward of the replicas begins."""
-        self._mark("backward_begin")
-
-    def backward_compute_end(self) -> None:
-        """All replicas have computed all gradients."""
-        self._mark("backward_compute_end")
-
-    def bucket_launched(self, bucket: int) -> None:
-        """A bucket is about to be sent.
-
-        Args:
-            bucket: Number of the bucket.
-        """
+    def _listen(self, span: Span) -> None:
         if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
-            with self._lock:
-                sample.launched.setdefault(bucket, mark)
+            sample.append(span)
 
-    def bucket_finished(self, bucket: int) -> None:
-        """The result of a bucket is there.
-
-        Args:
-            bucket: Number of the bucket.
-        """
-        if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
-            with self._lock:
-                sample.last = sample.finished[bucket] = mark
-
-    def backward_end(self) -> None:
+    def end(self) -> None:
         """The round has ended; nothing more is measured in this iteration."""
         if self._sample is not None:
-            with self._lock:
-                sample, self._sample = self._sample, None
-                if sample is not None:
-                    self._unread.append(sample)
+            self._unread.append(self._sample)
+            self.abandon()
 
     def abandon(self) -> None:
         """Forget the current iteration, which has failed."""
-        with self._lock:
+        if self._sample is not None:
             self._sample = None
+            self._timeline.unsubscribe(self._listen)
 
-    def snapshot(self) -> Timings:
-        """What has been measured. Waits until the accelerators have come as far as the marks."""
-        with self._lock:
-            self._read(wait=True)
-            return self._latest
-
-    def _mark(self, point: str) -> None:
-        if (sample := self._sample) is not None:
-            mark = _Mark(self._devices)
-            with self._lock:
-                sample.points.setdefault(point, mark)
+    def read(self) -> dict[str, int]:
+        """What was measured, in nanoseconds; waits until the accelerators have come that far."""
+        self._read(wait=True)
+        means = {f"avg_{name}": total // self._counts[name] for name, total in self._sums.items()}
+        return {**self._latest, **means, "num_sampled": self._num_sampled}
 
     def _read(self, *, wait: bool) -> None:
         while self._unread:
-            sample = self._unread[0]
-            for mark in sample.marks():
-                if wait:
-                    mark.synchronize()
-                elif not mark.has_happened():
-                    return
-            self._add(sample)
-            self._unread.popleft()
+            for span in self._unread[0]:
+                for event in (*span.begin_events, *span.end_events):
+                    if event is not None and wait:
+                        event.synchronize()
+                    elif event is not None and not event.query():
+                        return
+            spans = self._unread.popleft()
+            measures = _measures(spans)
+            self._sums.update(measures)
+            self._counts.update(measures.keys())
+            self._num_sampled += 1
+            self._latest = {**measures, **_times(spans)}
 
-    def _add(self, sample: _Sample) -> None:
-        measures = sample.measures()
-        for name, duration in measures.items():
-            self._sums[name] = self._sums.get(name, 0) + duration
-            self._counts[name] = self._counts.get(name, 0) + 1
-        means = {f"avg_{name}": self._sums[name] // self._counts[name] for name in self._sums}
-        self._latest = Timings(
-            iteration=sample.iteration,
-            num_sampled=self._latest.num_sampled + 1,
-            bucket_comm_times=sample.bucket_times(),
-            **measures,
-            **sample.times(),
-            **means,
+
+def _until(first: Span, last: Span) -> int:
+    """Nanoseconds from the begin of a span to the end of one, for the slowest of the replicas."""
+    ends = dict(zip(last.replicas, last.end_events, strict=False))
+    both = [(a, ends.get(r)) for r, a in zip(first.replicas, first.begin_events, strict=False)]
+    # Events tell milliseconds.
+    on_devices = [int(a.elapsed_time(b) * 1e6) for a, b in both if a is not None and b is not None]
+    return max(on_devices) if on_devices else last.end - first.begin
+
+
+def _phases(spans: Sequence[Span]) -> tuple[list[Span], list[Span], list[Span]]:
+    """The spans of forward, backward and communication, as they began."""
+    ordered = sorted(spans, key=lambda span: span.begin)
+    local = [span for span in ordered if span.phase == "reduce local"]
+    across = [span for span in ordered if span.phase == "reduce across processes"]
+    return (
+        [span for span in ordered if span.phase == "forward"],
+        [span for span in ordered if span.phase == "backward"],
+        # The first bucket is sent when it was summed up; the last is waited for at the end.
+        [local[0], *across] if local and across else local,
+    )
+
+
+def _measures(spans: Sequence[Span]) -> dict[str, int]:
+    forward, backward, communication = _phases(spans)
+    found = {}
+    if forward:
+        found["forward_compute_time"] = max(_until(span, span) for span in forward)
+    if backward:
+        firsts: dict[tuple[int, ...], Span] = {}
+        found["backward_compute_time"] = max(
+            _until(firsts.setdefault(span.replicas, span), span) for span in backward
         )
+    if backward and communication:
+        first = communication[0]
+        # An event of one device tells nothing of another one.
+        near = [s for s in backward if not s.end_events or {*s.replicas} & {*first.replicas}]
+        total = max(_until(first, span) for span in communication)
+        computed = max((_until(first, span) for span in near), default=0)
+        found["backward_comm_time"] = total
+        found["backward_compute_comm_overlap_time"] = min(max(computed, 0), total)
+    return found
+
+
+def _times(spans: Sequence[Span]) -> dict[str, int]:
+    """When things were by the host's clock, in nanoseconds since 1970."""
+    offset = time.time_ns() - time.perf_counter_ns()
+    found = {}
+    names = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+    for name, phase in zip(names, _phases(spans), strict=True):
+        if phase:
+            found[f"{name}_start"] = phase[0].begin + offset
+        if phase and name != names[0]:
+            found[f"{name}_end"] = max(span.end for span in phase) + offset
+    return found
+
+
+# --- torch's logging data --------------------------------------------------------------------
+
+
+def logging_data(
+    reducer: Reducer,
+    module: nn.Module,
+    trained: TrainedParameters,
+    *,
+    group: dist.ProcessGroup | None,
+    devices: Sequence[Any],
+    **more: LoggingValue,
+) -> dict[str, LoggingValue]:
+    """What a wrapper is, what became of its buckets and what was measured, in torch's names.
+
+    ``devices`` are those of the replicas, and the one of the output.
+    """
+    statistics, options, usage = reducer.statistics, reducer.options, reducer.usage
+    *places, output = [torch.device(device).index for device in devices]
+    initial = make_plan(trained.parameters, options, trained.sparse, None)
+    sizes = [parameter.nbytes for parameter in trained.parameters]
+    cap = options.bucket_bytes
+    found: dict[str, LoggingValue] = {
+        **_facts_of_module(module, trained),
+        **_facts_of_group(group),
+        **more,
+        "num_replicas": len(places),
+        "device_ids": _text(index for index in places if index is not None),
+        "output_device": -1 if output is None else output,
+        "find_unused_parameters": int(bool(options.find_unused_parameters)),
+        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+        "static_graph": int(options.static_graph),
+        "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
+        "bucket_sizes": _text(initial.bytes),
+        "initial_bucket_size_limits": _text(initial.limits),
+        "has_rebuilt_buckets": int(reducer.buckets.ordered),
+        "sample_rate": statistics.sample_rate,
+        # Torch looks when a forward begins, and so does not count the iteration after that.
+        "iteration": statistics.reported,
+        **statistics.read(),
+    }
+    if reducer.buckets.ordered:
+        plan = reducer.buckets.plan
+        found["prev_iteration_grad_ready_order_indices"] = _text(reducer.order)
+        found["rebuilt_bucket_sizes"] = _text(plan.bytes)
+        found["rebuilt_bucket_size_limits"] = _text(plan.limits)
+        found["rebuilt_per_bucket_param_indices"] = _text(
+            " ".join(map(str, b)) for b in plan.buckets
+        )
+    if reducer.num_rounds:
+        unused = [size for size, used in zip(sizes, usage.used, strict=True) if not used]
+        found["num_buckets_reduced"] = len(reducer.buckets.plan)
+        found["unused_parameter_size"] = sum(unused)
+    if usage.can_set_static_graph is not None:
+        found["can_set_static_graph"] = int(usage.can_set_static_graph)
+    if reducer.last_error:
+        found |= {"has_error": 1, "error": reducer.last_error}
+    return found
+
+
+def _facts_of_module(module: nn.Module, trained: TrainedParameters) -> dict[str, LoggingValue]:
+    parameters, layers = trained.parameters, (nn.SyncBatchNorm, SyncBatchNorm)
+    return {
+        "module_name": type(module).__name__,
+        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+        "has_sync_bn": int(any(isinstance(part, layers) for part in module.modules())),
+        "dtypes": _text(sorted({_CPP_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+    }
+
+
+def _facts_of_group(group: dist.ProcessGroup | None) -> dict[str, LoggingValue]:
+    backend = "" if group is None else dist.get_backend(group)
+    names = (*_ENVIRONMENT, *_BACKEND_ENVIRONMENT.get(backend, ()))
+    return {
+        "world_size": 1 if group is None else dist.get_world_size(group),
+        "rank": 0 if group is None else dist.get_rank(group),
+        "backend_name": backend,
+        **{name.lower(): os.environ.get(name, "N/A") for name in names},
+    }
+
+
+def _text(entries: Iterable[object]) -> str:
+    return ", ".join(map(str, entries))
