@@ -28,10 +28,10 @@ from dataparallel.comm.telling import telling_failures as telling_failures  # no
 from dataparallel.devices import accelerators as accelerators  # noqa: E402
 from dataparallel.optim.sharded import ShardedOptimizer as ShardedOptimizer  # noqa: E402
 from dataparallel.parallel.data_parallel import DataParallel as DataParallel  # noqa: E402
+from dataparallel.parallel.data_parallel import data_parallel as data_parallel  # noqa: E402
 from dataparallel.parallel.distributed import (  # noqa: E402
     DistributedDataParallel as DistributedDataParallel,
 )
-from dataparallel.parallel.functional import data_parallel as data_parallel  # noqa: E402
 from dataparallel.parallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
 from dataparallel.replicas.replicate import replicate as replicate  # noqa: E402
 from dataparallel.threads.apply import Replica as Replica  # noqa: E402

@@ -35,7 +35,7 @@ def _collectives(
     rank: int, world_size: int, replicas: int, spare: list[bool]
 ) -> tuple[int, int, int]:
     model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas, bucket_cap_mb=0.001)
-    processes = model._reduction.processes
+    processes = model._training.processes
     assert processes is not None
     for _ in range(3):
         model(torch.randn(6, 16), spare[rank]).sum().backward()

@@ -62,7 +62,7 @@ def test_who_has_no_gradients_breaks_no_promise(cluster: Cluster, flag: dict[str
 
 def _collectives(rank: int, world_size: int) -> tuple[int, int]:
     model = wrap(1)
-    control = model._reduction.processes.control
+    control = model._training.processes.control
     at_first = control.launched["all_reduce"]
     with model.join():
         train(model, rank, 2 + rank)

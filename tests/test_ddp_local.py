@@ -332,7 +332,7 @@ def test_a_wrapper_that_is_dropped_leaves_nothing_behind(slots: list[str]) -> No
     for _ in range(3):
         backward(model(batch(slots[0], 0)).sum())
     reducer = weakref.ref(model.reducer)
-    leaf = weakref.ref(model._reduction.leaves.of(1)[0])
+    leaf = weakref.ref(model._training.leaves.of(1)[0])
     del model
     gc.collect()
     assert reducer() is None

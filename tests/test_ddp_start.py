@@ -137,9 +137,9 @@ def test_what_is_sent_at_first_is_what_torch_sends(
 
 def _collectives_at_first(rank: int, world_size: int) -> tuple[int, int]:
     model = wrap(make_net(rank), 2)
-    before = model._reduction.processes.buckets.launched.total()
+    before = model._training.processes.buckets.launched.total()
     model(batch(0, rank))
-    return before, model._reduction.processes.buckets.launched.total() - before
+    return before, model._training.processes.buckets.launched.total() - before
 
 
 def test_everything_travels_in_one_message(cluster: Cluster) -> None:

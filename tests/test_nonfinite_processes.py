@@ -320,7 +320,7 @@ def test_processes_that_want_other_things(cluster: Cluster) -> None:
 
 def _launched(rank: int, world_size: int, action: Any) -> list[int]:
     model = DistributedDataParallel(make_net(), ["cpu"], nonfinite=action)
-    processes = model._reduction.processes
+    processes = model._training.processes
     assert processes is not None
     counts = []
     for step in range(3):

@@ -112,7 +112,7 @@ EXPORTED = {
 }
 
 #: What the wrapper adds to the methods of torch.nn.DataParallel.
-OWN_METHODS = ["close", "loss"]
+OWN_METHODS = ["add_replica", "close", "drop_replica", "loss"]
 
 
 @pytest.mark.parametrize("module", EXPORTED, ids=lambda module: module.__name__)

@@ -157,7 +157,7 @@ def test_leaves_of_a_replica_that_is_dropped() -> None:
     """They go at once, since others may need the memory."""
     model = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
     nn.functional.mse_loss(model(batch_of(0)[0]), batch_of(0)[1]).backward()
-    leaves = [weakref.ref(leaf) for leaf in model._reduction.leaves.of(1)]
+    leaves = [weakref.ref(leaf) for leaf in model._training.leaves.of(1)]
     gc.collect()
     gc.disable()
     try:

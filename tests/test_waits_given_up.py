@@ -78,7 +78,7 @@ def step(model: Any) -> torch.Tensor:
 def evaluate_alone(rank: int, world_size: int) -> list[bool]:
     model = make(5.0)
     good = step(model)
-    processes = model._reduction.processes
+    processes = model._training.processes
     processes.interrupted(KeyboardInterrupt())
     x = torch.ones(2, 3)
     if rank == 0:
@@ -86,7 +86,7 @@ def evaluate_alone(rank: int, world_size: int) -> list[bool]:
             equal = torch.equal(model(x), model.module(x))
         with model.no_sync():
             equal &= torch.equal(model(x), model.module(x))
-        equal &= model._reduction.processes is processes
+        equal &= model._training.processes is processes
     else:
         equal = True
     dist.barrier()
@@ -104,12 +104,12 @@ def send_buffers(rank: int, world_size: int) -> bool:
     model = dataparallel.DistributedDataParallel(net, ["cpu"], timeout=20.0)
     x = torch.ones(2, 3)
     model(x).sum().backward()
-    processes = model._reduction.processes
+    processes = model._training.processes
     assert processes is not None
     processes.interrupted(KeyboardInterrupt())
     with torch.no_grad():
         model.eval()(x)
-    return model._reduction.processes is not processes
+    return model._training.processes is not processes
 
 
 def test_an_evaluation_that_begins_with_the_buffers_of_rank_0_makes_new_links(

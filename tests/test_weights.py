@@ -158,7 +158,7 @@ def test_options_that_are_none() -> None:
         with pytest.raises(ValueError, match="or a function that gives a chunk's weight, but got"):
             wrapper(nn.Linear(1, 1), ["cpu", "cpu"], scalars="median")
     model = dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars=len)
-    with pytest.raises(ValueError, match="hand on the list that gather was called with"):
+    with pytest.raises(ValueError, match="weighs the 0-d outputs of the chunks, and gather is"):
         model.gather([torch.ones(()), torch.ones(())], "cpu")
 
 

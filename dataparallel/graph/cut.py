@@ -80,6 +80,33 @@ class CutTerms:
     #: Cuts whose backward may still come.
     outstanding: weakref.WeakSet[CutGraphs] = field(default_factory=weakref.WeakSet)
 
+    def retire(self) -> None:
+        """Let a backward through earlier forwards fail: the replicas are others from now on."""
+        self.rounds = _Retired(self.rounds)
+        # Nothing runs any more. It would keep threads and leaves for the garbage collector, and a
+        # device may have no memory for others meanwhile.
+        self.run = _no_run
+
+
+class _Retired:
+    """Makes rounds that fail, in all processes, of a backward through replicas that are gone."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def reduce(self, backward: Callable[[], None], **arguments: Any) -> list[MaybeTensor]:
+        return self._rounds.reduce(self._refuse, **arguments)
+
+    def _refuse(self) -> None:
+        raise RuntimeError(
+            "replicas were dropped or added after the forward of this backward, so it has no "
+            "replicas any more; run the forward again"
+        )
+
+
+def _no_run(calls: Sequence[Callable[[], None]]) -> None:
+    raise AssertionError("rounds that are retired fail before this")
+
 
 @dataclass(eq=False)
 class CutGraphs:

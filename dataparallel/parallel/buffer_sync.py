@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dataparallel import torch_internals
-from dataparallel.parallel.reduction import Reduction
 from dataparallel.parallel.tensor_broadcast import Broadcast, check_same
+from dataparallel.parallel.training import Training
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.processes import ReducerProcesses
 from dataparallel.torch_internals import BufferCommHookLocation
@@ -89,7 +89,7 @@ class BufferSync:
     _join_config: Any
 
     @property
-    def _reduction(self) -> Reduction:
+    def _training(self) -> Training:
         """What reduces; the wrapper knows how to make it."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class BufferSync:
     def _wait_for_buffers(self) -> None:
         """Let each round end when what a hook has begun has ended."""
         self._buffer_futures = BufferFutures(self._processes)
-        self._reduction.reducer.at_end = self._buffer_futures.wait
+        self._training.reducer.at_end = self._buffer_futures.wait
 
     # --- at the beginning, and when all processes have joined ------------------------------------
 
@@ -311,4 +311,4 @@ class BufferSync:
 
     @property
     def _processes(self) -> ReducerProcesses | None:
-        return self._reduction.processes
+        return self._training.processes

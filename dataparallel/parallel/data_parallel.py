@@ -1,12 +1,21 @@
-"""The wrapper that trains a module on several devices from one process."""
+"""The wrapper that trains a module on several devices from one process.
+
+Note [Other replicas]
+~~~~~~~~~~~~~~~~~~~~~
+How many replicas divide a batch changes nothing but rounding: outputs come in the order of the
+samples, losses are weighted by their denominators, gradients are sums. So replicas may come and go
+between steps. The originals and the optimizer's state are on the first device; the others hold only
+what can be made from them. Each process may have its own number of replicas: what it gives to the
+others is the gradient of its whole batch, in every kind of average.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar, copy_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,39 +27,43 @@ from dataparallel.batch.joining import (
     ScalarsOption,
     check_scalars,
     count_samples,
-    join_scalars,
     nothing_to_split,
     tell_of_dims,
     tell_of_vectors,
 )
+from dataparallel.batch.plan import place as placed
 from dataparallel.batch.scatter_gather import ScatterPlan, gather, move, plan_scatter
+from dataparallel.batch.tree import flatten
 from dataparallel.comm import interpreter_end
-from dataparallel.devices import DeviceLike, accelerators, parse_devices, parse_output_device
+from dataparallel.devices import (
+    DeviceLike,
+    accelerators,
+    parse_device,
+    parse_devices,
+    parse_output_device,
+    synchronize,
+)
 from dataparallel.errors import suggesting
+from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy, check_policy
-from dataparallel.parallel.criterion import PreparedCriterion, Weight, arguments, prepare
-from dataparallel.parallel.engine import PerReplica, ReplicaEngine, guarded
+from dataparallel.parallel.criterion import Weight, arguments, prepare
+from dataparallel.parallel.loss import LossCall
 from dataparallel.parallel.prefix import NamesOfModule
-from dataparallel.parallel.replica_changes import ReplicaChanges
-from dataparallel.parallel.replica_loss import LossCall
 from dataparallel.parallel.signature import with_signature_of_module
-from dataparallel.replicas.replicate import place
+from dataparallel.parallel.step import Call, Chunks, Lent, Runner
+from dataparallel.replicas.replicate import check_placement, is_spread, place
 from dataparallel.threads.compiled import untraced
 from dataparallel.threads.context import refuse_transforms
 from dataparallel.threads.timeline import Timeline
 
-T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
-# The wrapper whose `loss` scatters, and how many of the inputs are its module's own; the others are
-# targets. It is no argument of `scatter`, which keeps torch's for those who override it.
-_scattering: ContextVar[tuple[object, int]] = ContextVar("scattering", default=(None, 0))
 
 
 @suggesting
-class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
+class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
     """Run a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch. The
@@ -107,6 +120,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
     """
 
     module: ModuleT
+    # Whether a single replica may be on several devices itself.
+    _keeps_spread = False
 
     def __init__(
         self,
@@ -146,17 +161,11 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         self.out_dims = out_dims
         self.split_lists = split_lists
         self.timeline = Timeline(devices)
-        self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
+        self._runner = Runner(devices, self.buffer_policy, self.timeline)
         self._splitter: BatchSplitter | None = None
-        self._place(module, devices)
-
-    def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
-        place(module, devices)
-
-    @property
-    def _weighs(self) -> bool:
-        """Whether it matters what this process's chunks count among those of other processes."""
-        return False
+        self._spread = self._keeps_spread and len(devices) == 1 and is_spread(module)
+        if not self._spread:
+            place(module, devices)
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -180,52 +189,37 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
             RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
                 active around several replicas.
         """
+        with torch.autograd.profiler.record_function("DataParallel.forward"), self._begin() as call:
+            return self._run(call, inputs, kwargs)
+
+    @contextmanager
+    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
+        """What is done around one forward, and what is known of it."""
+        yield Call(loss=loss)
+
+    def _run(self, call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         interpreter_end.come_by()
-        with torch.autograd.profiler.record_function("DataParallel.forward"):
-            refuse_transforms(len(self.device_ids))
-            self._engine.check(self.module)
-            return self._attempt(lambda: self._forward_once(inputs, kwargs), (inputs, kwargs))
-
-    def _forward_once(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self.timeline.span("scatter"), self._engine.between_replicas():
-            args, keywords = self.scatter(inputs, kwargs, self.device_ids)
-        weighs = self._weighs
-        must = weighs and not callable(self.scalars)
-        sizes = self._sizes(args, keywords, len(inputs), must=must)
-        self._begin_call(sizes)
-        if self._engine.is_direct:
-            return self._single(args[0], keywords[0])
-        with self.timeline.span("scatter"):
-            joining = join_scalars(self.scalars, args, keywords, sizes, weighs=weighs)
-            call = self._engine.enter(args, keywords, joining.counts)
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        with self._engine.finishing(replicas, sizes), guarded(args):
-            outputs = self.parallel_apply(replicas, call.args, call.kwargs)
-        with self.timeline.span("gather"):
-            outputs = call.leave(outputs)
-            with self._engine.between_replicas():
-                parts = PerReplica(outputs, sizes=sizes, joining=joining)
-                result = self.gather(parts, self.output_device)
-        return self._engine.leave(result)
-
-    def _attempt(self, call: Callable[[], T], inputs: Any, criterion: nn.Module | None = None) -> T:
+        refuse_transforms(len(self.device_ids))
+        if call.training is None:
+            check_placement(self.module, self.device_ids[0])
+        else:
+            call.training.check_placement()
         if self._splitter is None:
-            return call()
-        return self._splitter.attempt(call, (self.module, criterion), inputs)
+            return step.run(self, call, inputs, kwargs)
+        attempt = functools.partial(step.run, self, call, inputs, kwargs)
+        criterion = None if call.loss is None else call.loss.prepared.module
+        return self._splitter.attempt(attempt, (self.module, criterion), (inputs, kwargs))
 
-    def _use_devices(self, devices: Sequence[torch.device]) -> None:
-        self._engine.close()
-        self._engine = ReplicaEngine(devices, self.buffer_policy, timeline=self.timeline)
+    @property
+    def _is_repeating(self) -> bool:
+        return self._splitter is not None and self._splitter.is_repeating
 
-    def _begin_call(self, sizes: Sequence[int]) -> None:
-        if self._splitter is None or not self._splitter.is_repeating:
-            self.timeline.call(sizes)
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a single replica gets all arguments as they are, and so returns its output."""
+        return False
 
-    def _single(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with self.timeline.span("forward"):
-            output = self.module(*args, **kwargs)
-        result = [output] if self.output_device == "each" else move(output, self.output_device)
-        return self._engine.leave(result)
+    # --- the steps of a forward, which torch lets the user override ------------------------------
 
     def scatter(
         self,
@@ -239,46 +233,53 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
             A sequence of positional arguments and one of keyword arguments, each with one entry
             per replica that takes part.
         """
-        owner, num_own = _scattering.get()
-        plan = self._plan(
-            inputs,
-            kwargs or {},
-            num_own if owner is self else len(inputs),
-            len(device_ids),
-            None if self._splitter is None else self._splitter.chunk_sizes,
-        )
+        chunks = self._chunks(inputs, kwargs or {}, parse_devices(device_ids))
+        return chunks.args, chunks.kwargs
+
+    def _split(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], *, must: bool) -> Chunks:
+        """The chunks of one forward; with ``must`` their samples have to be known."""
+        if _is_own(self.scatter, DataParallel.scatter):
+            return self._chunks(inputs, kwargs, self.device_ids, must=must)
+        args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
+        return Chunks(args, keywords, self._sizes(args, keywords, must=must))
+
+    def _chunks(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        *,
+        must: bool = False,
+    ) -> Chunks:
+        if self._is_whole:
+            device = None if self._spread else self.device_ids[0]
+            args, keywords = [placed(inputs, device)], [placed(dict(kwargs), device)]
+            return Chunks(args, keywords, self._sizes(args, keywords, must=must))
+        chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
+        plan = self._plan(inputs, kwargs, len(devices), chunk_sizes)
         if plan.batch_size is None and (inputs or kwargs):
             raise ValueError(
-                f"{nothing_to_split((*inputs, *(kwargs or {}).values()))}; give at least one "
+                f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
                 "with a batch dimension, or call .module, which splits nothing"
             )
-        args, keywords = plan.execute(parse_devices(device_ids))
-        positional = PerReplica(args, sizes=plan.sizes, shared=plan.shared())
-        return positional, PerReplica(keywords, sizes=plan.sizes)
+        return Chunks(*plan.execute(devices), plan.sizes, plan.shared())
 
     def _plan(
         self,
         inputs: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        num_own: int,
         num_slots: int,
         chunk_sizes: ChunkSizesOf | None = None,
     ) -> ScatterPlan:
-        """How arguments are split, of which ``num_own`` by position are the module's."""
-        in_dims = self._in_dims_of(num_own, kwargs)
+        in_dims = self._in_dims_of(len(inputs), kwargs)
         return plan_scatter(
             inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, self.split_lists
         )
 
-    def _sizes(
-        self, args: Sequence[Any], kwargs: Sequence[Any], num_own: int, *, must: bool
-    ) -> tuple[int, ...]:
-        """Number of samples of each replica, from the plan or else from a plan of each chunk."""
-        sizes: tuple[int, ...] | None = getattr(args, "sizes", None)
-        if sizes is not None and len(sizes) == len(args):
-            return sizes
+    def _sizes(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> tuple[int, ...]:
+        """Number of samples of chunks that no plan has made, from a plan of each."""
         return tuple(
-            count_samples(functools.partial(self._plan, *chunk, num_own, 1), chunk, must=must)
+            count_samples(functools.partial(self._plan, *chunk, 1), chunk, must=must)
             for chunk in zip(args, kwargs, strict=True)
         )
 
@@ -289,18 +290,31 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         names = list(inspect.signature(self.module.forward).parameters)[:num_own]
         places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
         resolved = {places.get(key, key): dim for key, dim in self.in_dims.items()}
-        targets = [key for key in resolved if isinstance(key, int) and key >= num_own]
-        return {key: dim for key, dim in resolved.items() if key not in targets}
+        return {
+            key: dim
+            for key, dim in resolved.items()
+            if not (isinstance(key, int) and key >= num_own)
+        }
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
-        return self._engine.replicas(module, len(device_ids), detach=not torch.is_grad_enabled())
+        return self._runner.show(self._lend(module, len(device_ids)))
+
+    def _lend(self, module: nn.Module, num_replicas: int) -> Lent:
+        return self._runner.lend(module, num_replicas)
+
+    def _replicas(self, num_replicas: int) -> Lent:
+        """The replicas of one forward."""
+        if _is_own(self.replicate, DataParallel.replicate):
+            return self._lend(self.module, num_replicas)
+        devices = self.device_ids[:num_replicas]
+        return self._runner.recognize(self.replicate(self.module, devices))
 
     def parallel_apply(
         self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Call each replica with its arguments, in the replicas' threads."""
-        return self._engine.run(
+        return self._runner.run(
             [
                 functools.partial(replica, *args, **keywords)
                 for replica, args, keywords in zip(replicas, inputs, kwargs, strict=True)
@@ -309,35 +323,49 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs of the replicas together; override to do it in another way."""
-        joining: Joining | None = getattr(outputs, "joining", None)
-        if joining is None:
-            if callable(self.scalars):
+        if self._is_whole:
+            if output_device == "each" or self._spread:
+                return list(outputs) if output_device == "each" else outputs[0]
+            return move(outputs[0], output_device)
+        if self.scalars == "mean" or callable(self.scalars):
+            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in flatten(outputs)[0]):
                 raise ValueError(
-                    "scalars= is a function of the chunks, and these outputs come without them; "
-                    "hand on the list that gather was called with"
+                    f"scalars={self.scalars!r} weighs the 0-d outputs of the chunks, and gather is "
+                    "told the outputs alone; put the 0-d ones together in a gather of your own, or "
+                    "use scalars='stack'"
                 )
-            return gather(
-                outputs,
-                output_device,
-                dim=self.dim,
-                scalars=self.scalars,
-                out_dims=self.out_dims,
-            )
-        stacks = joining.scalars == "stack" and len(outputs) > 1 and output_device != "each"
-        if stacks and torch.is_grad_enabled() and not self._told_of_vectors:
-            self._told_of_vectors = True
-            tell_of_vectors(outputs[0], self.out_dims)
-        result = gather(
+            return self._gathered(outputs, output_device, "stack")
+        return self._gathered(outputs, output_device, self.scalars)
+
+    def _gathered(
+        self,
+        outputs: Sequence[Any],
+        output_device: Any,
+        scalars: Any,
+        weights: Sequence[float] | None = None,
+    ) -> Any:
+        return gather(
             outputs,
             output_device,
             dim=self.dim,
-            scalars=joining.scalars,
-            weights=joining.counts,
+            scalars=scalars,
+            weights=weights,
             out_dims=self.out_dims,
         )
-        if not self._told_of_dims and len(outputs) > 1 and output_device != "each":
+
+    def _join(self, outputs: list[Any], sizes: Sequence[int], joining: Joining) -> Any:
+        """What the caller of one forward gets."""
+        several = len(outputs) > 1 and self.output_device != "each"
+        if self._is_whole or not _is_own(self.gather, DataParallel.gather):
+            return self.gather(outputs, self.output_device)
+        stacks = joining.scalars == "stack" and several and torch.is_grad_enabled()
+        if stacks and not self._told_of_vectors:
+            self._told_of_vectors = True
+            tell_of_vectors(outputs[0], self.out_dims)
+        result = self._gathered(outputs, self.output_device, joining.scalars, joining.counts)
+        if several and not self._told_of_dims:
             self._told_of_dims = True
-            tell_of_dims(outputs, outputs.sizes, self.dim, self.out_dims)
+            tell_of_dims(outputs, sizes, self.dim, self.out_dims)
         return result
 
     # --- loss ------------------------------------------------------------------------------
@@ -377,46 +405,18 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         Raises:
             ValueError: ``weight`` is missing for an unknown criterion; or as :meth:`forward`.
         """
-        with torch.autograd.profiler.record_function("DataParallel.loss"):
-            prepared = prepare(criterion, weight, self.dim)
-            refuse_transforms(len(self.device_ids))
-            self._engine.check(self.module)
-            call = functools.partial(
-                self._loss_once, prepared, arguments(inputs), arguments(targets)
-            )
-            return self._attempt(call, (inputs, targets), prepared.module)
-
-    def _loss_once(
-        self,
-        prepared: PreparedCriterion,
-        inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-        targets: tuple[tuple[Any, ...], Mapping[str, Any]],
-    ) -> Tensor:
-        (args, kwargs), (target_args, target_kwargs) = inputs, targets
-        named = {LossCall.name(name): value for name, value in target_kwargs.items()}
-        context = copy_context()
-        context.run(_scattering.set, (self, len(args)))
-        with self.timeline.span("scatter"), self._engine.between_replicas():
-            chunks, keywords = context.run(
-                self.scatter, (*args, *target_args), {**kwargs, **named}, self.device_ids
-            )
-        sizes = self._sizes(chunks, keywords, len(args), must=self._weighs)
-        self._begin_call(sizes)
-        with self.timeline.span("scatter"):
-            call = self._engine.enter(chunks, keywords, sizes)
-            replicas: Sequence[nn.Module] = [self.module]
-            if not self._engine.is_direct:
-                replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
-        with self._engine.finishing(replicas, sizes):
-            criteria = self._engine.criterion_replicas(prepared.module, len(replicas))
-            with self._engine.finishing(criteria, sizes), guarded(chunks):
-                one = LossCall(prepared, len(args), tuple(target_kwargs), self.timeline)
-                each = zip(replicas, criteria, call.args, call.kwargs, sizes, strict=True)
-                parts = self._engine.run([functools.partial(one, *entry) for entry in each])
-        place = self.device_ids[0] if self.output_device == "each" else self.output_device
-        with self.timeline.span("gather"):
-            loss: Tensor = prepared.combine(call.leave(parts), place)
-        return self._engine.leave(loss)
+        args, kwargs = arguments(inputs)
+        target_args, target_kwargs = arguments(targets)
+        given: dict[Any, Any] = {**dict(enumerate(target_args)), **target_kwargs}
+        names = {f"targets[{key!r}]": key for key in given}
+        scattered = {**kwargs, **{name: given[key] for name, key in names.items()}}
+        loss = LossCall(prepare(criterion, weight, self.dim), names, self.timeline)
+        with (
+            torch.autograd.profiler.record_function("DataParallel.loss"),
+            self._begin(loss) as call,
+        ):
+            result: Tensor = self._run(call, args, scattered)
+            return result
 
     # --- what the wrapper shows of the module --------------------------------------------------
 
@@ -429,15 +429,103 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
                 raise
             return getattr(module, name)
 
+    # --- other replicas, see Note [Other replicas] -----------------------------------------------
+
+    def drop_replica(self, index: int) -> None:
+        """Train with one replica less from the next forward on; the others take its samples.
+
+        Results stay exact, see Note [Other replicas]. Replicas after it move up by one. Other
+        processes need not do the same. It comes between two steps: the backward of a forward before
+        it is an error in :class:`DistributedDataParallel`.
+
+        Example::
+
+            model = dataparallel.DataParallel(net, ["cpu", "cpu", "cpu"])
+            model.drop_replica(1)
+
+        Args:
+            index: Which replica, from 1 to the number of replicas less 1. Replica 0 stays: the
+                module's own parameters and the state of the optimizer are on its device.
+
+        Raises:
+            TypeError: ``index`` is no integer.
+            ValueError: There is no such replica, or it is replica 0.
+        """
+        number = len(self.device_ids)
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(f"index is the number of a replica, an int, but got {index!r}")
+        if index == 0:
+            raise ValueError(
+                f"replica 0 on {self.device_ids[0]} cannot be dropped: the module's parameters and "
+                "the state of the optimizer are on its device. Drop another one, or move the "
+                "module and wrap it anew"
+            )
+        if not 0 < index < number:
+            raise ValueError(
+                f"there is no replica {index} to drop: the wrapper has {number}, and those from 1 "
+                f"to {number - 1} can be dropped"
+                if number > 1
+                else f"there is no replica {index} to drop: the wrapper has replica 0 only"
+            )
+        self._keep_replicas([i for i in range(number) if i != index])
+
+    def add_replica(self, device: DeviceLike) -> None:
+        """Train with one replica more from the next forward on.
+
+        Results stay exact, see Note [Other replicas]. It is the last replica. Other processes need
+        not do the same. It comes between two steps, as :meth:`drop_replica` does.
+
+        Example::
+
+            model = dataparallel.DataParallel(net, ["cpu", "cpu"])
+            model.add_replica("cpu")
+
+        Args:
+            device: Where it computes: an int, a string or a ``torch.device``. A device may have
+                several replicas.
+
+        Raises:
+            TypeError: ``device`` is of another type.
+            ValueError: There is no such device, or the module is on several devices itself.
+            RuntimeError: The device does not work.
+        """
+        place = parse_device(device)
+        if self._spread:
+            raise ValueError(
+                "the layers of the module are on several devices, so it is one replica and there "
+                "can be no other"
+            )
+        try:
+            # A device that does not work, or is full, says so before the wrapper changes.
+            torch.ones(1, device=place).add_(1)
+            synchronize(place)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a replica cannot be added on {place}, which does not work: {error}"
+            ) from error
+        self._keep_replicas(range(len(self.device_ids)), [place])
+
+    def _keep_replicas(self, kept: Sequence[int], new: Sequence[torch.device] = ()) -> None:
+        """Let the replicas be some of those that there are, and new ones after them."""
+        before = [torch.device(device) for device in self.device_ids]
+        devices = [*(before[index] for index in kept), *new]
+        self._use_runner(Runner(devices, self.buffer_policy, self.timeline))
+        self.device_ids = devices
+        self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
+
+    def _use_runner(self, runner: Runner) -> None:
+        self._runner.close()
+        self._runner = runner
+
     # --- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the worker threads. The wrapper can be used again; new threads start then."""
-        self._engine.close()
+        self._runner.close()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_engine"], state["timeline"], state["_splitter"]
+        del state["_runner"], state["timeline"], state["_splitter"]
         state.pop("_loading", None)
         return state
 
@@ -445,4 +533,56 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT], ReplicaChanges):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._splitter = None
         self.timeline = Timeline(self.device_ids)
-        self._engine = ReplicaEngine(self.device_ids, self.buffer_policy, timeline=self.timeline)
+        self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
+
+
+def _is_own(method: Any, known: Callable[..., Any]) -> bool:
+    """Whether a step of a wrapper is ours, and not overridden by the user."""
+    return getattr(method, "__func__", None) is known
+
+
+@suggesting
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: OutputDevice = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+    *,
+    in_dims: Mapping[str | int, Any] | None = None,
+    out_dims: Any = None,
+) -> Any:
+    """Run a module once on several devices, each on its part of the batch.
+
+    Example::
+
+        output = data_parallel(net, x, device_ids=["cpu", "cpu"])
+
+    Args:
+        module: The module, on the first device.
+        inputs: Its argument, or a tuple of positional arguments; None for none.
+        device_ids: One device per replica. Default: every accelerator, or the CPU.
+        output_device: Where the output is gathered; ``-1`` for the CPU, ``"each"`` for a list of
+            the replicas' outputs. Default: the first device.
+        dim: The batch dimension. Default: 0.
+        module_kwargs: Keyword arguments of the module.
+        in_dims, out_dims: Batch dimensions that are not ``dim``, as :class:`DataParallel` takes
+            them.
+
+    Returns:
+        What :class:`DataParallel` returns for the same call.
+
+    Raises:
+        ValueError: As :class:`DataParallel` does.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    devices = parse_devices(device_ids)
+    # The wrapper moves the module to its only device; a function should not move its argument.
+    check_placement(module, devices[0])
+    wrapper = DataParallel(module, devices, output_device, dim, in_dims=in_dims, out_dims=out_dims)
+    try:
+        return wrapper(*inputs, **(module_kwargs or {}))
+    finally:
+        wrapper.close()

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dataparallel import torch_internals
 from dataparallel.batch.joining import ScalarsOption
-from dataparallel.batch.plan import place
-from dataparallel.batch.scatter_gather import move
 from dataparallel.devices import DeviceLike
 from dataparallel.errors import suggesting
 from dataparallel.optim.in_backward import InBackwardOptimizers
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.copied_state import CopiedGroup, CopiedHook
-from dataparallel.parallel.criterion import Weight
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.distributed_names import TorchNames
 from dataparallel.parallel.gradient_clipping import GradientClipping
+from dataparallel.parallel.loss import LossCall
 from dataparallel.parallel.mixed_precision import MixedPrecision
 from dataparallel.parallel.process_choice import chosen_caps, chosen_devices, chosen_group
-from dataparallel.parallel.reduction import Reduction, ReductionSettings
-from dataparallel.parallel.signature import with_signature_of_module
+from dataparallel.parallel.step import Call, Lent, Runner
+from dataparallel.parallel.training import Options, Training
 from dataparallel.reducer.average import AverageKind, check_average
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reducer.trained import trained_parameters
-from dataparallel.replicas.replicate import is_spread
-from dataparallel.replicas.standing_clones import OtherParameters
-from dataparallel.threads.compiled import untraced
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-T = TypeVar("T")
+
+
+class _OfThread(threading.local):
+    """What one thread has said of its forwards."""
+
+    #: The weight of the next one in an average; None adds up its chunks'.
+    weight: float | None = None
+    #: Within `no_sync()`, whether backward is reduced; None outside of it.
+    synchronizes: bool | None = None
 
 
 @suggesting
@@ -116,11 +116,10 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             process group; see ``process_group``.
     """
 
-    require_backward_grad_sync = True
-    #: What it was before the outermost `no_sync()`; None outside of it.
-    _outside_no_sync: bool | None = None
+    _keeps_spread = True
+    _synchronizes = True
     #: Made at the first use; a copy has none before.
-    _built: Reduction | None = None
+    _built: Training | None = None
 
     def __init__(
         self,
@@ -180,8 +179,8 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         self.mixed_precision.convert_buffers(module)
         self._nonfinite = NonFinitePolicy.of(nonfinite)
         self._optimizers = InBackwardOptimizers.of(module.parameters())
-        self._forwards = threading.RLock()
-        self._begin(broadcast_buffers, forward_sync_buffers, init_sync)
+        self._forwards, self._own = threading.RLock(), _OfThread()
+        self._start(broadcast_buffers, forward_sync_buffers, init_sync)
 
     # --- the reduction ---------------------------------------------------------------------------
 
@@ -194,17 +193,17 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             # As in torch, there is no such attribute otherwise.
             self.device_mesh = mesh
 
-    def _begin(
+    def _start(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
     ) -> None:
         """See that all processes train the same; a collective call."""
         _refuse_frozen(self.module)
         self._build()
-        self._reduction.connect()
+        self._training.connect()
         self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
 
     @property
-    def _reduction(self) -> Reduction:
+    def _training(self) -> Training:
         """What reduces. It has links to other processes once a forward has needed them."""
         if self._built is None:
             self._build()
@@ -213,31 +212,29 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     def _build(self) -> None:
         """Make all that belongs to the module as it is now."""
-        devices = [torch.device(device) for device in self.device_ids]
-        settings = ReductionSettings(
-            self.process_group,
-            self.bucket_cap_mb,
-            self.find_unused_parameters,
-            self.gradient_as_bucket_view,
-            self.static_graph,
-            self._delayed,
-            self.average,
-            self.deterministic,
-            self.timeout,
-            self.mixed_precision,
-            self._hook,
-            self._optimizers,
-            self._nonfinite,
+        options = Options(
+            process_group=self.process_group,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            delayed=self._delayed,
+            average=self.average,
+            deterministic=self.deterministic,
+            timeout=self.timeout,
+            mixed_precision=self.mixed_precision,
+            nonfinite=self._nonfinite,
+            hook=self._hook,
+            optimizers=self._optimizers,
         )
-        self._built = Reduction(
+        self._built = Training(
             self.module,
-            devices,
             self.buffer_policy,
-            settings,
+            options,
+            self._runner,
             self.timeline,
             spread=self._spread,
         )
-        self._engine = self._built.engine
         self._wait_for_buffers()
         self._closed = False
 
@@ -246,94 +243,32 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         if self._closed:
             self._build()
 
-    def _rebuild(self, weight: float | None = None) -> None:
+    def _rebuild(self) -> None:
         """Make everything anew, for other processes or other parameters."""
-        pending = self._reduction.engine.pending
         if self._built is not None:
             self._built.close()
         self._build()
-        self._reduction.engine.pending = pending
-        self._reduction.engine.weight = weight
 
-    def _use_devices(self, devices: Sequence[torch.device]) -> None:
+    def _use_runner(self, runner: Runner) -> None:
+        super()._use_runner(runner)
         if not self._closed:
-            self._reduction.use_devices(devices)
-            self._engine = self._reduction.engine
+            self._built = self._training.on(runner)
 
     # --- forward ---------------------------------------------------------------------------------
 
-    @with_signature_of_module
-    @untraced
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Split the inputs, run the replicas, gather their outputs; see :class:`DataParallel`."""
-        return self._with_own_parameters(functools.partial(super().forward, *inputs, **kwargs))
-
-    @untraced
-    def loss(
-        self,
-        criterion: Callable[..., Any],
-        inputs: Any,
-        targets: Any,
-        *,
-        weight: Weight | None = None,
-    ) -> Tensor:
-        """The loss of this process's batch, computed where the outputs are.
-
-        See :meth:`DataParallel.loss`.
-        """
-        call = functools.partial(super().loss, criterion, inputs, targets, weight=weight)
-        return self._with_own_parameters(call)
-
-    def _with_own_parameters(self, call: Callable[[], T]) -> T:
-        """Run a forward, after making everything anew if the module has other parameters now."""
-        with self._turn():
-            weight = self._reduction.engine.weight
-            count = None
-            try:
-                with self._around_forward() as count:
-                    return call()
-            except OtherParameters:
-                self._follow_parameters(count, weight)
-            with self._around_forward():
-                return call()
-
     def _turn(self) -> AbstractContextManager[Any]:
         """The clones are there once, so forwards of several threads come one after another."""
-        alone = self._reduction.engine.is_direct and not self._closed
-        return contextlib.nullcontext() if alone else self._forwards
-
-    def scatter(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        device_ids: Sequence[DeviceLike],
-    ) -> Any:
-        """Split the arguments; a single replica gets them whole."""
-        if len(self.device_ids) > 1:
-            return super().scatter(inputs, kwargs, device_ids)
-        device = None if self._spread else self.device_ids[0]
-        return [place(inputs, device)], [place(dict(kwargs or {}), device)]
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Put the outputs together; those of a single replica are left as they are."""
-        if len(self.device_ids) > 1:
-            return super().gather(outputs, output_device)
-        if output_device == "each" or self._spread:
-            return list(outputs) if output_device == "each" else outputs[0]
-        return move(outputs[0], output_device)
+        alone = self._training.direct and not self._closed
+        return nullcontext() if alone else self._forwards
 
     @property
-    def _weighs(self) -> bool:
-        reduction = self._reduction
-        several = reduction.processes is not None and reduction.processes.world_size > 1
-        told = reduction.engine.weight is not None
-        return self.average == "samples" and several and self._will_reduce and not told
+    def _is_whole(self) -> bool:
+        return len(self.device_ids) == 1
 
-    def _place(self, module: ModuleT, devices: Sequence[torch.device]) -> None:
-        # A module whose layers are on several devices moves its activations itself.
-        self._spread = len(devices) == 1 and is_spread(module)
-        if not self._spread:
-            super()._place(module, devices)
+    def _lend(self, module: nn.Module, num_replicas: int) -> Lent:
+        training = self._training
+        standing = training.clones if module is self.module else None
+        return self._runner.lend(module, num_replicas, standing, training.batch_group)
 
     def _needs_others(self, reduces: bool) -> bool:
         """Whether a forward, or its backward, communicates with other processes."""
@@ -342,7 +277,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
 
     def _is_lost(self, reduces: bool) -> bool:
         """Whether a forward needs other processes, and the links to them are broken."""
-        processes = self._reduction.processes
+        processes = self._training.processes
         if processes is None:
             return False
         # New links would let it be forgotten that gradients of an earlier step are wrong.
@@ -363,57 +298,79 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
                 "processes; call update_process_group(group) in all processes of the group over "
                 "which its gradients are to be reduced, or evaluate its .module"
             )
-        self._reduction.connect()
+        self._training.connect()
 
-    def _follow_parameters(self, count: Callable[[], int] | None, weight: float | None) -> None:
+    def _follow_parameters(self) -> None:
         """Make everything anew for other parameters; those that have joined hear of an error."""
-        with self._reduction.telling("forward", reduces=True):
-            self._refuse_while_joined(count)
-        self._rebuild(weight)
-
-    @contextlib.contextmanager
-    def _around_forward(self) -> Iterator[Callable[[], int] | None]:
-        """Give what tells how many processes take part; None outside of join()."""
-        self._check_can_go_on()
-        self._open()
-        reduces = self._will_reduce
-        if reduces:
-            _refuse_outer(self)
-        if self._is_lost(reduces):
-            self._rebuild(self._reduction.engine.weight)
-        elif not self._reduction.engine.fits():
-            weight = self._reduction.engine.weight
-            self._follow_parameters(self._notify_join_context(), weight)
-        if self._needs_others(reduces):
-            self._connect()
-        if reduces:
-            self.reducer.statistics.begin()
         count = self._notify_join_context()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        self._reduction.engine.synchronize = self.require_backward_grad_sync
-        with self._inside_ddp_forward(), self._reduction.telling("forward", reduces=reduces):
-            yield count
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        self.require_forward_param_sync = reduces
+        with self._training.telling("forward", reduces=True):
+            self._refuse_while_joined(count)
+        self._rebuild()
 
-    @contextlib.contextmanager
+    @contextmanager
+    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
+        weight, self._own.weight = self._own.weight, None
+        with self._turn():
+            self._check_can_go_on()
+            self._open()
+            reduces = self._will_reduce
+            if reduces:
+                _refuse_outer(self)
+            if self._is_lost(reduces):
+                self._rebuild()
+            elif not self._training.fits():
+                self._follow_parameters()
+            if self._needs_others(reduces):
+                self._connect()
+            training = self._training
+            if reduces:
+                training.reducer.statistics.begin()
+            self._notify_join_context()
+            if self._check_sync_bufs_pre_fwd():
+                self._sync_buffers()
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+            several = training.processes is not None and training.processes.world_size > 1
+            call = Call(
+                training,
+                weight,
+                weighs=self.average == "samples" and several and reduces and weight is None,
+                synchronize=self.require_backward_grad_sync,
+                loss=loss,
+            )
+            with self._inside_ddp_forward(), training.telling("forward", reduces=reduces):
+                yield call
+            if self._check_sync_bufs_post_fwd():
+                self._sync_buffers()
+            self.require_forward_param_sync = reduces
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients of forwards within a ``with`` block to this process.
 
         They are reduced over processes with those of the first backward after the block, as in
         torch. Gradients are summed over the local replicas in any case.
         """
-        before, outside = self.require_backward_grad_sync, self._outside_no_sync
-        self._outside_no_sync = before if outside is None else outside
-        self.require_backward_grad_sync = False
+        before, self._own.synchronizes = self._own.synchronizes, False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
-            self._outside_no_sync = outside
+            self._own.synchronizes = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of this thread's next forward is reduced over processes.
+
+        Within :meth:`no_sync` it is a matter of the thread, and what is assigned ends with it.
+        """
+        within = self._own.synchronizes
+        return self._synchronizes if within is None else within
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._own.synchronizes is None:
+            self._synchronizes = value
+        else:
+            self._own.synchronizes = value
 
     def close(self) -> None:
         """End the worker threads, remove all hooks and give the process groups back.
@@ -429,14 +386,17 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        for name in ("_built", "_buffer_futures", "_buffer_broadcast", "_forwards", "device_mesh"):
+        for name in (
+            "_built",
+            "_buffer_futures",
+            "_buffer_broadcast",
+            "_forwards",
+            "_own",
+            "device_mesh",
+        ):
             state.pop(name, None)
         for name in ("modules_buffers", "named_module_buffers", *self._OF_JOIN):
             del state[name]
-        outside = state.pop("_outside_no_sync", None)
-        if outside is not None:
-            # The copy is not within the block.
-            state["require_backward_grad_sync"] = outside
         return {
             **state,
             "process_group": CopiedGroup(self.process_group, is_lost=self._lost_group),
@@ -448,7 +408,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         group = state.pop("process_group")
         super().__setstate__({**state, "_hook": state["_hook"].hook})
         self.process_group, self._lost_group = group.group, group.is_lost
-        self._forwards = threading.RLock()
+        self._forwards, self._own = threading.RLock(), _OfThread()
         self._closed = True
         self._restore_sync()
 

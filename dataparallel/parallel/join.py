@@ -322,7 +322,7 @@ class UnevenInputs(BufferSync, Joinable):
         return synchronize
 
     def _shadow_round(self) -> None:
-        reducer = self._reduction.reducer
+        reducer = self._training.reducer
         trained = dict[str, torch.nn.Parameter](self.module.named_parameters())
         parameters = [trained[name] for name in reducer.names]
         if not self._kept_grads:

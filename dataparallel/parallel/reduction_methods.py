@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dataparallel.optim.in_backward import InBackwardOptimizers, StepsInBackward
 from dataparallel.parallel.process_choice import check_alone, chosen_group
-from dataparallel.parallel.reduction import Reduction
+from dataparallel.parallel.training import Training
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.comm_hooks import ResolvedHook, resolve_hook
 from dataparallel.reducer.consistency import check_replicas
@@ -33,11 +33,12 @@ class ReductionMethods:
     _stuck = ""
     _optimizers: StepsInBackward | None
     _nonfinite: NonFinitePolicy
+    _own: Any
     #: Whether this is loaded from a pickle that could not hold the process group of the wrapper.
     _lost_group = False
 
     @property
-    def _reduction(self) -> Reduction:
+    def _training(self) -> Training:
         """What reduces; the wrapper knows how to make it."""
         raise NotImplementedError
 
@@ -48,7 +49,7 @@ class ReductionMethods:
     @property
     def reducer(self) -> Reducer:
         """What reduces the gradients, see :class:`dataparallel.reducer.reducer.Reducer`."""
-        return self._reduction.reducer
+        return self._training.reducer
 
     def set_weight(self, weight: float) -> None:
         """Give this process's weight in ``average="samples"`` for this thread's next forward.
@@ -76,7 +77,7 @@ class ReductionMethods:
                 f"a weight must be finite and not negative, but got {weight}; pass the number of "
                 "samples or tokens of this process"
             )
-        self._reduction.engine.weight = float(weight)
+        self._own.weight = float(weight)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
@@ -117,7 +118,7 @@ class ReductionMethods:
         if resolved.is_power_sgd:
             self._nonfinite.refuse_kept_nan(resolved.name)
         self._hook = resolved
-        if self._reduction.processes is None:
+        if self._training.processes is None:
             self._rebuild()
         else:
             self.reducer.hook = resolved
@@ -164,7 +165,7 @@ class ReductionMethods:
             RuntimeError: There are several processes, but the wrapper has no process group.
         """
         self._check_alone()
-        leaves, processes = self._reduction.leaves, self._reduction.processes
+        leaves, processes = self._training.leaves, self._training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.refresh(read_values=False)
         originals = dict(self.module.named_parameters())
@@ -187,7 +188,7 @@ class ReductionMethods:
     def _check_can_go_on(self) -> None:
         """Refuse a forward whose gradients could not be reduced, at once and in all processes."""
         self._check_alone()
-        processes = self._reduction.processes
+        processes = self._training.processes
         if processes is not None and not self._stuck:
             self._stuck = processes.stuck
         if self._stuck:
@@ -205,8 +206,8 @@ class ReductionMethods:
         self._is_separate = False
         self._lost_group = False
         self._rebuild()
-        self._reduction.connect()
+        self._training.connect()
 
     def reset_state(self) -> None:
         """Forget a backward that was left unfinished by an error."""
-        self._reduction.reset()
+        self._training.reset()

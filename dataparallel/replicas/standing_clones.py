@@ -212,6 +212,19 @@ class StandingClones(ModuleClones):
         own = [t for t in loose if t.device == home and t.grad_fn is None]
         self._give_tensors(self._loose_copies, own, detach=self._detach)
 
+    def stands_for_module(self) -> bool:
+        """Whether the leaves are those for the parameters that the module has now.
+
+        Raises:
+            RuntimeError: Tensors that are no parameters have taken the place of some.
+        """
+        if self._filled and self._is_unchanged():
+            return True
+        if self._leaves.stands_for(Parts(self.module).parameters):
+            return True
+        _refuse_replaced(self.module)
+        return False
+
     # --- what has changed ------------------------------------------------------------------------
 
     def _is_unchanged(self) -> bool:

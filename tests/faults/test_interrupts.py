@@ -173,13 +173,13 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
             with pytest.raises(KeyboardInterrupt):
                 step(model, x)
         found["seconds"] = time.monotonic() - begin
-        assert model._reduction.processes is not None and model._reduction.processes.is_broken
+        assert model._training.processes is not None and model._reduction.processes.is_broken
     # Rank 1 comes only now.
     torch.distributed.barrier()
     if rank == 1:
         # It may have heard already, and is then at the next step.
         with contextlib.suppress(CollectiveError):
-            processes: Any = model._reduction.processes
+            processes: Any = model._training.processes
             while processes.control._launcher.cause is None:
                 time.sleep(0.01)
             found["text"] = processes.control.broken

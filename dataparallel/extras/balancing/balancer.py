@@ -183,7 +183,7 @@ class Balancer:
         assert model is not None, "a wrapper is alive while it is called"
         syncs_buffers = model.buffer_policy == "sync" and num_processes(model) > 1
         obstacles = Obstacles(modules, inputs, syncs_buffers=syncs_buffers)
-        return self._handover.attempt(call, modules, model._engine, obstacles)
+        return self._handover.attempt(call, modules, obstacles)
 
     @property
     def is_repeating(self) -> bool:

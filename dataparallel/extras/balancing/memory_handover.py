@@ -29,7 +29,6 @@ from dataparallel.extras.balancing.chunk_shares import fits
 from dataparallel.extras.balancing.obstacles import Obstacles
 from dataparallel.extras.balancing.out_of_memory import is_out_of_memory, replicas_named_by
 from dataparallel.extras.balancing.rollback import Rollback, RollbackPool
-from dataparallel.parallel.engine import ReplicaEngine
 from dataparallel.threads.timeline import Span
 
 T = TypeVar("T")
@@ -113,7 +112,6 @@ class MemoryHandover:
         self,
         call: Callable[[], T],
         modules: Sequence[nn.Module | None],
-        engine: ReplicaEngine,
         obstacles: Obstacles,
     ) -> T:
         """Run a forward, again with other chunks as long as that may help.
@@ -121,19 +119,15 @@ class MemoryHandover:
         Args:
             call: Splits the batch and runs the replicas.
             modules: The originals whose buffers it may write.
-            engine: What runs the replicas.
             obstacles: What may forbid to run it again, made just before.
 
         Raises:
             BaseException: What ``call`` raised.
         """
         with self._rollbacks.taken(() if obstacles.is_certain else modules) as rollback:
-            return self._repeated(call, engine, obstacles, rollback)
+            return self._repeated(call, obstacles, rollback)
 
-    def _repeated(
-        self, call: Callable[[], T], engine: ReplicaEngine, obstacles: Obstacles, rollback: Rollback
-    ) -> T:
-        weight = getattr(engine, "weight", None)
+    def _repeated(self, call: Callable[[], T], obstacles: Obstacles, rollback: Rollback) -> T:
         limits = list(self.limits)
         is_first = True
         while True:
@@ -151,8 +145,6 @@ class MemoryHandover:
                 _current.reset(token)
             # Only here the exception is gone, and what its traceback held.
             rollback.undo()
-            if hasattr(engine, "weight"):
-                engine.weight = weight
             self.free()
             is_first = False
 

@@ -17,7 +17,7 @@ there nobody else sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from dataparallel import torch_internals
 from dataparallel.batch.tree import flatten
 from dataparallel.graph.functions import Identity, apply_function
+from dataparallel.threads.meeting import count_meetings
 
 
 class ReplicaInputs:
@@ -93,6 +94,65 @@ class ReplicaInputs:
                 f"(shapes {shapes}), so the gradient of the other would be wrong; pass one of them "
                 "as .clone(), or write a copy in forward"
             )
+
+
+class ReplicaGraphs:
+    """The graphs of the replicas of one forward, between their inputs and the cut.
+
+    Attributes:
+        args, kwargs: The arguments per replica that the modules are given.
+        outer: Per replica, the inputs that require grad.
+        leaves: Per replica, the leaves that stand for them.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Sequence[Any]) -> None:
+        self._meetings = count_meetings()
+        self._inputs = [ReplicaInputs(pair) for pair in zip(args, kwargs, strict=True)]
+        self.args = [inputs.given[0] for inputs in self._inputs]
+        self.kwargs = [inputs.given[1] for inputs in self._inputs]
+        self.outer = [inputs.outer for inputs in self._inputs]
+        self.leaves = [inputs.leaves for inputs in self._inputs]
+
+    @property
+    def met(self) -> bool:
+        """Whether replicas have met since these graphs began."""
+        return count_meetings() != self._meetings
+
+    def take(self, outputs: Sequence[Any]) -> list[list[torch.Tensor]]:
+        """Per replica, what of its outputs and written inputs the cut is to follow."""
+        self._flat = [flatten(output, name="outputs") for output in outputs]
+        self._written = [inputs.written() for inputs in self._inputs]
+        self._rows = [
+            [*leaves, *(given for _, given in pairs)]
+            for (leaves, _), pairs in zip(self._flat, self._written, strict=True)
+        ]
+        return [[leaf for leaf in row if _is_followed(leaf)] for row in self._rows]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a module has made an input a part of its graph; known after :meth:`take`."""
+        return any(self._written)
+
+    def rebuild(self, connected: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
+        """The outputs, with what stands for those that the cut follows."""
+        results = []
+        for replica, (_, structure) in enumerate(self._flat):
+            new, pairs = iter(connected[replica]), self._written[replica]
+            row = [next(new) if _is_followed(leaf) else leaf for leaf in self._rows[replica]]
+            for (tensor, _), result in zip(reversed(pairs), reversed(row), strict=False):
+                follow_write(tensor, result)
+            results.append(structure.rebuild(row[: structure.num_leaves]))
+        return results
+
+
+def _is_followed(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def map_leaves(function: Callable[[Any], Any], obj: Any) -> Any:
+    """A container with every leaf replaced by what ``function`` makes of it."""
+    leaves, structure = flatten(obj)
+    return structure.rebuild([function(leaf) for leaf in leaves])
 
 
 def stand_in(outer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

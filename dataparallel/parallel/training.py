@@ -1,0 +1,349 @@
+"""What a distributed wrapper is trained with: leaves, reducers, links and standing clones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dataparallel import kernels
+from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.process_group import shared_store
+from dataparallel.devices import has_backward_thread
+from dataparallel.graph.cut import CutGraphs, CutTerms, Rounds
+from dataparallel.graph.gradient_home import refuse_calls
+from dataparallel.graph.outside_tensors import OutsideTensors
+from dataparallel.optim.in_backward import StepsInBackward
+from dataparallel.parallel.buffers import BufferPolicy
+from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
+from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
+from dataparallel.parallel.step import Runner
+from dataparallel.reducer.average import AverageKind
+from dataparallel.reducer.chained import ChainedReducers
+from dataparallel.reducer.comm_hooks import ResolvedHook
+from dataparallel.reducer.ignored import ignored_names
+from dataparallel.reducer.nonfinite import NonFinitePolicy
+from dataparallel.reducer.options import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LOCAL_BUCKET_BYTES,
+    MIB,
+    ReducerOptions,
+)
+from dataparallel.reducer.processes import ReducerProcesses
+from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.trained import TrainedParameters, trained_parameters
+from dataparallel.replicas.replica_parameters import ReplicaParameters
+from dataparallel.replicas.replicate import check_placement
+from dataparallel.replicas.standing_clones import StandingClones
+from dataparallel.threads.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a wrapper wants its gradients reduced; see the arguments of the wrapper."""
+
+    process_group: dist.ProcessGroup | None = None
+    bucket_cap_mb: float | Sequence[float] | None = None
+    find_unused_parameters: bool | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    #: Names of parameters that are reduced last.
+    delayed: frozenset[str] = frozenset()
+    average: AverageKind = "processes"
+    deterministic: bool = False
+    timeout: float | None = None
+    mixed_precision: MixedPrecision = FULL
+    nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    #: Takes the place of the all-reduce.
+    hook: ResolvedHook | None = None
+    #: What takes steps in backward.
+    optimizers: StepsInBackward | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    def check(self, policy: BufferPolicy) -> None:
+        """Raise a ValueError where options contradict each other."""
+        if policy == "sync" and self.average == "samples" and self.world_size > 1:
+            raise ValueError(
+                "buffers='sync' over several processes and average='samples' do not go together: "
+                "the weights would come after backward, when gradients have gone through the "
+                "statistics to other processes; multiply the loss by its process's share of the "
+                "samples, and use average='none'"
+            )
+        if self.optimizers is not None:
+            self.nonfinite.refuse_steps_in_backward()
+
+    def of_reducer(self, names: Sequence[str], *, sends: bool) -> ReducerOptions:
+        """The options of a reducer for parameters of these names."""
+        caps = self.bucket_cap_mb
+        if caps is None:
+            bucket_bytes: int | tuple[int, ...] = BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES
+        elif isinstance(caps, Sequence):
+            bucket_bytes = tuple(int(cap * MIB) for cap in caps)
+        else:
+            bucket_bytes = int(caps * MIB)
+        return ReducerOptions(
+            first_bucket_bytes=FIRST_BUCKET_BYTES,
+            bucket_bytes=bucket_bytes,
+            average=self.average,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            deterministic=self.deterministic,
+            reduce_dtype=self.mixed_precision.reduce_dtype,
+            delayed=frozenset(i for i, name in enumerate(names) if name in self.delayed),
+        )
+
+
+class Training:
+    """Everything that belongs to one module, as it is now, on some devices.
+
+    Making it communicates with nobody; :meth:`connect` does. For other parameters another one is
+    made, and for other devices :meth:`on` makes one with the same reducers and links.
+
+    Args:
+        module: The original.
+        policy: What becomes of buffers.
+        options: How gradients are reduced.
+        runner: Runs the replicas.
+        timeline: Is told in which phase the replicas are.
+        spread: Whether the one replica is on several devices itself.
+
+    Attributes:
+        processes: The links; None where there is no other process and no hook.
+        reducer: Reduces over replicas and processes.
+        local: Reduces what is left out over processes; None where nothing is.
+        leaves: The parameters of the replicas.
+        clones: The replicas.
+        batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
+            replicas of this process.
+        direct: Whether the module itself runs: there is nothing to reduce.
+
+    Raises:
+        ValueError: A parameter is not on the first device, or options contradict each other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: BufferPolicy,
+        options: Options,
+        runner: Runner,
+        timeline: Timeline,
+        *,
+        spread: bool = False,
+    ) -> None:
+        options.check(policy)
+        ignored = ignored_names(module)
+        trained = trained_parameters(module, without=ignored)
+        if not trained.parameters:
+            # All are frozen since the wrapper was made, as those of an average may be.
+            trained = trained_parameters(module, without=ignored, frozen=True)
+        if not spread:
+            check_placement(module, runner.devices[0])
+        self._module, self._policy, self._spread = module, policy, spread
+        self._options, self._timeline = options, timeline
+        self.processes: ReducerProcesses | None = None
+        if options.process_group is not None and (options.world_size > 1 or options.hook):
+            self.processes = ReducerProcesses(options.process_group, options.timeout)
+        parameters = list(module.parameters())
+        dtype = options.mixed_precision.param_dtype
+        self._num_replicas = len(runner.devices)
+        self.leaves = ReplicaParameters(parameters, runner.devices, dtype)
+        self.reducer = self._make_reducer(trained, self.processes)
+        self.reducer.hook = options.hook
+        self.reducer.optimizers = options.optimizers
+        kept = trained_parameters(module, only=ignored)
+        self.local = self._make_reducer(kept, None) if kept.parameters else None
+        self._trained, self._kept = trained, kept
+        if self.processes is not None:
+            for device in {parameter.device for parameter in trained.parameters}:
+                kernels.warm_up(device)
+        self.batch_group: HybridGroup | None = None
+        if policy == "sync" and self.processes is not None:
+            self.batch_group = HybridGroup(options.process_group, options.timeout)
+        self._place(runner)
+
+    def _make_reducer(
+        self, trained: TrainedParameters, processes: ReducerProcesses | None
+    ) -> Reducer:
+        return Reducer(
+            trained.parameters,
+            trained.names,
+            self._leaves_of(trained),
+            self._options.of_reducer(trained.names, sends=processes is not None),
+            processes,
+            trained.sparse,
+            timeline=self._timeline,
+            nonfinite=self._options.nonfinite,
+        )
+
+    def _leaves_of(self, trained: TrainedParameters) -> list[list[nn.Parameter]]:
+        return [[leaves[k] for k in trained.indices] for leaves in self._leaves]
+
+    @property
+    def _leaves(self) -> list[list[nn.Parameter]]:
+        return [self.leaves.of(i) for i in range(self._num_replicas)]
+
+    # --- the replicas ----------------------------------------------------------------------------
+
+    def _place(self, runner: Runner) -> None:
+        """Make what depends on the devices."""
+        options, devices = self._options, runner.devices
+        self._home = devices[0]
+        indices = self._trained.indices + self._kept.indices
+        parameters = list(self._module.parameters())
+        self._originals = [parameters[index] for index in indices]
+        self._untrained = [p for i, p in enumerate(parameters) if i not in set(indices)]
+        rounds: Rounds = self.reducer
+        if self.local is not None:
+            rounds = ChainedReducers(self.reducer, self.local)
+        self._terms = CutTerms(
+            rounds=rounds,
+            leaves=[[leaves[k] for k in indices] for leaves in self._leaves],
+            run=functools.partial(runner.run, phase="backward"),
+            across_processes=self.processes is not None,
+            timeline=self._timeline,
+        )
+        self._outside = OutsideTensors(self._leaves)
+        self.clones = StandingClones(
+            self._module,
+            devices,
+            self.leaves,
+            "none" if self._policy == "mean" else "first",
+            keep=self._policy == "replica0",
+            spread=self._spread,
+        )
+        self._together = self._policy == "sync" or any(has_backward_thread(d) for d in devices)
+        alone = len(devices) == 1 and self.processes is None
+        self.direct = (
+            alone
+            and not options.gradient_as_bucket_view
+            and options.mixed_precision == FULL
+            and options.optimizers is None
+            and not options.nonfinite.looks
+        )
+
+    def on(self, runner: Runner) -> Training:
+        """The same on other devices from now on; the other processes need not know."""
+        self._terms.retire()
+        other = copy.copy(self)
+        other._num_replicas = len(runner.devices)
+        other.leaves = self.leaves.on(runner.devices)
+        for reducer, trained in ((other.reducer, self._trained), (other.local, self._kept)):
+            if reducer is not None:
+                reducer.use_leaves(other._leaves_of(trained))
+        other._place(runner)
+        return other
+
+    def fits(self) -> bool:
+        """Whether leaves and reducers are right for the parameters as they are now."""
+        if self.direct:
+            return True
+        followed = self.clones.stands_for_module() and self.leaves.follow()
+        return followed and not any([p.requires_grad for p in self._untrained])
+
+    # --- one forward -----------------------------------------------------------------------------
+
+    def check_placement(self) -> None:
+        """Raise a ValueError if the module is elsewhere; clones look when they are filled."""
+        if self.direct and not self._spread:
+            check_placement(self._module, self._home)
+
+    def begin(
+        self, args: Sequence[Any], kwargs: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any], ReplicaGraphs | None]:
+        """The arguments that the replicas get, and their graphs where gradients are computed."""
+        precision = self._options.mixed_precision
+        if precision.param_dtype is not None:
+            args = [map_leaves(precision.convert_input, one) for one in args]
+            kwargs = [map_leaves(precision.convert_input, one) for one in kwargs]
+        if self.direct or not torch.is_grad_enabled() or not self._originals:
+            return args, kwargs, None
+        graphs = ReplicaGraphs(args, kwargs)
+        return graphs.args, graphs.kwargs, graphs
+
+    def end(
+        self, graphs: ReplicaGraphs, outputs: list[Any], *, weight: float, synchronize: bool
+    ) -> list[Any]:
+        """The outputs with the cut behind them.
+
+        Raises:
+            RuntimeError: Their graphs lead to other workers.
+        """
+        followed = graphs.take(outputs)
+        if not any(followed):
+            return graphs.rebuild(followed) if graphs.is_written else outputs
+        refuse_calls(followed)
+        outer, inputs = graphs.outer, graphs.leaves
+        outside, shared = self._outside.find(followed, inputs, met=graphs.met)
+        if outside:
+            outer = [[*outer[0], *outside], *outer[1:]]
+            inputs = [[*inputs[0], *outside], *inputs[1:]]
+        cut = CutGraphs(
+            self._terms,
+            self._originals,
+            outer,
+            inputs,
+            followed,
+            separate=not (self._together or outside or shared),
+            synchronize=synchronize,
+            weight=weight,
+            outside=outside,
+        )
+        return graphs.rebuild(cut.connect())
+
+    # --- the processes ---------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Make the links to the other processes where there are none yet; a collective call then.
+
+        Raises:
+            ValueError: The processes have different modules.
+        """
+        if self.processes is not None:
+            self.processes.connect()
+
+    @contextlib.contextmanager
+    def telling(self, doing: str, *, reduces: bool) -> Iterator[None]:
+        """Let the other processes know of an exception, if they will wait for this process."""
+        try:
+            yield
+        except BaseException as error:
+            group = self._options.process_group
+            alone = self.processes is None or self.processes.world_size == 1
+            if reduces and not alone and group is not None:
+                channel = channel_of(group, shared_store(group))
+                if not isinstance(error, (CollectiveError, CollectiveTimeout)):
+                    channel.tell(error, doing)
+                elif error.failure is not None:
+                    # Only those that took part in the collective know it.
+                    channel.pass_on(error.failure)
+            raise
+
+    def reset(self) -> None:
+        """Forget a round that was left unfinished by an error."""
+        for reducer in (self.reducer, self.local):
+            if reducer is not None:
+                reducer.reset()
+
+    def close(self) -> None:
+        """Remove all hooks and give the process groups back."""
+        if self.batch_group is not None:
+            self.batch_group.close()
+        for reducer in (self.reducer, self.local):
+            if reducer is not None:
+                reducer.close()
