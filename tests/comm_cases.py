@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,10 +11,6 @@ import pytest
 import torch
 
 from dataparallel.comm import copies
-from dataparallel.devices import parse_devices
-
-local = importlib.import_module("dataparallel.comm.local")
-
 
 MIXED = ["virtual:2", "cpu", "virtual:0", "virtual:2", "cpu"]
 
@@ -92,13 +87,8 @@ def values(tensor: torch.Tensor) -> set[float]:
     return set(tensor.tolist())
 
 
-def chosen(tensors: list[torch.Tensor], devices: list[str]) -> str:
-    slots = parse_devices(devices)
-    return type(local.choose(local._TRANSPORTS, tensors, slots)).__name__
-
-
 class _OnCuda:
-    """Enough of a tensor to ask a transport about devices that this machine may lack."""
+    """Enough of a tensor to ask about devices that this machine may lack."""
 
     layout = torch.strided
 

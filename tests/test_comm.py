@@ -144,26 +144,6 @@ def test_packing_resolves_lazy_conjugation_and_negation() -> None:
             assert torch.equal(again, tensor.resolve_conj().resolve_neg())
 
 
-def test_groups_are_planned_from_sizes_alone() -> None:
-    tensors = [
-        torch.empty(2),  # 8 bytes
-        torch.empty(1, dtype=torch.float64),
-        torch.empty(3),
-        torch.empty(100),
-        torch.empty(1),
-        torch.empty(0),
-    ]
-    assert packing.plan_groups(tensors, 20) == ((0, 2), (1,), (3,), (4, 5))
-    assert packing.plan_groups(tensors, 10**6) == ((0, 2, 3, 4, 5), (1,))
-    assert packing.plan_groups([], 20) == ()
-
-
-def test_a_large_tensor_is_alone_and_closes_no_group() -> None:
-    sizes = (3, packing.LARGE_BYTES, 3, packing.LARGE_BYTES - 1, 3)
-    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
-    assert packing.plan_groups(tensors, 10**9) == ((0, 2, 3, 4), (1,))
-
-
 def test_large_tensors_are_not_packed() -> None:
     tensors = [torch.ones(n, device="virtual:0") for n in (3, packing.LARGE_BYTES, 4)]
     others = [tensor.to("virtual:1") for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Copies are ordered with the work around them, and transports follow from devices."""
+"""Copies are ordered with the work around them; what NCCL serves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from dataparallel import comm, devices, virtual
-from dataparallel.comm import copies
-from dataparallel.comm.nccl import Nccl
+from dataparallel.comm import nccl
 from dataparallel.devices import NullStream, parse_devices
 from tests.comm_cases import (
     _OnCuda,
-    chosen,
     queued_work,
     values,
 )
@@ -141,32 +139,29 @@ def test_nothing_waits_on_the_cpu_or_within_a_device(queued: list[str]) -> None:
     assert queued == []
 
 
-def test_transport_follows_from_the_devices() -> None:
-    on_cpu, on_one = torch.ones(2), torch.ones(2, device="virtual:1")
-    assert chosen([on_cpu, on_cpu], ["cpu"]) == "SharedMemory"
-    assert chosen([on_one], ["virtual:1", "virtual:1"]) == "SharedMemory"
-    assert chosen([on_one], ["virtual:1", "virtual:2"]) == "Copies"
-    assert chosen([on_cpu, on_one], ["cpu"]) == "Copies"
-
-
 def test_nccl_serves_sums_only_where_their_order_cannot_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def serves(tensors: list[Any], *devices: int) -> bool:
-        return Nccl().serves(tensors, [torch.device("cuda", i) for i in devices])
+    cuda = [torch.device("cuda", i) for i in range(3)]
 
-    monkeypatch.setattr("dataparallel.comm.nccl.has_nccl", True)
+    def adds(terms: list[Any], index: int) -> bool:
+        return nccl.can_add(terms, cuda[index])
+
+    def broadcasts(tensor: Any, count: int) -> bool:
+        return nccl.can_broadcast(tensor, cuda[:count])
+
+    monkeypatch.setattr(nccl, "has_nccl", True)
     pair, three = [_OnCuda(0), _OnCuda(1)], [_OnCuda(0), _OnCuda(1), _OnCuda(2)]
-    assert serves([_OnCuda(0)], 0, 1, 2)
-    assert not serves([_OnCuda(0)], 0)
-    assert not serves([_OnCuda(0, torch.complex64)], 0, 1)
-    assert serves(pair, 1)
-    assert not serves(pair, 2), "the sum must end where one of its terms is"
-    assert not serves(three, 0), "NCCL adds three terms in an order of its own"
-    assert serves([_OnCuda(i, torch.int64) for i in range(3)], 0)
-    assert not serves([_OnCuda(0), _OnCuda(0)], 0)
-    monkeypatch.setattr("dataparallel.comm.nccl.has_nccl", False)
-    assert not serves(pair, 1), "this torch was built without NCCL"
+    assert broadcasts(_OnCuda(0), 3)
+    assert not broadcasts(_OnCuda(0), 1)
+    assert not broadcasts(_OnCuda(0, torch.complex64), 2)
+    assert adds(pair, 1)
+    assert not adds(pair, 2), "the sum must end where one of its terms is"
+    assert not adds(three, 0), "NCCL adds three terms in an order of its own"
+    assert adds([_OnCuda(i, torch.int64) for i in range(3)], 0)
+    assert not adds([_OnCuda(0), _OnCuda(0)], 0)
+    monkeypatch.setattr(nccl, "has_nccl", False)
+    assert not adds(pair, 1), "this torch was built without NCCL"
 
 
 @pytest.mark.multi_gpu(2)
@@ -174,15 +169,13 @@ def test_nccl_equals_copies() -> None:
     tensors = [torch.randn(4, 3, 2, 5).to(f"cuda:{i}") for i in range(2)]
     tensors = [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
     slots = parse_devices(["cuda:0", "cuda:1"])
-    by_nccl, by_copies = Nccl(), copies.Copies()
-    assert by_nccl.serves(tensors[:1], slots)
-    for mine, theirs in zip(
-        by_nccl.broadcast(tensors[0], slots), by_copies.broadcast(tensors[0], slots), strict=True
-    ):
-        assert mine.stride() == theirs.stride()
-        assert torch.equal(mine, theirs)
+    assert nccl.can_broadcast(tensors[0], slots)
+    for slot, mine in nccl.broadcast(tensors[0], slots).items():
+        assert mine.device == slot
+        assert mine.stride() == tensors[0].stride()
+        assert torch.equal(mine.cpu(), tensors[0].cpu())
     for destination in slots:
-        mine = by_nccl.reduce_add(tensors, destination)
-        theirs = by_copies.reduce_add(tensors, destination)
+        assert nccl.can_add(tensors, destination)
+        mine = nccl.add(tensors, destination)
         assert mine.device == destination
-        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.cpu(), tensors[0].cpu() + tensors[1].cpu())

@@ -164,7 +164,7 @@ def fill(
         # Taken out and put in again, a group comes behind those that had their last tensor before.
         bucket, size = filling.pop(group, (Filled([], limit), 0))
         bucket.indices.append(index)
-        size += _num_bytes(tensor)
+        size += tensor.numel() * tensor.element_size()
         if size >= limit:
             full.append(bucket)
             num_full[group] += 1

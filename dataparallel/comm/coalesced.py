@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from dataparallel import devices as _devices
+from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.local import broadcast, check_same_device, reduce_add
-from dataparallel.comm.packing import pack, packed_strides, plan_groups, unpack
+from dataparallel.comm.packing import LARGE_BYTES, pack, packed_strides, unpack
 from dataparallel.comm.sums import add_columns
 
 DEFAULT_BUFFER_SIZE = 10485760
@@ -28,7 +29,7 @@ def broadcast_coalesced(
     Args:
         tensors: Tensors of one device, of any dtypes, layouts and strides.
         devices: One device per result; repeats allowed.
-        buffer_size: Most bytes that are copied together. Default: 10 MiB.
+        buffer_size: Bytes with which a buffer is full. Default: 10 MiB.
 
     Returns:
         For each device the list of tensors on it, in the order of ``tensors``. On the tensors' own
@@ -44,16 +45,21 @@ def broadcast_coalesced(
     if not given or all(slot == given[0].device for slot in slots):
         return [[tensor.detach() for tensor in given] for _ in slots]
     sources = [tensor.detach() for tensor in given]
-    results: list[list[torch.Tensor | None]] = [[None] * len(sources) for _ in slots]
-    dense = [i for i, source in enumerate(sources) if source.layout == torch.strided]
-    groups = plan_groups([sources[i] for i in dense], buffer_size)
-    alone = [(i,) for i, source in enumerate(sources) if source.layout != torch.strided]
-    for members in [*(tuple(dense[j] for j in group) for group in groups), *alone]:
+    results = [list(sources) for _ in slots]
+    for members in _plan_groups(sources, buffer_size):
         parts = _broadcast_group([sources[i] for i in members], slots)
         for result, part in zip(results, parts, strict=True):
             for i, tensor in zip(members, part, strict=True):
                 result[i] = tensor
-    return [_complete(result) for result in results]
+    return results
+
+
+def _plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> list[list[int]]:
+    """Which tensors share a buffer; large ones and sparse ones are alone."""
+    alone = {
+        i for i, t in enumerate(tensors) if t.layout != torch.strided or t.nbytes >= LARGE_BYTES
+    }
+    return [group.indices for group in fill(enumerate(tensors), [buffer_size], alone)]
 
 
 def _broadcast_group(
@@ -88,7 +94,7 @@ def reduce_add_coalesced(
     Args:
         inputs: For each replica its tensors: as many in each, with equal sizes and dtypes.
         destination: Where the sums are. Default: the device of the first input.
-        buffer_size: Most bytes that are copied together. Default: 10 MiB.
+        buffer_size: Bytes with which a buffer is full. Default: 10 MiB.
 
     Returns:
         One sum per tensor, in order, in new memory unless there is only one replica.
@@ -106,61 +112,46 @@ def reduce_add_coalesced(
     if not replicas[0]:
         return ()
     target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
-    sums: list[torch.Tensor | None] = [None] * len(replicas[0])
+    here, groups = _plan_sums(replicas, target, buffer_size)
+    sums: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for members, reduce in _plan_sums(replicas, target, buffer_size):
-            rows = [[replica[i] for i in members] for replica in replicas]
-            for i, total in zip(members, reduce(rows, target), strict=True):
-                sums[i] = total
-    return tuple(_complete(sums))
-
-
-_Reduce = Callable[[Sequence[Sequence[torch.Tensor]], torch.device], Sequence[torch.Tensor]]
+        # On one device nothing moves, and one call adds many small tensors.
+        columns = [[replica[i] for replica in replicas] for i in here]
+        sums.update(zip(here, add_columns(columns, in_place=False), strict=True))
+        for group in groups:
+            rows = [[replica[i] for i in group] for replica in replicas]
+            totals = (
+                _reduce_packed(rows, target)
+                if len(group) > 1
+                else [reduce_add([tensor for (tensor,) in rows], target)]
+            )
+            sums.update(zip(group, totals, strict=True))
+    return tuple([sums[i] for i in range(len(sums))])
 
 
 def _plan_sums(
     replicas: Sequence[Sequence[torch.Tensor]], target: torch.device, buffer_size: int
-) -> Iterator[tuple[Sequence[int], _Reduce]]:
-    """Which tensors are summed together, and how."""
-    here: list[int] = []
-    elsewhere: list[int] = []
-    alone: list[int] = []
-    for i, column in enumerate(zip(*replicas, strict=True)):
-        first = column[0]
-        if len(column) == 1 or not all(
-            tensor.layout == torch.strided
-            and tensor.shape == first.shape
-            and tensor.dtype == first.dtype
-            for tensor in column
-        ):
-            # Sparse tensors, and those of which `reduce_add` says what is wrong with them.
-            alone.append(i)
-        elif all(tensor.device == target for tensor in column):
-            here.append(i)
-        else:
-            elsewhere.append(i)
-    if here:
-        yield here, _reduce_here
-    for group in plan_groups([replicas[0][i] for i in elsewhere], buffer_size):
-        if len(group) == 1:
-            alone.append(elsewhere[group[0]])
-        else:
-            yield [elsewhere[j] for j in group], _reduce_packed
-    for i in alone:
-        yield [i], _reduce_alone
-
-
-def _reduce_alone(
-    rows: Sequence[Sequence[torch.Tensor]], target: torch.device
-) -> Sequence[torch.Tensor]:
-    return [reduce_add([tensor for (tensor,) in rows], target)]
-
-
-def _reduce_here(
-    rows: Sequence[Sequence[torch.Tensor]], target: torch.device
-) -> Sequence[torch.Tensor]:
-    """On one device nothing moves, and one call adds many small tensors."""
-    return add_columns(list(zip(*rows, strict=True)), in_place=False)
+) -> tuple[list[int], list[list[int]]]:
+    """Which tensors are summed where they are, and which others travel together."""
+    first = replicas[0]
+    if len(replicas) == 1:
+        return [], [[i] for i in range(len(first))]
+    forms = [[(t.layout, t.shape, t.dtype) for t in replica] for replica in replicas]
+    # Not sparse ones, and not those of which `reduce_add` says what is wrong with them.
+    dense = [
+        i
+        for i, form in enumerate(zip(*forms, strict=True))
+        if form[0][0] == torch.strided and form.count(form[0]) == len(form)
+    ]
+    here = dense
+    if {t.device for replica in replicas for t in replica} != {target}:
+        here = [i for i in dense if all([row[i].device == target for row in replicas])]
+    if len(here) == len(first):
+        return here, []
+    apart = sorted(set(dense).difference(here))
+    groups = _plan_groups([first[i] for i in apart], buffer_size)
+    others = set(range(len(first))).difference(dense)
+    return here, [*([apart[j] for j in group] for group in groups), *([i] for i in others)]
 
 
 def _reduce_packed(
@@ -171,8 +162,3 @@ def _reduce_packed(
         check_same_device(row)
     flat = [pack(row, strides) for row in rows]
     return unpack(reduce_add(flat, target), [model.shape for model in rows[0]], strides)
-
-
-def _complete(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    complete = [tensor for tensor in tensors if tensor is not None]
-    return complete

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dataparallel import devices as _devices
-from dataparallel.comm.sums import add_here, type_of_sum
-from dataparallel.comm.transport import Transport
-from dataparallel.kernels.dtypes import wide
 
 # Note [Streams of a copy]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,16 +39,10 @@ def arrive(
     make: Callable[[], torch.Tensor],
     stream: _devices.Stream | None = None,
 ) -> torch.Tensor:
-    """Make a tensor on ``device`` out of tensors elsewhere. See Note [Streams of a copy].
+    """Make a tensor on ``device`` out of tensors elsewhere, ready on its current stream there.
 
-    Args:
-        device: Where the result is.
-        sources: All tensors that ``make`` reads.
-        make: Allocates the result on ``device`` and queues the copies into it.
-        stream: Stream of ``device`` to copy on. Default: the device's copy stream.
-
-    Returns:
-        What ``make`` returned, ready on the current stream of ``device``.
+    See Note [Streams of a copy]. ``make`` reads ``sources``, allocates the result on ``device`` and
+    queues the copies into it. Default of ``stream``: the device's copy stream.
     """
     if not _devices.is_accelerator(device):
         return make()
@@ -91,75 +82,3 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
     if _devices.is_accelerator(source.device):
         return True
     return source.layout == torch.strided and source.is_pinned()
-
-
-class SharedMemory(Transport):
-    """Everything is on one device: nothing is copied."""
-
-    def serves(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> bool:
-        return len({*devices, *(tensor.device for tensor in tensors)}) == 1
-
-    def broadcast(
-        self, tensor: torch.Tensor, devices: Sequence[torch.device]
-    ) -> list[torch.Tensor]:
-        return [tensor.detach() for _ in devices]
-
-    def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
-        if inputs[0].layout == torch.strided:
-            return add_here(inputs)
-        return _sum([tensor.detach() for tensor in inputs], [False] * len(inputs))
-
-
-class Copies(Transport):
-    """One copy per tensor and device, and additions on the destination. Serves everything."""
-
-    def serves(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> bool:
-        return True
-
-    def broadcast(
-        self, tensor: torch.Tensor, devices: Sequence[torch.device]
-    ) -> list[torch.Tensor]:
-        return [copy_to(tensor, device) for device in devices]
-
-    def reduce_add(self, inputs: Sequence[torch.Tensor], destination: torch.device) -> torch.Tensor:
-        # One copy at a time is queued and then added: each overlaps with the addition before it,
-        # and no more than two of them are alive.
-        arriving = (copy_to(tensor, destination) for tensor in inputs)
-        return _sum(arriving, [tensor.device != destination for tensor in inputs])
-
-
-def _sum(tensors: Iterable[torch.Tensor], owned: Sequence[bool]) -> torch.Tensor:
-    """Add in order; see Note [Order of a sum].
-
-    Args:
-        tensors: At least two, on one device.
-        owned: Which of them are copies that nobody else has: a sum may take their memory.
-    """
-    terms = iter(tensors)
-    first = next(terms)
-    if first.layout == torch.strided and type_of_sum(first, len(owned)) != first.dtype:
-        return _add_widened(first, terms)
-    second = next(terms)
-    if owned[0]:
-        total = first.add_(second)
-    elif owned[1] and _same_in_memory(first, second):
-        # Addition commutes, so that this is first + second in the last bit too.
-        total = second.add_(first)
-    else:
-        total = first + second
-    for term in terms:
-        total.add_(term)
-    return total
-
-
-def _add_widened(first: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
-    total = first.to(wide(first.dtype))
-    for term in others:
-        total.add_(term)
-    return total.to(first.dtype)
-
-
-def _same_in_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a sum in the memory of ``second`` looks like one in memory made for ``first``."""
-    dense = first.layout == second.layout == torch.strided
-    return dense and first.stride() == second.stride()

@@ -7,13 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dataparallel import devices as _devices
-from dataparallel.comm.copies import Copies, SharedMemory, arrive, copy_to, may_be_deferred
-from dataparallel.comm.kernel_sums import KernelSums
-from dataparallel.comm.nccl import Nccl
-from dataparallel.comm.transport import choose
+from dataparallel.comm import nccl
+from dataparallel.comm.copies import arrive, copy_to, may_be_deferred
+from dataparallel.comm.sums import add
 from dataparallel.errors import listed
-
-_TRANSPORTS = (SharedMemory(), KernelSums(), Nccl(), Copies())
 
 
 def broadcast(
@@ -48,15 +45,14 @@ def broadcast(
         )
     if devices is None:
         assert out is not None
-        _check_out_sizes(out, [tensor.shape] * len(out))
-        for target in out:
-            target.detach().copy_(copy_to(tensor, target.device))
-        return tuple(out)
+        return _write(out, [copy_to(tensor, target.device) for target in out])
     slots = _devices.parse_devices(list(devices))
-    distinct = tuple(dict.fromkeys(slots))
-    transport = choose(_TRANSPORTS, [tensor], distinct)
-    copies = dict(zip(distinct, transport.broadcast(tensor, distinct), strict=True))
-    return tuple(copies[slot].detach() for slot in slots)
+    source = tensor.detach()
+    if nccl.can_broadcast(source, slots):
+        copies = nccl.broadcast(source, dict.fromkeys(slots))
+    else:
+        copies = {slot: copy_to(source, slot) for slot in dict.fromkeys(slots)}
+    return tuple([copies[slot].detach() for slot in slots])
 
 
 def reduce_add(
@@ -89,9 +85,9 @@ def reduce_add(
     if len(terms) == 1:
         as_it_is = given[0].device == target and not given[0].requires_grad
         return given[0] if as_it_is else copy_to(terms[0], target)
-    if any(term.layout == torch.strided for term in terms):
+    if len({term.layout for term in terms}) > 1:
         terms = [term if term.layout == torch.strided else term.to_dense() for term in terms]
-    return choose(_TRANSPORTS, terms, [target]).reduce_add(terms, target)
+    return add(terms, target)
 
 
 def chunk_lengths(size: int, num_chunks: int) -> tuple[int, ...]:
@@ -138,15 +134,20 @@ def scatter(
     """
     dim = check_dim(tensor, dim)
     if out is not None:
-        _check_out_alone(devices, chunk_sizes)
-        lengths = tuple(target.size(dim) for target in out)
-        slots = tuple(target.device for target in out)
+        if devices is not None or chunk_sizes is not None:
+            raise ValueError(
+                "out already says where the chunks go and how long they are, but got it together "
+                f"with devices={devices} and chunk_sizes={chunk_sizes}; leave those out"
+            )
+        slots: Sequence[torch.device] = [target.device for target in out]
+        lengths: Sequence[int] = [target.size(dim) for target in out]
     else:
         slots = _devices.parse_devices(None if devices is None else list(devices))
-        if chunk_sizes is None:
-            lengths = chunk_lengths(tensor.size(dim), len(slots))
-        else:
-            lengths = tuple(chunk_sizes)
+        lengths = (
+            chunk_lengths(tensor.size(dim), len(slots))
+            if chunk_sizes is None
+            else tuple(chunk_sizes)
+        )
     _check_lengths(tensor, dim, lengths, len(slots), given=chunk_sizes is not None)
     narrow = torch.narrow if tensor.layout == torch.strided else torch.narrow_copy
     chunks, start = [], 0
@@ -154,12 +155,7 @@ def scatter(
         stream = None if streams is None else streams[i]
         chunks.append(copy_to(narrow(tensor.detach(), dim, start, length), slot, stream))
         start += length
-    if out is None:
-        return tuple(chunks)
-    _check_out_sizes(out, [chunk.shape for chunk in chunks])
-    for target, chunk in zip(out, chunks, strict=True):
-        target.detach().copy_(chunk)
-    return tuple(out)
+    return tuple(chunks) if out is None else _write(out, chunks)
 
 
 def gather(
@@ -201,9 +197,8 @@ def gather(
     dim = check_dim(parts[0], dim)
     shape = _concatenated_shape(parts, dim)
     if out is not None:
-        _check_out_sizes([out], [shape])
-        out.detach().copy_(copy_to(_concatenate(parts, dim, shape, parts[0].device), out.device))
-        return out
+        whole = _concatenate(parts, dim, shape, parts[0].device)
+        return _write([out], [copy_to(whole, out.device)])[0]
     target = _devices.parse_output_device(destination, parts[0].device)
     return _concatenate(parts, dim, shape, target)
 
@@ -246,19 +241,12 @@ def _memory_format(parts: Sequence[torch.Tensor]) -> torch.memory_format:
 
 
 def check_dim(tensor: torch.Tensor, dim: int, name: str = "the tensor") -> int:
-    """``dim`` counted from the front.
-
-    Raises:
-        ValueError: It is out of range.
-    """
+    """``dim`` counted from the front; raises ValueError where it is out of range."""
     if not -tensor.dim() <= dim < tensor.dim():
+        there = f"the dimensions {-tensor.dim()} to {tensor.dim() - 1}"
+        there = there if tensor.dim() else "no dimension"
         raise ValueError(
-            f"dim {dim} is out of range for {name} of shape {tuple(tensor.shape)}: "
-            + (
-                f"it has the dimensions {-tensor.dim()} to {tensor.dim() - 1}"
-                if tensor.dim()
-                else "it has no dimension"
-            )
+            f"dim {dim} is out of range for {name} of shape {tuple(tensor.shape)}: it has {there}"
         )
     return dim % tensor.dim()
 
@@ -274,19 +262,19 @@ def check_same_device(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _check_terms(terms: Sequence[torch.Tensor]) -> None:
-    first = terms[0]
+    first = (terms[0].shape, terms[0].dtype)
+    if all([(term.shape, term.dtype) == first for term in terms]):
+        return
     faults = [
-        f"input {i} has size {tuple(term.shape)} but input 0 has size {tuple(first.shape)}"
+        f"input {i} has {name} {value} but input 0 has {name} {expected}"
         for i, term in enumerate(terms)
-        if term.shape != first.shape
+        for name, value, expected in (
+            ("size", tuple(term.shape), tuple(first[0])),
+            ("dtype", term.dtype, first[1]),
+        )
+        if value != expected
     ]
-    faults += [
-        f"input {i} has dtype {term.dtype} but input 0 has dtype {first.dtype}"
-        for i, term in enumerate(terms)
-        if term.dtype != first.dtype
-    ]
-    if faults:
-        raise ValueError(f"tensors to add must have one size and dtype: {listed(faults, '; ')}")
+    raise ValueError(f"tensors to add must have one size and dtype: {listed(faults, '; ')}")
 
 
 def _check_lengths(
@@ -306,24 +294,20 @@ def _check_lengths(
         )
 
 
-def _check_out_alone(
-    devices: Iterable[_devices.DeviceLike] | None, chunk_sizes: Iterable[int] | None
-) -> None:
-    if devices is not None or chunk_sizes is not None:
-        raise ValueError(
-            "out already says where the chunks go and how long they are, but got it together "
-            f"with devices={devices} and chunk_sizes={chunk_sizes}; leave those out"
-        )
-
-
-def _check_out_sizes(out: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> None:
+def _write(
+    out: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of ``out``, with some content."""
     faults = [
-        f"out[{i}] has shape {tuple(target.shape)} but its content has shape {tuple(shape)}"
-        for i, (target, shape) in enumerate(zip(out, shapes, strict=True))
-        if target.shape != shape
+        f"out[{i}] has shape {tuple(target.shape)} but its content has shape {tuple(content.shape)}"
+        for i, (target, content) in enumerate(zip(out, contents, strict=True))
+        if target.shape != content.shape
     ]
     if faults:
         raise ValueError(listed(faults, "; "))
+    for target, content in zip(out, contents, strict=True):
+        target.detach().copy_(content)
+    return tuple(out)
 
 
 def _concatenated_shape(parts: Sequence[torch.Tensor], dim: int) -> torch.Size:

@@ -32,33 +32,6 @@ def memory_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[tuple[int, ...], ...]:
-    """Decide which tensors share a buffer: pure, from dtypes and sizes alone.
-
-    Args:
-        tensors: Dense tensors of one device.
-        buffer_size: Most bytes in one buffer. Alone is a tensor that has more, or ``LARGE_BYTES``.
-
-    Returns:
-        Indices into ``tensors``, ascending within a group, each in exactly one group. The tensors
-        of a group have one dtype.
-    """
-    groups: list[list[int]] = []
-    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, tensor in enumerate(tensors):
-        num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes >= LARGE_BYTES:
-            groups.append([index])
-            continue
-        group, filled = open_groups.get(tensor.dtype, ([], 0))
-        if not group or filled + num_bytes > buffer_size:
-            group, filled = [], 0
-            groups.append(group)
-        group.append(index)
-        open_groups[tensor.dtype] = (group, filled + num_bytes)
-    return tuple(tuple(group) for group in groups)
-
-
 def pack(tensors: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]) -> torch.Tensor:
     """One flat tensor with the elements of ``tensors``, of one dtype and device, in order."""
     flat = [memory_order(tensor, s) for tensor, s in zip(tensors, strides, strict=True)]
