@@ -72,6 +72,8 @@ def parse_device(spec: DeviceLike) -> torch.device:
         TypeError: ``spec`` is of another type.
         ValueError: There is no such device; the message lists those that exist.
     """
+    if spec == _CPU:
+        return _CPU
     if isinstance(spec, bool) or not isinstance(spec, (int, str, torch.device)):
         raise TypeError(
             f"a device is an int, a str or a torch.device, but got {spec!r} "

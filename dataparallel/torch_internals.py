@@ -321,9 +321,10 @@ _is_batched_by_autograd: Callable[[torch.Tensor], bool] = _private(
 )
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
+def any_batched(values: Iterable[Any]) -> bool:
     """Whether a tensor stands for many, which only operations with a rule for that take."""
-    return _is_batched_by_autograd(tensor) or _is_batched_by_vmap(tensor)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(map(_is_batched_by_autograd, tensors)) or any(map(_is_batched_by_vmap, tensors))
 
 
 #: What ``torch.jit.trace`` records into, or None.

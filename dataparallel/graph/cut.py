@@ -199,7 +199,7 @@ class _Backward:
         self._wanted = wanted
         left = iter(grads)
         self._grads = [[next(left) for _ in replica] for replica in graphs.outputs]
-        self._batched = any(g is not None and torch_internals.is_batched(g) for g in grads)
+        self._batched = torch_internals.any_batched(grads)
         self._others = self._others_to_come()
         # The graph of a gradient leads through the graph of which it is the gradient; that of a
         # tensor from outside is a part of the caller's graph, too.

@@ -66,17 +66,11 @@ def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]
 def connect(
     copies: Sequence[Sequence[torch.Tensor]], originals: Sequence[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Aliases of the copies whose gradients flow, summed, into the originals.
+    """Per replica, aliases of its copies whose gradients flow, summed, into the originals.
 
-    Args:
-        copies: Per replica, the values of each original on the replica's device.
-        originals: Tensors that require grad, all on one device.
-
-    Returns:
-        Per replica, one tensor per original: an alias of the copy (it shares memory and version
-        counter). See Note [Gradient edges].
+    An alias shares memory and version counter with the copy. See Note [Gradient edges].
     """
-    aliases: list[list[torch.Tensor]] = [[copy for copy in replica] for replica in copies]
+    aliases: list[list[torch.Tensor]] = [list(replica) for replica in copies]
     num_replicas = len(copies)
     for number, bucket in enumerate(plan_buckets(originals)):
         # The engine runs a node in the thread of the device of its first gradient. The buckets take
@@ -109,7 +103,7 @@ class ReplicaEdges(torch.autograd.Function):
         ctx.start = len(copies) - first * len(originals)
         ctx.num_tensors = len(originals)
         ctx.destination = originals[0].device
-        return tuple(copy.detach() for copy in copies)
+        return tuple([copy.detach() for copy in copies])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -117,6 +111,6 @@ class ReplicaEdges(torch.autograd.Function):
         start = ctx.start % len(grads)
         ordered = (*grads[start:], *grads[:start])
         sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
-        if any(total is None for total in sums):
+        if any([total is None for total in sums]):
             ctx.hooks.guard()
         return None, None, None, *sums

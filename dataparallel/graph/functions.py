@@ -33,7 +33,7 @@ def apply_in_backward(function: type[_WithPlainWay], *args: Any) -> Any:
     ``is_grads_batched`` and vmap hand in gradients that stand for several, for which torch's own
     operations have rules, and functions like ours have none.
     """
-    if any(isinstance(arg, torch.Tensor) and torch_internals.is_batched(arg) for arg in args):
+    if torch_internals.any_batched(args):
         return function.plain(*args)
     return apply_function(function, *args)
 
@@ -52,10 +52,6 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
 
     The engine would else hand a leaf's gradient from the stream of one device to that of another,
     of which torch 2.11 warns. The node between has the leaf's own stream.
-
-    Args:
-        tensors: Arguments of the node.
-        device: Where its first output is.
     """
     result = list(tensors)
     if not torch.is_grad_enabled():
@@ -80,7 +76,7 @@ class Identity(Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
@@ -88,19 +84,9 @@ class Identity(Function):
 
 
 class Broadcast(_WithPlainWay):
-    """Copies of several tensors on several devices; their gradients are summed over the devices.
+    """Copies of tensors of one device: all for the first device, then all for the second.
 
-    Example::
-
-        w0, b0, w1, b1 = Broadcast.apply([0, 1], weight, bias)
-
-    Args:
-        devices: One device per replica; repeats allowed.
-        tensors: Tensors of one device.
-
-    Returns:
-        A flat tuple: all tensors for the first device, then all for the second. Memory is shared on
-        the tensors' own device and between slots of one device.
+    Memory is shared on the tensors' own device and between slots of one device.
     """
 
     @staticmethod
@@ -109,20 +95,17 @@ class Broadcast(_WithPlainWay):
     ) -> tuple[_MaybeTensor, ...]:
         ctx.set_materialize_grads(False)
         slots = _devices.parse_devices(devices)
-        present = [i for i, tensor in enumerate(tensors) if tensor is not None]
-        sources = [tensor for tensor in tensors if tensor is not None]
         ctx.num_inputs = len(tensors)
-        ctx.input_device = sources[0].device if sources else slots[0]
-        flat: list[_MaybeTensor] = []
-        constant: list[torch.Tensor] = []
-        for copies in comm.broadcast_coalesced(sources, slots):
-            of_replica: list[_MaybeTensor] = [None] * len(tensors)
-            for i, copy in zip(present, copies, strict=True):
-                of_replica[i] = copy
-                if not ctx.needs_input_grad[1 + i]:
-                    constant.append(copy)
-            flat.extend(of_replica)
-        ctx.mark_non_differentiable(*constant)
+        sources = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
+        ctx.input_device = next(iter(sources.values())).device if sources else slots[0]
+        flat: list[_MaybeTensor] = [None] * (len(slots) * len(tensors))
+        for row, copies in enumerate(comm.broadcast_coalesced(sources.values(), slots)):
+            for i, copy in zip(sources, copies, strict=True):
+                flat[row * len(tensors) + i] = copy
+        needed = ctx.needs_input_grad[1:]
+        if not all(needed):
+            constant = [t for i, t in enumerate(flat) if not needed[i % len(tensors)]]
+            ctx.mark_non_differentiable(*[t for t in constant if t is not None])
         return tuple(flat)
 
     @staticmethod
@@ -135,24 +118,14 @@ class Broadcast(_WithPlainWay):
         devices: Sequence[_devices.DeviceLike], *tensors: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
         slots = _devices.parse_devices(devices)
-        return tuple(None if t is None else t.to(slot) for slot in slots for t in tensors)
+        return tuple([None if t is None else t.to(slot) for slot in slots for t in tensors])
 
 
 class ReduceAddCoalesced(_WithPlainWay):
-    """Sums of several tensors over the replicas, in replica order.
+    """Sums over the replicas, in replica order, on ``destination`` (None: where the first is).
 
-    Example::
-
-        weight, bias = ReduceAddCoalesced.apply(0, 2, w0, b0, w1, b1)
-
-    Args:
-        destination: Device of the sums; ``None`` means that of the first tensor.
-        num_inputs: How many tensors each replica gives.
-        grads: A flat sequence: all tensors of the first replica, then all of the second. ``None``
-            counts as zero.
-
-    Returns:
-        A tuple of ``num_inputs`` sums; ``None`` where no replica gives a tensor.
+    The gradients are all of the first replica, then all of the second; ``None`` counts as zero. The
+    sum is ``None`` where no replica gives a tensor.
     """
 
     @staticmethod
@@ -161,47 +134,46 @@ class ReduceAddCoalesced(_WithPlainWay):
     ) -> tuple[_MaybeTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_inputs = num_inputs
-        ctx.origins = [None if grad is None else grad.device for grad in grads]
-        first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
-        target = _devices.parse_output_device(destination, first)
-        columns = [
-            [grad for grad in grads[i::num_inputs] if grad is not None] for i in range(num_inputs)
-        ]
-        sums: list[_MaybeTensor] = [None] * num_inputs
+        ctx.origins = origins = [None if grad is None else grad.device for grad in grads]
+        target = _devices.parse_output_device(destination, _first_device(grads))
         # Tensors that the same replicas give can be summed together.
-        together: dict[tuple[torch.device, ...], list[int]] = {}
-        for i, column in enumerate(columns):
-            if column:
-                together.setdefault(tuple(grad.device for grad in column), []).append(i)
+        together: dict[tuple[torch.device | None, ...], list[int]] = {}
+        for i in range(num_inputs):
+            together.setdefault(tuple(origins[i::num_inputs]), []).append(i)
+        sums: list[_MaybeTensor] = [None] * num_inputs
         for givers, members in together.items():
-            rows = [[columns[i][row] for i in members] for row in range(len(givers))]
-            for i, total in zip(members, comm.reduce_add_coalesced(rows, target), strict=True):
-                sums[i] = total
+            rows: list[list[Any]] = [
+                [grads[row * num_inputs + i] for i in members]
+                for row, device in enumerate(givers)
+                if device is not None
+            ]
+            if rows:
+                totals = comm.reduce_add_coalesced(rows, target)
+                for i, total in zip(members, totals, strict=True):
+                    sums[i] = total
         needed = ctx.needs_input_grad[2:]
-        ctx.mark_non_differentiable(
-            *(t for i, t in enumerate(sums) if t is not None and not any(needed[i::num_inputs]))
-        )
+        if not all(needed):
+            constant = [t for i, t in enumerate(sums) if not any(needed[i::num_inputs])]
+            ctx.mark_non_differentiable(*[t for t in constant if t is not None])
         return tuple(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
-        distinct = list(dict.fromkeys(device for device in ctx.origins if device is not None))
+        distinct = [device for device in dict.fromkeys(ctx.origins) if device is not None]
         copies = apply_in_backward(Broadcast, distinct, *grads) if distinct else ()
-        result: list[_MaybeTensor] = []
-        for position, origin in enumerate(ctx.origins):
-            if origin is None:
-                result.append(None)
-            else:
-                i = position % ctx.num_inputs
-                result.append(copies[distinct.index(origin) * ctx.num_inputs + i])
+        result = [
+            None
+            if origin is None
+            else copies[distinct.index(origin) * ctx.num_inputs + position % ctx.num_inputs]
+            for position, origin in enumerate(ctx.origins)
+        ]
         return (None, None, *result)
 
     @staticmethod
     def plain(
         destination: _devices.DeviceLike | None, num_inputs: int, *grads: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
-        first = next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
-        target = _devices.parse_output_device(destination, first)
+        target = _devices.parse_output_device(destination, _first_device(grads))
         columns = [
             [grad.to(target) for grad in grads[i::num_inputs] if grad is not None]
             for i in range(num_inputs)
@@ -209,22 +181,12 @@ class ReduceAddCoalesced(_WithPlainWay):
         return tuple(functools.reduce(torch.add, column) if column else None for column in columns)
 
 
-class Scatter(_WithPlainWay):
-    """Chunks of one tensor on several devices; their gradients are gathered.
+def _first_device(grads: Sequence[_MaybeTensor]) -> torch.device:
+    return next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
 
-    Example::
 
-        first, second = Scatter.apply([0, 1], None, 0, batch)
-
-    Args:
-        devices: One device per chunk; repeats allowed.
-        chunk_sizes: Length of each chunk, or ``None`` to divide as ``torch.chunk`` does.
-        dim: Dimension to split.
-        tensor: The tensor to split. From pinned memory, copies overlap with what the devices do.
-
-    Returns:
-        A tuple of chunks, none of which shares memory with ``tensor``.
-    """
+class _Split(_WithPlainWay):
+    """Chunks of one tensor; those on its own device are views of it, as torch's gradients are."""
 
     @staticmethod
     def forward(
@@ -236,10 +198,7 @@ class Scatter(_WithPlainWay):
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim = dim
         ctx.input_device = tensor.device
-        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
-        # A replica may change its chunk in place. Shared memory would let it change what others
-        # saved for backward, without their version counters noticing.
-        return tuple(chunk.clone() if chunk.device == tensor.device else chunk for chunk in chunks)
+        return comm.scatter(tensor, devices, chunk_sizes, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[_MaybeTensor, ...]:
@@ -254,32 +213,38 @@ class Scatter(_WithPlainWay):
     ) -> tuple[torch.Tensor, ...]:
         slots = _devices.parse_devices(devices)
         chunks = tensor.split_with_sizes(list(chunk_sizes), dim)
-        return tuple(chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True))
+        return tuple([chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True)])
+
+
+class Scatter(_Split):
+    """Chunks of one tensor, along ``dim``, in memory of their own.
+
+    ``chunk_sizes`` may be ``None`` to divide as ``torch.chunk`` does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        devices: Sequence[_devices.DeviceLike],
+        chunk_sizes: Sequence[int] | None,
+        dim: int,
+        tensor: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        chunks = _Split.forward(ctx, devices, chunk_sizes, dim, tensor)
+        # A replica may change its chunk in place. Shared memory would let it change what others
+        # saved for backward, without their version counters noticing.
+        return tuple([t.clone() if t.device == tensor.device else t for t in chunks])
 
 
 class Gather(_WithPlainWay):
-    """Several tensors concatenated on one device; the gradient is scattered.
-
-    Example::
-
-        batch = Gather.apply("cpu", 0, output_of_replica_0, output_of_replica_1)
-
-    Args:
-        destination: Device of the result; -1 means the CPU.
-        dim: Dimension to concatenate along.
-        tensors: One per replica, equal in all dimensions but ``dim``. Tensors without dimensions
-            are stacked.
-
-    Returns:
-        One new tensor.
-    """
+    """Tensors concatenated along ``dim``; those without dimensions are stacked."""
 
     @staticmethod
     def forward(
         ctx: Any, destination: _devices.DeviceLike | None, dim: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.origins = [tensor.device for tensor in tensors]
-        ctx.stacked = all(tensor.dim() == 0 for tensor in tensors)
+        ctx.stacked = not any([tensor.dim() for tensor in tensors])
         ctx.dim = 0 if ctx.stacked else dim
         gathered = comm.gather(tensors, dim, destination)
         ctx.lengths = [1 if ctx.stacked else tensor.size(dim) for tensor in tensors]
@@ -287,9 +252,9 @@ class Gather(_WithPlainWay):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
-        grads = apply_in_backward(Scatter, ctx.origins, ctx.lengths, ctx.dim, grad)
+        grads = apply_in_backward(_Split, ctx.origins, ctx.lengths, ctx.dim, grad)
         if ctx.stacked:
-            grads = tuple(part[0] for part in grads)
+            grads = [part[0] for part in grads]
         return (None, None, *grads)
 
     @staticmethod
