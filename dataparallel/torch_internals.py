@@ -1199,7 +1199,7 @@ class Kernels:
     """Kernels of ours for operators of torch, at a dispatch key that torch has for its tests.
 
     They are in force while this object lives. See Note [A dispatch key for random operations] in
-    ``threads/random_dispatch.py``. Where they cannot be registered, or are not reached, there are
+    ``threads/random.py``. Where they cannot be registered, or are not reached, there are
     none: replicas that share a device draw from one generator.
 
     Args:

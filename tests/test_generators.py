@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataparallel.threads import generators, random_dispatch
+from dataparallel.threads import random as replica_random
 from dataparallel.threads.apply import apply_replicas, current_replica
-from dataparallel.threads.generators import mixed_seed, separate_device_generators
+from dataparallel.threads.random import mixed_seed, separate_device_generators
 
 CPU = torch.device("cpu")
 REPEATS = 40
@@ -180,7 +180,7 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert torch.equal(found[0], expected)
-    assert random_dispatch.current_source() is None
+    assert replica_random.current_source() is None
 
 
 def test_seeds_of_replicas_differ_in_the_bits_that_are_used() -> None:
@@ -239,7 +239,7 @@ def test_outside_of_replicas_the_state_functions_act_on_the_default_generator() 
 
 def test_accelerators_with_equal_seeds_are_separated_once() -> None:
     devices = [torch.device(f"virtual:{i}") for i in range(4)]
-    defaults = [random_dispatch.default_generator(device) for device in devices]
+    defaults = [replica_random.default_generator(device) for device in devices]
     torch.manual_seed(3)
     assert [g.initial_seed() for g in defaults if g] == [3] * 4
     separate_device_generators(devices)
@@ -259,13 +259,13 @@ def test_separating_skips_the_cpu_and_repeated_devices() -> None:
     separate_device_generators([CPU, CPU])
     assert torch.initial_seed() == 3
     separate_device_generators([torch.device("virtual:0")] * 2)
-    default = random_dispatch.default_generator(torch.device("virtual:0"))
+    default = replica_random.default_generator(torch.device("virtual:0"))
     assert default is not None
     assert default.initial_seed() == 3
 
 
 def test_draws_on_a_shared_accelerator_leave_its_default_generator() -> None:
-    default = random_dispatch.default_generator(torch.device("virtual:0"))
+    default = replica_random.default_generator(torch.device("virtual:0"))
     assert default is not None
     torch.manual_seed(3)
     before = default.get_state()
@@ -275,7 +275,7 @@ def test_draws_on_a_shared_accelerator_leave_its_default_generator() -> None:
 
 def test_an_operation_without_a_generator_argument_draws_from_the_replica() -> None:
     device = torch.device("virtual:0")
-    default = random_dispatch.default_generator(device)
+    default = replica_random.default_generator(device)
     assert default is not None
 
     class Fused:
@@ -284,7 +284,7 @@ def test_an_operation_without_a_generator_argument_draws_from_the_replica() -> N
             return torch.rand(x.shape, device=x.device, generator=default)
 
     keys = torch._C._dispatch_keys(torch.ones(1))
-    kernel = random_dispatch._swapping_kernel(Fused, keys)
+    kernel = replica_random._swapping_kernel(Fused, keys)
 
     def call() -> list[float]:
         x = torch.ones(8, device=device)
@@ -335,8 +335,8 @@ def test_fused_operations_on_a_shared_gpu_are_reproducible() -> None:
 def test_a_torch_without_the_dispatch_key_says_so_once_and_works() -> None:
     code = """
         import torch
-        from dataparallel.threads import random_dispatch
-        random_dispatch._KEY_NAME = "NoSuchKey"
+        from dataparallel.threads import random
+        random._KEY_NAME = "NoSuchKey"
         from dataparallel.threads.apply import parallel_apply
         for _ in range(3):
             assert [y.shape for y in parallel_apply([torch.rand] * 2, [3, 3])] == [(3,)] * 2
@@ -366,4 +366,4 @@ def test_traced_graphs_hold_no_generator() -> None:
 
     assert all("bernoulli_" in code for code in replicas(call))
     assert not any("generator =" in code for code in replicas(call))
-    assert generators.ReplicaGenerators([CPU, CPU]).shared == frozenset()
+    assert replica_random.ReplicaGenerators([CPU, CPU]).shared == frozenset()

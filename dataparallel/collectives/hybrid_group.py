@@ -20,14 +20,11 @@ from dataparallel.collectives.hybrid_link import HybridLink, name_members
 from dataparallel.collectives.hybrid_members import HybridMembers
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
-from dataparallel.threads.compiled import untraced
+from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
 
 R = TypeVar("R")
 V = TypeVar("V")
-
-# How often its own time limit a replica waits for the one that speaks with the other processes.
-_PATIENCE = 4
 
 
 class HybridGroup(LocalGroup):
@@ -176,9 +173,7 @@ class HybridGroup(LocalGroup):
                 each.used = True
             return combine([each.value for each in tickets])
 
-        # Replica 0 leads, and tells the others when the time is over.
-        limit = self._link.time_limit() or self.timeout
-        seconds = limit * (1 if super().rank() == 0 else _PATIENCE)
+        seconds = self._link.time_limit() or self.timeout
         try:
             refuse_in_replica(name)
             return rendezvous.exchange(key, ticket, lead, timeout=seconds)

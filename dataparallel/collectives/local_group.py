@@ -15,7 +15,7 @@ from dataparallel.collectives.joint import run_jointly
 from dataparallel.collectives.members import LocalMembers
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
 from dataparallel.threads.apply import current_replica
-from dataparallel.threads.compiled import untraced
+from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
 
 
@@ -101,7 +101,6 @@ class LocalGroup:
             Brought.here(collective, tensor),
             self._results_or_share,
             timeout=self.timeout,
-            by_last=True,
         )
         result = self._share(outcome, rendezvous, key) if isinstance(outcome, _Shared) else outcome
         return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
@@ -132,9 +131,7 @@ class LocalGroup:
                 return run_jointly(division.members, division.collective, inputs, results)
 
         # After this nobody reads the inputs any more, and each replica may write to its own.
-        result = rendezvous.exchange(
-            ("results", key), begun, connect, timeout=self.timeout, by_last=True
-        )
+        result = rendezvous.exchange(("results", key), begun, connect, timeout=self.timeout)
         with torch.no_grad():
             division.complete(result.detach())
         return result

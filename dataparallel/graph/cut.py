@@ -35,7 +35,7 @@ from dataparallel.graph.functions import ReduceAddCoalesced, apply_in_backward, 
 from dataparallel.graph.gradient_home import outside_of_contexts
 from dataparallel.graph.outside_tensors import make_anchor, set_aside
 from dataparallel.graph.wanted_gradients import WantedGradients
-from dataparallel.threads.compiled import untraced
+from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
 
 MaybeTensor: TypeAlias = torch.Tensor | None

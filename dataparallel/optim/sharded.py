@@ -33,8 +33,8 @@ from dataparallel.comm.checksum import checksum
 from dataparallel.errors import locate
 from dataparallel.graph.edges import plan_buckets
 from dataparallel.optim.part import DividedOptimizer, OptimizerPart, check_divisible, view_of
-from dataparallel.threads import generators
 from dataparallel.threads.context import ThreadContext
+from dataparallel.threads.random import ReplicaGenerators, separate_device_generators
 from dataparallel.threads.workers import WorkerPools
 from dataparallel.torch_internals import SUPPORTS_SCALING
 
@@ -171,8 +171,8 @@ class ShardedOptimizer(DividedOptimizer):
         if len(shards) < 2 or not context.portable:
             _run_here(shards, labels)
             return
-        generators.separate_device_generators(devices)
-        draws = generators.ReplicaGenerators(devices)
+        separate_device_generators(devices)
+        draws = ReplicaGenerators(devices)
         tasks = [
             functools.partial(context.run, i, functools.partial(_run_in_thread, shard, draws, i))
             for i, shard in enumerate(shards)
@@ -350,7 +350,7 @@ class _Shard:
                 copy.grad = grad
 
 
-def _run_in_thread(shard: _Shard, draws: generators.ReplicaGenerators, position: int) -> None:
+def _run_in_thread(shard: _Shard, draws: ReplicaGenerators, position: int) -> None:
     with draws.use(position):
         shard.step()
 

@@ -52,7 +52,7 @@ from dataparallel.parallel.prefix import NamesOfModule
 from dataparallel.parallel.signature import with_signature_of_module
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
-from dataparallel.threads.compiled import untraced
+from dataparallel.threads.compile import untraced
 from dataparallel.threads.context import refuse_transforms
 from dataparallel.threads.timeline import Timeline
 

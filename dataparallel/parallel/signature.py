@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from torch import nn
 
-from dataparallel.threads.compiled import untraced
+from dataparallel.threads.compile import untraced
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

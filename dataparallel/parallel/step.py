@@ -31,7 +31,7 @@ from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.threads import intra_op
 from dataparallel.threads.apply import apply_replicas
-from dataparallel.threads.compiled import CompiledCalls
+from dataparallel.threads.compile import CompiledCalls
 from dataparallel.threads.timeline import Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
 
@@ -87,13 +87,14 @@ class Runner:
 
     def run(self, calls: Sequence[Callable[[], T]], phase: Phase = "forward") -> list[T]:
         """Run one call per replica, each in its replica's thread and on its device."""
-        waiting = None
-        if self._timeline.is_active:
-            waiting = functools.partial(self._timeline.span, "idle")
-            calls = [self._timeline.spanned(phase, i, call) for i, call in enumerate(calls)]
-        devices = self.devices[: len(calls)]
-        with self._compiled.arranged(calls, devices) as arranged:
-            return apply_replicas(arranged, devices, self._pools, waiting=waiting)
+        return apply_replicas(
+            calls,
+            self.devices[: len(calls)],
+            self._pools,
+            compiled=self._compiled,
+            timeline=self._timeline,
+            phase=phase,
+        )
 
     def quiet(self) -> AbstractContextManager[None]:
         """For what the calling thread itself does to the inputs and outputs of replicas."""

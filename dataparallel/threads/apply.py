@@ -10,67 +10,29 @@ queues on the outputs comes after: all of it is on one stream, and no event is n
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-import torch.autograd.profiler
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.errors import locate
-from dataparallel.threads import generators
-from dataparallel.threads import meeting as rendezvous
-from dataparallel.threads.compiled import CompiledCalls
+from dataparallel.threads import compile as compiling
+from dataparallel.threads import meeting as meetings
 from dataparallel.threads.context import ThreadContext
+from dataparallel.threads.meeting import Replica as Replica
+from dataparallel.threads.meeting import current_replica as current_replica
+from dataparallel.threads.random import ReplicaGenerators, separate_device_generators
+from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
 from dataparallel.threads.workers import SecondaryError, WorkerPools
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Replica:
-    """Where the current code runs.
-
-    Attributes:
-        index: Index of the replica within the process, from 0.
-        device: The device of the replica.
-        num_replicas: How many replicas the call has. An uneven or small batch may have fewer than
-            there are device slots.
-    """
-
-    index: int
-    device: torch.device
-    num_replicas: int
-
-
-_replica: contextvars.ContextVar[Replica | None] = contextvars.ContextVar(
-    "dataparallel_replica", default=None
-)
-
-
-def current_replica() -> Replica | None:
-    """The replica in which this code runs, or ``None`` outside of replicas.
-
-    In nested parallel calls it is the innermost one. Backward does not run in the replicas' calls,
-    so it is ``None`` in a gradient hook.
-
-    Example::
-
-        def forward(self, x):
-            replica = dataparallel.current_replica()
-            if replica is None or replica.index == 0:
-                self.log(x)
-    """
-    return _replica.get()
-
-
-# The pools of the function calls; each wrapper has its own.
+# The pools of the function calls, and what they have compiled; each wrapper has its own.
 _shared_pools = WorkerPools()
-_compiled = CompiledCalls()
+_compiled = compiling.CompiledCalls()
 
 
 def parallel_apply(
@@ -113,18 +75,10 @@ def parallel_apply(
         for device, args, named in zip(given, inputs, kwargs, strict=True)
     ]
     calls = [
-        functools.partial(_call, module, args, named)
+        functools.partial(module, *(args if isinstance(args, (tuple, list)) else (args,)), **named)
         for module, args, named in zip(modules, inputs, kwargs, strict=True)
     ]
-    if not calls:
-        return []
-    with _compiled.arranged(calls, places) as arranged:
-        return apply_replicas(arranged, places)
-
-
-def _call(module: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    arguments = args if isinstance(args, (tuple, list)) else (args,)
-    return module(*arguments, **kwargs)
+    return apply_replicas(calls, places, compiled=_compiled)
 
 
 def _check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
@@ -154,8 +108,10 @@ def apply_replicas(
     devices: Sequence[torch.device],
     pools: WorkerPools | None = None,
     *,
-    timeout: float = rendezvous.DEFAULT_TIMEOUT,
-    waiting: rendezvous.Waiting | None = None,
+    compiled: compiling.CompiledCalls | None = None,
+    timeline: Timeline | None = None,
+    phase: Phase = "forward",
+    timeout: float = meetings.DEFAULT_TIMEOUT,
 ) -> list[T]:
     """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context.
 
@@ -163,8 +119,11 @@ def apply_replicas(
         calls: One function without arguments per replica.
         devices: One device per replica, as from ``parse_devices``.
         pools: Whose threads to use. Default: those that all function calls share.
+        compiled: What the owner of the calls has compiled so far. Default: what all function
+            calls have.
+        timeline: Is told when each replica begins and ends. Default: nobody is.
+        phase: What the replicas do, for the timeline.
         timeout: Seconds that a replica waits for the others in ``current_rendezvous()``.
-        waiting: Makes what a replica is within while it does, from its index. Default: nothing.
 
     Returns:
         One result per replica, in order.
@@ -175,80 +134,86 @@ def apply_replicas(
     assert len(calls) == len(devices)
     if not calls:
         return []
-    context = ThreadContext.capture(devices)
-    concurrent = context.portable and len(calls) > 1
-    meeting = rendezvous.Rendezvous(len(calls), timeout, concurrent, waiting)
-    labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
-    if not concurrent:
-        return [
-            _run_here(_Task(i, device, len(calls), call, meeting), labels[i])
-            for i, (call, device) in enumerate(zip(calls, devices, strict=True))
-        ]
-    generators.separate_device_generators(devices)
-    draws = generators.ReplicaGenerators(devices)
-    tasks = [
-        functools.partial(context.run, i, _Task(i, device, len(calls), call, meeting, draws))
-        for i, (call, device) in enumerate(zip(calls, devices, strict=True))
-    ]
-    count = torch.get_num_threads()
-    threads = [share or count for share in _devices.intra_op_shares(devices)]
-    with (pools or _shared_pools).borrow() as workers:
-        return workers.run(tasks, labels, threads=threads, on_interrupt=meeting.abort)
+    nested = current_replica() is not None
+    with (compiled or _compiled).call(calls, devices, nested=nested) as compiles:
+        context = ThreadContext.capture(devices)
+        labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
+        concurrent = context.portable and len(calls) > 1
+        run = _Run(calls, devices, compiles, timeline, phase, timeout, concurrent)
+        if not concurrent:
+            return [run.here(i, label) for i, label in enumerate(labels)]
+        separate_device_generators(devices)
+        tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
+        count = torch.get_num_threads()
+        threads = [share or count for share in _devices.intra_op_shares(devices)]
+        with (pools or _shared_pools).borrow() as workers:
+            return workers.run(tasks, labels, threads=threads, on_interrupt=run.meeting.abort)
 
 
-class _Task:
-    """The call of one replica, as it runs in its thread."""
-
-    __slots__ = ("_call", "_draws", "_meeting", "replica")
+class _Run(Generic[T]):
+    """One parallel call, from which each replica runs in its thread."""
 
     def __init__(
         self,
-        index: int,
-        device: torch.device,
-        num_replicas: int,
-        call: Callable[[], Any],
-        meeting: rendezvous.Rendezvous,
-        draws: generators.ReplicaGenerators | None = None,
+        calls: Sequence[Callable[[], T]],
+        devices: Sequence[torch.device],
+        compiles: compiling.ParallelCall | None,
+        timeline: Timeline | None,
+        phase: Phase,
+        timeout: float,
+        concurrent: bool,
     ) -> None:
-        self.replica = Replica(index, device, num_replicas)
-        self._call = call
-        self._meeting = meeting
-        self._draws = draws
+        self._calls = calls
+        self._devices = devices
+        self._compiles = compiles
+        self._timeline = timeline if timeline is not None and timeline.is_active else None
+        self._phase: Phase = phase
+        self._draws = ReplicaGenerators(devices) if concurrent else None
+        waits = compiles is not None or self._timeline is not None
+        waiting = functools.partial(_waiting, self._timeline) if waits else None
+        self.meeting = meetings.Rendezvous(len(calls), timeout, concurrent, waiting)
 
-    def __call__(self) -> Any:
-        replica = self.replica
-        _replica.set(replica)
-        rendezvous._current.set((self._meeting, replica.index))
-        why = "failed"
+    def replica(self, index: int) -> T:
+        """Run one replica, in its thread and the caller's context."""
+        device, compiles, timeline = self._devices[index], self._compiles, self._timeline
+        meetings.here.set((Replica(index, device, len(self._calls)), self.meeting))
+        failed = True
         try:
-            with torch_internals.record_range(f"replica {replica.index} on {replica.device}"):
-                if self._draws is None:
-                    result = self._call()
-                else:
-                    with self._draws.use(replica.index):
-                        result = self._call()
-            why = "returned"
+            if compiles is not None:
+                compiles.enter(index)
+            with (
+                torch_internals.record_range(f"replica {index} on {device}"),
+                NO_SPAN if self._draws is None else self._draws.use(index),
+                NO_SPAN if timeline is None else timeline.span(self._phase, index),
+            ):
+                result = self._calls[index]()
+            failed = False
             return result
         finally:
-            self._meeting.leave(replica.index, why)
+            if compiles is not None:
+                compiles.leave(index, failed=failed)
+            self.meeting.leave(index, failed=failed)
 
-
-def _run_here(task: _Task, label: str) -> Any:
-    with _kept_variables(), _devices.use_device(task.replica.device):
+    def here(self, index: int, label: str) -> T:
+        """Run one replica in the calling thread."""
+        before = meetings.here.get()
         try:
-            return task()
+            with _devices.use_device(self._devices[index]):
+                return self.replica(index)
         except SecondaryError:
             raise
         except BaseException as error:
             locate(error, label)
             raise
+        finally:
+            meetings.here.set(before)
 
 
 @contextlib.contextmanager
-def _kept_variables() -> Iterator[None]:
-    replica, meeting = _replica.get(), rendezvous._current.get()
-    try:
+def _waiting(timeline: Timeline | None, index: int) -> Iterator[None]:
+    """What a replica is within while it waits for the others."""
+    with (
+        NO_SPAN if timeline is None else timeline.span("idle", index),
+        compiling.lock.paused(),
+    ):
         yield
-    finally:
-        _replica.set(replica)
-        rendezvous._current.set(meeting)

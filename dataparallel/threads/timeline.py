@@ -27,15 +27,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
-from dataparallel.threads.apply import current_replica
-
-T = TypeVar("T")
+from dataparallel.threads.meeting import current_replica
 
 Phase: TypeAlias = Literal[
     "input",
@@ -126,7 +124,7 @@ CallListener: TypeAlias = Callable[[Sequence[int], bool], None]
 #: What is told when replicas are dropped or added: per replica which it was, None for a new one.
 DeviceListener: TypeAlias = Callable[[Sequence["int | None"]], None]
 
-_NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
+NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class Timeline:
@@ -188,13 +186,13 @@ class Timeline:
             replica: Index of the replica. Default: all of them.
         """
         if not self.listeners:
-            return _NO_SPAN
+            return NO_SPAN
         return Span(self, phase, self._everyone if replica is None else self._alone[replica])
 
     def span_here(self, phase: Phase) -> AbstractContextManager[object]:
         """Like :meth:`span`, of the replica in whose thread this is; of all in another thread."""
         if not self.listeners:
-            return _NO_SPAN
+            return NO_SPAN
         replica = current_replica()
         # The thread may belong to a replica of another wrapper, in which this one is called.
         own = replica is not None and replica.index < len(self.devices)
@@ -211,15 +209,6 @@ class Timeline:
             self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
         for listener in self._call_listeners:
             listener(sizes, torch.is_grad_enabled())
-
-    def spanned(self, phase: Phase, replica: int, function: Callable[[], T]) -> Callable[[], T]:
-        """A function whose calls are a phase of one replica."""
-
-        def call() -> T:
-            with self.span(phase, replica):
-                return function()
-
-        return call
 
     def subscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
         """Tell ``listener`` every span that ends from now on, and ``on_call`` every forward."""

@@ -19,7 +19,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch.utils.checkpoint
 
@@ -30,10 +30,9 @@ from dataparallel.threads import intra_op
 
 T = TypeVar("T")
 
-# Seconds that an interrupted call waits for its replicas to notice.
-INTERRUPT_GRACE = 0.7
-# Seconds between two looks at which of them have, and after which they are interrupted again.
-_LOOK, _AGAIN = 0.01, 0.2
+# Seconds that an interrupted call waits for its replicas to notice, and after which they are
+# interrupted again.
+_INTERRUPT_GRACE, _AGAIN = 0.7, 0.2
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
 # Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
@@ -68,17 +67,9 @@ class _Latch:
         if last:
             self._open.release()
 
-    def wait(self) -> None:
-        while not self._open.acquire(timeout=_WAIT):
-            interpreter_end.come_by()
-        self._open.release()
-        interpreter_end.come_by()
-
-    def wait_at_most(self, seconds: float) -> bool:
-        opened = self._open.acquire(timeout=seconds)
-        if opened:
-            self._open.release()
-        return opened
+    def wait(self, seconds: float) -> bool:
+        """Whether it has opened within so many seconds; only the caller waits."""
+        return self._open.acquire(timeout=seconds)
 
 
 class _Job(Generic[T]):
@@ -140,7 +131,12 @@ def _leave(generator: types.GeneratorType[Any, Any, Any], error: BaseException) 
         add_note(error, f"leaving an activation checkpoint failed as well: {another!r}")
 
 
-def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:
+# --- a pool ----------------------------------------------------------------------------------
+
+_Inbox: TypeAlias = "queue.SimpleQueue[_Job[Any] | None]"
+
+
+def _serve(inbox: _Inbox, index: int) -> None:
     if torch_internals.set_thread_name is not None:
         # The name that profilers and `top -H` show; the system cuts it after 15 characters.
         torch_internals.set_thread_name(f"replica-{index}")
@@ -157,10 +153,7 @@ def _serve(inbox: queue.SimpleQueue[_Job[Any] | None], index: int) -> None:
 
 
 def _close(
-    threads: list[threading.Thread],
-    inboxes: list[queue.SimpleQueue[_Job[Any] | None]],
-    process: int,
-    join: bool = True,
+    threads: list[threading.Thread], inboxes: list[_Inbox], process: int, join: bool = True
 ) -> None:
     if process != os.getpid():
         # After a fork the threads exist in the parent only.
@@ -187,13 +180,10 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self._inboxes: list[queue.SimpleQueue[_Job[Any] | None]] = []
+        self._inboxes: list[_Inbox] = []
         self._finalizer = weakref.finalize(self, _close, self._threads, self._inboxes, os.getpid())
         # Then others may still use it, see Note [Threads at the end].
         self._finalizer.atexit = False
-
-    def __len__(self) -> int:
-        return len(self._threads)
 
     @property
     def closed(self) -> bool:
@@ -238,7 +228,9 @@ class Workers:
             self._grow(len(tasks))
             for inbox, job in zip(self._inboxes, jobs, strict=False):
                 inbox.put(job)
-            latch.wait()
+            while not latch.wait(_WAIT):
+                interpreter_end.come_by()
+            interpreter_end.come_by()
         except BaseException:
             self._interrupt(jobs, latch, on_interrupt)
             raise
@@ -246,23 +238,16 @@ class Workers:
 
     def _grow(self, count: int) -> None:
         for index in range(len(self._threads), count):
-            inbox: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_serve,
-                args=(inbox, index),
-                name=f"dataparallel-replica-{index}",
-                daemon=True,
-            )
+            inbox: _Inbox = queue.SimpleQueue()
+            name = f"dataparallel-replica-{index}"
+            thread = threading.Thread(target=_serve, args=(inbox, index), name=name, daemon=True)
             # First of all, so that a thread is told to end even if an interrupt comes right now.
             self._inboxes.append(inbox)
             thread.start()
             self._threads.append(thread)
 
     def _interrupt(
-        self,
-        jobs: Sequence[_Job[Any]],
-        latch: _Latch,
-        on_interrupt: Callable[[], None] | None,
+        self, jobs: Sequence[_Job[Any]], latch: _Latch, on_interrupt: Callable[[], None] | None
     ) -> None:
         """Stop what still runs. The pool is given up: an asynchronous exception may come late.
 
@@ -274,10 +259,13 @@ class Workers:
         try:
             if on_interrupt is not None:
                 on_interrupt()
-            deadline = time.monotonic() + INTERRUPT_GRACE
+            deadline = time.monotonic() + _INTERRUPT_GRACE
             # More than once: what is raised in a finalizer, or is caught, does not end a replica.
             while self._raise_in_unfinished(jobs) and time.monotonic() < deadline:
-                self._wait_for_end(jobs, latch, _AGAIN)
+                again = time.monotonic() + _AGAIN
+                # One that the interrupt met on its way out of a task has not counted itself.
+                while self._unfinished(jobs) and time.monotonic() < again:
+                    time.sleep(0.01)
         finally:
             _close(self._threads, self._inboxes, os.getpid(), join=False)
             for job in jobs:
@@ -287,26 +275,14 @@ class Workers:
         unfinished = self._unfinished(jobs)
         for thread in unfinished:
             if thread.ident is not None:
-                _raise_in(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted)
+                )
         return bool(unfinished)
-
-    def _wait_for_end(self, jobs: Sequence[_Job[Any]], latch: _Latch, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not latch.wait_at_most(_LOOK) and time.monotonic() < deadline:
-            # One that the interrupt met on its way out of a task has not counted itself.
-            if not self._unfinished(jobs):
-                return
 
     def _unfinished(self, jobs: Sequence[_Job[Any]]) -> list[threading.Thread]:
         pairs = zip(self._threads, jobs, strict=False)
         return [thread for thread, job in pairs if not job.finished and thread.is_alive()]
-
-
-def _raise_in(ident: int) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
-
-
-# --- errors ----------------------------------------------------------------------------------
 
 
 def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel
-from dataparallel.threads.turns import turns
-from tests.compiled.cases import Watched, compare, compile_whole, twins
+from dataparallel import DataParallel, current_replica
+from dataparallel.threads import compile as compiling
+from tests.compiled.cases import compare, compile_whole, twins
 
 
 def test_an_error_of_the_backend() -> None:
@@ -64,25 +64,65 @@ def test_an_interrupt_while_a_replica_compiles() -> None:
         model(torch.randn(9, 4, dtype=torch.double))
     for _ in range(2):
         compare(model, bare, 9, 4)
-    assert turns._owner is None and not turns._running
+    assert compiling.lock._owner is None and not compiling.lock._running
 
 
-def test_replicas_that_wait_for_each_other_in_their_own_way(
+class MeetsOnItsOwn(nn.Module):
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self.first = torch.compile(nn.Linear(4, 4), backend="eager")
+        self.second = torch.compile(nn.Tanh(), backend="eager")
+        self.wait = wait
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.wait()
+        output: Tensor = self.second(x)
+        return output
+
+
+def test_replicas_that_wait_for_each_other_in_their_own_way() -> None:
+    barriers = [threading.Barrier(2) for _ in range(3)]
+    waits = iter([barrier for barrier in barriers for _ in range(2)])
+    lock = threading.Lock()
+
+    def wait() -> None:
+        with lock:
+            barrier = next(waits)
+        barrier.wait(20.0)
+
+    model = DataParallel(MeetsOnItsOwn(wait), ["cpu"] * 2)
+    for _ in range(3):
+        # In the first call replica 1 starts though replica 0 has not ended.
+        assert model(torch.randn(4, 4)).shape == (4, 4)
+
+
+def test_a_replica_that_runs_on_while_another_wants_to_compile_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "timeout", 0.5)
-    module = Watched()
-    module.barrier = threading.Barrier(2)
-    module.barrier.wait = functools.partial(module.barrier.wait, 2.0)  # type: ignore[method-assign]
-    module.forward = functools.partial(_meets_on_its_own, module)  # type: ignore[method-assign]
-    model = DataParallel(module, ["cpu"] * 2)
-    with pytest.raises(threading.BrokenBarrierError, match="in replica 0") as caught:
+    monkeypatch.setattr(compiling.lock, "timeout", 0.5)
+    ended = threading.Event()
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.compile(nn.Linear(4, 4), backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            replica = current_replica()
+            assert replica is not None
+            if replica.index == 0:
+                # Replica 1 has started meanwhile, and waits for what never happens.
+                time.sleep(compiling._PATIENCE + 0.5)
+                try:
+                    output: Tensor = self.layer(x)
+                finally:
+                    ended.set()
+                return output
+            ended.wait(20.0)
+            return x
+
+    model = DataParallel(Uneven(), ["cpu"] * 2)
+    with pytest.raises(compiling.CompileTimeout, match=r"(?s)did not stop: .*replica-1.*current_r"):
         model(torch.randn(4, 4))
-    assert "current_rendezvous" in "".join(getattr(caught.value, "__notes__", []))
-
-
-def _meets_on_its_own(module: Watched, x: Tensor) -> Tensor:
-    assert module.barrier is not None
-    module.barrier.wait()
-    output: Tensor = module.layer(x)
-    return output
+    assert compiling.lock._owner is None and not compiling.lock._running

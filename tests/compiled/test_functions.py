@@ -12,13 +12,10 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.threads import compiled
 from tests.compiled.cases import (
     WRAPPERS,
-    Net,
     Wrapper,
     compare,
-    compile_in_place,
     compile_whole,
     twins,
 )
@@ -65,16 +62,6 @@ class DecoratedForward(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class HidesFunction(CallsFunction):
-    """Calls the function in a way in which it is not found beforehand."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = getattr(self, "_".join(("call", "scaled")))(x)
-        return output
-
-    call_scaled = CallsFunction.forward
-
-
 @pytest.mark.parametrize("kind", ["cpu", "virtual"])
 @pytest.mark.parametrize(
     "build", [CallsFunction, HoldsFunction, nested_functions, DecoratedForward]
@@ -87,7 +74,6 @@ def test_compiled_functions(
     bare, module = build().double().to(slots[0]), build().double().to(slots[0])
     module.load_state_dict(bare.state_dict())
     model = DataParallel(module, slots)
-    assert compiled.has_compiled(module)
     with torch.compiler.set_stance("force_eager"):
         x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
         expected = bare(x)
@@ -98,31 +84,6 @@ def test_compiled_functions(
         output.pow(2).sum().backward()
         assert_all_close([output, *grads_of(module)], [expected, *grads_of(bare)])
     assert len(started) == len(set(slots))
-
-
-def test_what_is_compiled() -> None:
-    torch.compile(torch.sin, backend="eager")
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    assert not compiled.has_compiled(plain)
-    assert compiled.has_compiled(nn.Sequential(plain, compile_whole(Net(), backend="eager")))
-    assert compiled.has_compiled(nn.Sequential(plain, compile_in_place(Net(), backend="eager")))
-    assert compiled.has_compiled(CallsFunction())
-    plain.hook = torch.compiler.disable(lambda: None)
-    assert not compiled.has_compiled(plain)
-
-
-def test_a_function_that_is_not_found_beforehand(started: list[tuple[str, str]]) -> None:
-    bare, net = twins(build=HidesFunction)
-    compiled._names_compiled.__globals__["_naming"][HidesFunction] = False
-    assert not compiled.has_compiled(net)
-    model = DataParallel(net, ["cpu"] * 3)
-    with torch.compiler.set_stance("force_eager"):
-        x = torch.randn(9, 4, dtype=torch.double)
-        expected = bare(x)
-    for _ in range(4):
-        torch.testing.assert_close(model(x), expected)
-    # Each replica may have compiled it once, and never again.
-    assert 1 <= len(started) <= 3
 
 
 # --- the wrapper within something that is compiled -----------------------------------------------

@@ -10,9 +10,27 @@ import torch
 from torch import nn
 
 from dataparallel import torch_internals
-from dataparallel.threads.generators import GeneratorStates
+from dataparallel.threads.random import current_source, default_generator
 
 _Registered: TypeAlias = "dict[str, torch.Tensor | None]"
+
+
+class _GeneratorStates:
+    """The states of the generators that a call on some devices may draw from in this thread."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        source = current_source()
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        for device in dict.fromkeys((torch.device("cpu"), *devices)):
+            own = None if source is None else source(device)
+            generator = own or default_generator(device)
+            if generator is not None:
+                self._states.append((generator, generator.get_state()))
+
+    def restore(self) -> None:
+        """Put the generators into the states that they had."""
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 class Rollback:
@@ -43,7 +61,7 @@ class Rollback:
         self._buffers: list[torch.Tensor] = []
         # Kept from one `take` to the next: to allocate takes longer than to copy.
         self._values: list[torch.Tensor] = []
-        self._generators: GeneratorStates | None = None
+        self._generators: _GeneratorStates | None = None
 
     def take(self, modules: Iterable[nn.Module | None]) -> None:
         """Remember how everything is now.
@@ -62,7 +80,7 @@ class Rollback:
                 torch_internals.foreach_copy_(values, buffers)
             else:
                 self._values = [buffer.detach().clone() for buffer in buffers]
-        self._generators = GeneratorStates(self._devices)
+        self._generators = _GeneratorStates(self._devices)
 
     def undo(self) -> None:
         """Make everything as it was."""

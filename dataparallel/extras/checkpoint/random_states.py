@@ -2,7 +2,7 @@
 
 Replicas need none of their own: each call seeds theirs from the caller's CPU generator and the
 index of the replica, see Note [Random numbers in replicas] in
-``dataparallel/threads/generators.py``. So the caller's generators, and those of the accelerators,
+``dataparallel/threads/random.py``. So the caller's generators, and those of the accelerators,
 are all there is to save.
 
 Note [Random numbers with other processes and devices]
@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from dataparallel import devices as _devices
-from dataparallel.threads import random_dispatch
-from dataparallel.threads.generators import mixed_seed
+from dataparallel.threads.random import default_generator, mixed_seed
 
 _log = logging.getLogger("dataparallel")
 
@@ -126,7 +125,7 @@ def _accelerator_generators(
 ) -> list[tuple[torch.device, torch.Generator]]:
     found = []
     for device in dict.fromkeys(devices):
-        generator = random_dispatch.default_generator(device)
+        generator = default_generator(device)
         if _devices.is_accelerator(device) and generator is not None:
             found.append((device, generator))
     return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from dataparallel.threads.generators import mixed_seed
+from dataparallel.threads.random import mixed_seed
 
 T = TypeVar("T")
 

@@ -1,0 +1,420 @@
+"""Random generators of the replicas: different in each replica, and reproducible from one seed.
+
+Note [Random numbers in replicas]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+In a call with several replicas, each replica has a CPU generator of its own, and one for every
+accelerator that several slots share. They are created at the first draw: whichever replica comes
+first draws one number from the caller's CPU generator, the seed of the call, and the generator of
+replica i is seeded from that and i. So one ``torch.manual_seed`` fixes everything whatever the
+timing, and a call that draws nothing leaves the caller's generator as it was. A single replica
+draws from the default generators, as the bare module does. Generators that the user passes to an
+operation are used as they are.
+
+Distinct accelerators have generators of their own, but ``torch.manual_seed`` gives all of them
+the same seed, hence the same dropout masks. Before a call, those that have the seed of an earlier
+slot's device are seeded anew from that seed and the index of the replica.
+
+Note [A dispatch key for random operations]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A ``TorchDispatchMode`` could put in a generator per thread, but it would slow down *every*
+operation. Instead a dispatch key of its own is switched on in replica threads. It is a fallthrough
+for all operations, and the dispatcher leaves such keys out when it looks up a kernel: no cost. Only
+the operations whose schema has a ``Generator?`` argument have a kernel there, which fills in the
+thread's generator where the caller gave none, and goes on with the keys below. An operation
+without that argument (``rand``, ``dropout``, attention) is reached through the one that it calls,
+since the key stays switched on. Fused operations of accelerators that take no generator get a
+kernel where replicas share one: while they run, the device's default generator has the state of
+the thread's own. The key is TESTING_ONLY_GenericMode: nothing in torch registers anything for it,
+and it ranks above autograd, so that autograd and checkpointing see an ordinary operation with an
+explicit generator.
+
+Note [Checkpointing in replicas]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``torch.utils.checkpoint`` reads the state of the default CPU generator in forward and sets it for
+the recomputation in backward, which another thread runs. ``torch.get_rng_state`` and its relatives
+find that generator as a variable of ``torch.random``. A stand-in there leads to the replica's own
+generator in replica threads, so that checkpointing (and ``fork_rng``, ``manual_seed`` ...) in a
+replica keeps the state that the replica draws from. ``torch.default_generator`` itself stays.
+
+The backward of accelerators runs in one thread of the autograd engine per device, so several
+recomputations may set the one CPU generator at the same time. In those threads the stand-in keeps a
+generator per thread, from the first ``set_state`` in a node until that node ends: the engine then
+restores the thread's dispatch keys, which switches the generator off.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+from dataparallel import devices as _devices
+from dataparallel import torch_internals
+
+#: The generator for draws on a device; None for the default one.
+Source: TypeAlias = Callable[[torch.device], "torch.Generator | None"]
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_CPU = torch.device("cpu")
+_MASK = (1 << 64) - 1
+
+
+def mixed_seed(seed: int, index: int) -> int:
+    """A seed for replica ``index``, spread over 64 bits and different for every index.
+
+    The CPU generator uses only the lower 32 bits, so these differ too.
+
+    Source: the SplitMix64 finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014).
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((mixed ^ (mixed >> 31)) + index * 0x9E3779B97F4A7C15) & _MASK
+
+
+# --- the generators of a call ----------------------------------------------------------------
+
+
+class ReplicaGenerators:
+    """The generators of one call, made in the calling thread; each replica enters :meth:`use`.
+
+    See Note [Random numbers in replicas].
+    """
+
+    __slots__ = ("_devices", "_lock", "_parent", "_seed", "shared")
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        install()
+        self._devices = devices
+        self._parent = current_source()
+        self._lock = threading.Lock()
+        self._seed: int | None = None
+        #: The accelerators that several replicas share.
+        self.shared: frozenset[torch.device] = frozenset()
+        if len(set(devices)) < len(devices):
+            counts = Counter(device for device in devices if _devices.is_accelerator(device))
+            self.shared = frozenset(device for device, count in counts.items() if count > 1)
+        if self.shared:
+            _install_swaps()
+            torch_internals.replace_checkpoint_states(_states_in_replica)
+
+    def use(self, index: int) -> AbstractContextManager[None]:
+        """Draw from the generators of replica ``index`` in this thread within a ``with`` block."""
+        return _Using(functools.partial(self._generator, index, {}))
+
+    def _generator(
+        self, index: int, made: dict[torch.device, torch.Generator], device: torch.device
+    ) -> torch.Generator | None:
+        own = self._devices[index]
+        if device.index is None and device.type == own.type:
+            device = own
+        found = made.get(device)
+        if found is None and (device == _CPU or device in self.shared):
+            found = made[device] = torch.Generator(device)
+            found.manual_seed(mixed_seed(self._seed_of_call(), index))
+        return found
+
+    def _seed_of_call(self) -> int:
+        with self._lock:
+            if self._seed is None:
+                parent = None if self._parent is None else self._parent(_CPU)
+                # None of the caller's modes shall see, or change, what is not the module's.
+                with (
+                    torch_internals.without_torch_function(),
+                    torch_internals.without_dispatch_modes(),
+                ):
+                    number = torch.empty((), dtype=torch.int64, device=_CPU)
+                    number.random_(generator=parent or torch.default_generator)
+                    self._seed = int(number.item())
+            return self._seed
+
+
+def separate_device_generators(devices: Sequence[torch.device]) -> None:
+    """Give accelerators with equal seeds different ones; that of the first device never changes."""
+    seeds: set[int] = set()
+    for index, device in enumerate(devices):
+        if not _devices.is_accelerator(device) or device in devices[:index]:
+            continue
+        generator = default_generator(device)
+        if generator is None:
+            continue
+        seed = generator.initial_seed()
+        if seed in seeds:
+            seed = mixed_seed(seed, index)
+            generator.manual_seed(seed)
+        seeds.add(seed)
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The default generator of a device; ``None`` if its module does not tell."""
+    if not _devices.is_accelerator(device):
+        return torch.default_generator
+    generators = getattr(_devices.device_module(device), "default_generators", ())
+    index = device.index or 0
+    return generators[index] if index < len(generators) else None
+
+
+# --- which source this thread uses -----------------------------------------------------------
+
+
+class _Local(threading.local):
+    source: Source | None = None
+    #: The backward to whose node the source belongs.
+    task: int | None = None
+
+
+_local = _Local()
+
+
+def current_source() -> Source | None:
+    """The source in force in this thread, or ``None`` where the default generators are used."""
+    source = _local.source
+    if source is None or not torch_internals.is_key_included(_Installed.key):
+        return None
+    # In a thread of the autograd engine, it may have been left behind by another node.
+    task = _local.task
+    return source if task is None or task == torch_internals.current_graph_task_id() else None
+
+
+class _Using:
+    """Within it, this thread draws from a source; without effect where that is not possible."""
+
+    __slots__ = ("_before", "_source")
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __enter__(self) -> None:
+        key = _Installed.key
+        if key is not None:
+            self._before = _local.source, _local.task, torch_internals.is_key_included(key)
+            _local.source, _local.task = self._source, None
+            torch_internals.include_key(key, True)
+
+    def __exit__(self, *_: object) -> None:
+        if _Installed.key is not None:
+            _local.source, _local.task, included = self._before
+            torch_internals.include_key(_Installed.key, included)
+
+
+def use_default_generators() -> AbstractContextManager[None]:
+    """Within it, the thread of a replica draws from torch's own generators."""
+    return nullcontext() if current_source() is None else _Using(lambda device: None)
+
+
+# --- operations draw from the source ---------------------------------------------------------
+
+
+class _Installed:
+    """The registered kernels; they are in force while the object is alive."""
+
+    tried = False
+    swaps = False
+    kernels: torch_internals.Kernels | None = None
+    #: Of the kernels; None where operations cannot be redirected.
+    key: Any = None
+    lock = threading.RLock()
+
+
+def _new_lock() -> None:
+    _Installed.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def install() -> None:
+    """Let operations draw from this thread's source, once in a process.
+
+    If this torch does not allow it, the log tells so once, and replicas draw from the default
+    generator.
+    """
+    if _Installed.tried:
+        return
+    with _Installed.lock:
+        if not _Installed.tried:
+            kernels = torch_internals.install_kernels(_KEY_NAME, _filling_kernels, _fills)
+            _Installed.kernels = kernels
+            _Installed.key = None if kernels is None else kernels.key
+            if kernels is not None:
+                torch_internals.replace_default_generator(_StandIn(), _stands_in)
+            _Installed.tried = True
+
+
+def _fills(key: Any) -> bool:
+    """Whether a draw with ``key`` switched on takes the generator of this thread's source."""
+    expected = torch.empty(1, device=_CPU).uniform_(generator=torch.Generator())
+    _Installed.key, _local.source = key, lambda device: torch.Generator()
+    return torch.equal(torch.empty(1, device=_CPU).uniform_(), expected)
+
+
+def _filling_kernels(kernels: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
+    for name in torch_internals.all_operators():
+        position = _generator_position(name) if name.startswith("aten::") else None
+        if position is not None:
+            yield name, _filling_kernel(_overload(name), position, kernels.below)
+
+
+def _overload(name: str) -> Any:
+    operation, _, overload = name[len("aten::") :].partition(".")
+    return getattr(getattr(torch.ops.aten, operation), overload or "default")
+
+
+def _generator_position(name: str) -> int | None:
+    operation, _, overload = name.partition(".")
+    schema = torch_internals.schema_named(operation, overload)
+    for position, argument in enumerate(schema.arguments):
+        if "Generator" in str(argument.type):
+            return position
+    return None
+
+
+def _filling_kernel(operation: Any, position: int, below: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get("generator")
+        if given is None:
+            chosen = _chosen_generator(_device_of(args, kwargs))
+            if chosen is not None and len(args) > position:
+                args = (*args[:position], chosen, *args[position + 1 :])
+            elif chosen is not None:
+                kwargs["generator"] = chosen
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return kernel
+
+
+def _chosen_generator(device: torch.device) -> torch.Generator | None:
+    source = current_source()
+    if source is None:
+        return None
+    # A traced graph is run later and by others, so no generator may be baked into it.
+    modes, mode = torch_internals.TorchsModes, torch_internals.torchs_dispatch_mode
+    is_traced = mode(modes.FAKE) is not None or mode(modes.PROXY) is not None
+    return None if is_traced else source(device)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for value in (*args, kwargs.get("out")):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    device = kwargs.get("device")
+    return _CPU if device is None else torch.device(device)
+
+
+def _install_swaps() -> None:
+    with _Installed.lock:
+        kernels = _Installed.kernels
+        if kernels is None or _Installed.swaps:
+            return
+        kernels.register(
+            (name, _swapping_kernel(_overload(name), kernels.below))
+            for name in torch_internals.all_operators()
+            if name.startswith("aten::") and _draws_unseen(name)
+        )
+        _Installed.swaps = True
+
+
+def _draws_unseen(name: str) -> bool:
+    if _generator_position(name) is not None or "backward" in name:
+        return False
+    if torch.Tag.nondeterministic_seeded not in _overload(name).tags:
+        return False
+    composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return not any(torch_internals.has_kernel(name, key) for key in composite)
+
+
+def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        device = _device_of(args, kwargs)
+        own = _chosen_generator(device) if _devices.is_accelerator(device) else None
+        default = default_generator(device)
+        if own is None or default is None:
+            return operation.redispatch(keys & below, *args, **kwargs)
+        with _Installed.lock:
+            before = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                return operation.redispatch(keys & below, *args, **kwargs)
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(before)
+
+    return kernel
+
+
+# --- functions on states draw from the source ------------------------------------------------
+
+
+class _StandIn:
+    """Leads to the CPU generator that this thread draws from; see Note [Checkpointing in replicas].
+
+    Stands in the place of ``torch.random.default_generator``.
+    """
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        return _for_writing().set_state(state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return _for_writing().manual_seed(seed)
+
+    def seed(self) -> int:
+        return _for_writing().seed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_for_reading(), name)
+
+    def __reduce__(self) -> Any:
+        return _for_reading().__reduce__()
+
+    def __repr__(self) -> str:
+        return f"<the CPU generator of this thread: {_for_reading()!r}>"
+
+
+def _for_reading() -> torch.Generator:
+    source = current_source()
+    return (None if source is None else source(_CPU)) or torch.default_generator
+
+
+def _for_writing() -> torch.Generator:
+    task = torch_internals.current_graph_task_id()
+    # Python knows the threads of the engine only as dummies, as it did not start them.
+    is_engine = task != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+    if is_engine and current_source() is None and _Installed.key is not None:
+        _local.source, _local.task = _source_of_node(), task
+        torch_internals.include_key(_Installed.key, True)
+    return _for_reading()
+
+
+def _source_of_node() -> Source:
+    generator = torch.Generator()
+    return lambda device: generator if device == _CPU else None
+
+
+def _stands_in() -> bool:
+    """Whether the functions of ``torch.random`` mean the generator of this thread's source."""
+    source = _source_of_node()
+    own = source(_CPU)
+    assert own is not None
+    own.manual_seed(mixed_seed(0, 1))
+    with _Using(source):
+        return torch.equal(torch.get_rng_state(), own.get_state())
+
+
+def _states_in_replica(
+    kind: str, indices: Sequence[int], states: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    source = current_source()
+    if source is None:
+        return states
+    owned = [source(torch.device(kind, index)) for index in indices]
+    return [
+        state if own is None else own.get_state() for own, state in zip(owned, states, strict=True)
+    ]
