@@ -134,11 +134,10 @@ def apply_replicas(
     assert len(calls) == len(devices)
     if not calls:
         return []
-    nested = current_replica() is not None
-    with (compiled or _compiled).call(calls, devices, nested=nested) as compiles:
-        context = ThreadContext.capture(devices)
+    context = ThreadContext.capture(devices)
+    concurrent = context.portable and len(calls) > 1
+    with (compiled or _compiled).call(calls, devices, concurrent=concurrent) as compiles:
         labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
-        concurrent = context.portable and len(calls) > 1
         run = _Run(calls, devices, compiles, timeline, phase, timeout, concurrent)
         if not concurrent:
             return [run.here(i, label) for i, label in enumerate(labels)]

@@ -157,8 +157,11 @@ class CompileLock:
             self._become(standing)
 
     def let_pass(self) -> None:
-        """Let those go first who wait to compile; not for ever, as one may wait for this thread."""
-        if self._waiting:
+        """Let those go first who wait to compile; not for ever, as one may wait for this thread.
+
+        A replica does not: they wait for it.
+        """
+        if self._waiting and self._local.standing is None:
             with self._changed:
                 self._changed.wait_for(lambda: not self._waiting, _COURTESY)
 
@@ -304,7 +307,11 @@ class CompiledCalls:
 
     @contextlib.contextmanager
     def call(
-        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, nested: bool
+        self,
+        calls: Sequence[Callable[[], Any]],
+        devices: Sequence[torch.device],
+        *,
+        concurrent: bool,
     ) -> Iterator[ParallelCall | None]:
         """One call of the replicas.
 
@@ -312,16 +319,15 @@ class CompiledCalls:
             calls: One function without arguments per replica. Modules and arguments are found in
                 a ``functools.partial``.
             devices: One device per replica.
-            nested: Whether it is a replica that calls.
+            concurrent: Whether the replicas run at the same time otherwise.
         """
         if not lock.install():
             yield None
             return
-        known, sizes = self._known_of(calls, devices)
+        known, sizes = self._known_of(calls, devices) if concurrent else (None, ())
         in_turn = known is not None and not known.takes_any_size and sizes not in known.sizes
         call = ParallelCall(len(set(devices)), len(calls) if in_turn else 0)
-        if not nested:
-            lock.let_pass()
+        lock.let_pass()
         with _kept_state(), lock.paused():
             yield call
         if known is not None and in_turn:
@@ -334,10 +340,8 @@ class CompiledCalls:
     def _known_of(
         self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
     ) -> tuple[_Known | None, Hashable]:
-        if len(calls) < 2 or not _is_used():
-            return None, ()
         first = calls[0]
-        if not isinstance(first, functools.partial):
+        if not _is_used() or not isinstance(first, functools.partial):
             return None, ()
         if not any(isinstance(part, nn.Module) for part in (first.func, *first.args)):
             return None, ()
