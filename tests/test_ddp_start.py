@@ -161,10 +161,10 @@ def test_buffers_of_other_shapes_are_named(cluster: Cluster) -> None:
     first, second = cluster.run(_other_shapes, 2)
     assert first == second
     assert (
-        "'norm.running_mean': (6,) torch.float32 in rank 0, (7,) torch.float32 in rank 1" in first
+        "'norm.running_mean': (6,) torch.float32 in rank 0; (7,) torch.float32 in rank 1" in first
     )
-    assert "'extra': not there in rank 0, (2,) torch.float32 in rank 1" in first
-    assert "'torch_float32': (3,) torch.float32 in rank 0, (3,) torch.float64 in rank 1" in first
+    assert "'extra': nothing in rank 0; (2,) torch.float32 in rank 1" in first
+    assert "'torch_float32': (3,) torch.float32 in rank 0; (3,) torch.float64 in rank 1" in first
     assert "running_var" not in first
 
 

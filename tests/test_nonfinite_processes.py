@@ -302,19 +302,6 @@ def test_parameters_that_stay_local(cluster: Cluster, action: str) -> None:
     cluster.run(_ignored, 2, action)
 
 
-def _differ(rank: int, world_size: int) -> str:
-    action: Any = ["skip", "ignore"][rank]
-    with pytest.raises(ValueError, match="different values of nonfinite") as caught:
-        DistributedDataParallel(make_net(), ["cpu"], nonfinite=action)
-    return str(caught.value)
-
-
-def test_processes_that_want_other_things(cluster: Cluster) -> None:
-    first, second = cluster.run(_differ, 2)
-    assert first == second
-    assert "skip in rank 0, ignore in rank 1" in first
-
-
 # --- costs ---------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,9 @@ from dataparallel.parallel.process_choice import check_alone, chosen_group
 from dataparallel.parallel.training import Training
 from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.comm_hooks import ResolvedHook, resolve_hook
-from dataparallel.reducer.consistency import check_replicas
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.verify import check_replicas
 
 
 class ReductionMethods:

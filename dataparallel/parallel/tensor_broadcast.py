@@ -9,7 +9,7 @@ import torch
 
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.errors import lines
-from dataparallel.reducer.agreement import gather_if_different
+from dataparallel.reducer.verify import differences, gather_if_different
 from dataparallel.torch_internals import foreach_copy_, is_wrapper
 
 # As in torch; more is sent in several messages.
@@ -154,15 +154,9 @@ def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: 
     gathered = gather_if_different(list(looks.items()), link, what=what)
     if gathered is None:
         return
-    sides = [dict(entries) for entries, _ in gathered]
-    names = list(dict.fromkeys(name for side in sides for name in side))
-    differences = []
-    for name in names:
-        found = [side.get(name, "not there") for side in sides]
-        if len(set(found)) > 1:
-            shown = ", ".join(f"{look} in rank {rank}" for rank, look in enumerate(found))
-            differences.append(f"{name!r}: {shown}")
-    difference = lines(differences) or "\n  only the order in which they are registered"
+    ranks = {f"rank {rank}": dict(entries) for rank, entries in enumerate(gathered)}
+    found = [f"{name!r}: {text}" for name, text in differences(ranks).items()]
+    difference = lines(found) or "\n  only the order in which they are registered"
     raise ValueError(
         f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
         "same model in every process; or let each process keep its own tensor with "

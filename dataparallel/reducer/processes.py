@@ -12,11 +12,11 @@ from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.late_failures import late_failures
 from dataparallel.comm.process_group import parent_group, shared_store, timeout_of
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.reducer.agreement import digest
 from dataparallel.reducer.average import AverageKind, scale_of
 from dataparallel.reducer.exchange import AllReduce, Exchange, OrderedSum, Sender
 from dataparallel.reducer.failed_rounds import FailedRounds
 from dataparallel.reducer.storage import BucketStorage
+from dataparallel.reducer.verify import digest
 
 # Of how many buckets messages show the sizes.
 _MOST_BUCKETS = 6

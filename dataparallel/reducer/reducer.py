@@ -45,7 +45,7 @@ from dataparallel.reducer.replica_sums import ReplicaSums
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
 from dataparallel.reducer.usage import Usage
-from dataparallel.reducer.verification import verify_across_processes, verify_replicas
+from dataparallel.reducer.verify import verify_across_processes, verify_replicas
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
@@ -115,11 +115,16 @@ class Reducer:
         self._originals = list(originals)
         self._leaves = [list(replica) for replica in leaves]
         self._expect_sparse = tuple(expect_sparse) or (False,) * len(self._originals)
-        verify_replicas(self._leaves, self.names, [self._expect_sparse] * len(self._leaves))
+        verify_replicas(self._leaves, self.names, self._expect_sparse)
         if processes is not None:
-            sparse, action = self._expect_sparse, nonfinite.action
-            verify = functools.partial(verify_across_processes, self._originals, self.names)
-            processes.verify = functools.partial(verify, expect_sparse=sparse, nonfinite=action)
+            processes.verify = functools.partial(
+                verify_across_processes,
+                self._originals,
+                self.names,
+                expect_sparse=self._expect_sparse,
+                options=options,
+                nonfinite=nonfinite.action,
+            )
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._accumulated = self.accumulations.of(IN_GRAD)
         self._hooks = LeafHooks(self)
@@ -525,7 +530,7 @@ class Reducer:
             leaves: Per replica, what it computes with in place of the originals.
         """
         self.reset()
-        verify_replicas(leaves, self.names, [self._expect_sparse] * len(leaves))
+        verify_replicas(leaves, self.names, self._expect_sparse)
         self._leaves = [list(replica) for replica in leaves]
         devices = [replica[0].device for replica in leaves]
         if self.guard is not None:
