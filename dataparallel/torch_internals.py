@@ -143,9 +143,6 @@ post_accumulate_grad_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
 
-#: The number of a node among those that its thread has made. Tells how many nodes a forward made.
-sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-
 #: A context in which writing tensors leaves their version counters alone: a broadcast of buffers
 #: between forward and backward must not look like a change of what was saved.
 keep_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = _private(

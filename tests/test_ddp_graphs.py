@@ -223,6 +223,26 @@ def attributes_that_require_grad(wrap: Wrap, device: str) -> Sequence[Tensor | N
     return results
 
 
+def a_tensor_from_outside_that_thaws(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
+    """The replicas make as many nodes with it as without it."""
+    t = torch.full((6,), 1.5, dtype=torch.float64)
+    net = Net(device, lambda net, x: net.layers[0](x).cpu() * held["factor"])
+    model, results, held = wrap(net), [], {"factor": t.exp()}
+    for step in range(3):
+        backward(model(batch(device, step)).pow(2).sum())
+        results += grads(net)
+    t.requires_grad_()
+    for step in range(2):
+        held["factor"] = t.exp()
+        backward(model(batch(device, step)).pow(2).sum())
+    held["factor"] = t.exp()
+    x = batch(device, 7, grad=True)
+    y = model(x).pow(2).sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    results += torch.autograd.grad(slope.pow(2).sum(), [t])
+    return [*results, *grads(net), t.grad]
+
+
 CASES: list[Case] = [
     several_forwards,
     separate_backwards,
@@ -235,6 +255,7 @@ CASES: list[Case] = [
     odd_outputs,
     a_closure_over_a_leaf,
     attributes_that_require_grad,
+    a_tensor_from_outside_that_thaws,
 ]
 
 

@@ -17,7 +17,6 @@ from dataparallel.threads.meeting import (
     RendezvousError,
     RendezvousKeyError,
     RendezvousTimeout,
-    count_meetings,
     current_rendezvous,
 )
 
@@ -88,23 +87,6 @@ def test_who_waits_for_combine_waits_as_long_as_it_takes() -> None:
         return rendezvous.exchange("key", index(), combine, timeout=0.1)
 
     assert replicas(call, call, call) == [0, 1, 2]
-
-
-def test_the_caller_counts_the_meetings_of_its_calls() -> None:
-    before = count_meetings()
-    replicas(int, int)
-    assert count_meetings() == before
-    inner: list[int] = []
-
-    def call() -> None:
-        meet("key", 0)
-        replicas(lambda: meet("key", 0), lambda: meet("key", 0))
-        inner.append(count_meetings())
-
-    replicas(call, call)
-    # Those of calls in replicas are theirs.
-    assert count_meetings() == before + 1
-    assert all(count >= 1 for count in inner)
 
 
 def test_one_autograd_node_with_n_inputs_and_outputs() -> None:

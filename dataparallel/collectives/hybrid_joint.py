@@ -34,8 +34,8 @@ from dataparallel.collectives.collective import Collective
 from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.hybrid_link import Agreement, HybridLink
 from dataparallel.collectives.hybrid_members import HybridMembers
+from dataparallel.graph.cut import make_anchor
 from dataparallel.graph.functions import apply_function, behind_own_nodes
-from dataparallel.graph.outside_tensors import make_anchor
 
 
 @dataclass(frozen=True)

@@ -13,32 +13,51 @@ Backward of the cut runs the backward of the replicas' graphs, all of it, as one
 reducer: on the CPU in the replicas' threads at the same time, where one engine call would run them
 one after another; with devices that have backward threads of their own in one call, since a second
 call for a device whose thread waits for it would never end. So would one call per replica where
-graphs share a node: where replicas met in forward, or use tensors from outside (see Note [Tensors
-from outside]). Then it is one call, too.
+graphs share a node: where replicas met in forward, or use tensors from outside. Then it is one
+call, too.
 
 Several cuts of one wrapper in one backward make one round, which the last of them ends.
+
+Note [Tensors from outside]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A module may compute with tensors that require grad and are neither its parameters nor its inputs:
+a closure over a learned temperature, an attribute that another module has computed. Their graphs
+are then parts of the replicas' graphs, and replicas that run at the same time cannot each have a
+backward of their own. They are found by going over the graphs from the outputs to the leaves, which
+takes half a microsecond per node; what is not a leaf of a replica is from outside. The cut takes
+these leaves as inputs, so whatever lies between them and the replicas is a part of the replicas'
+backward. The engine accumulates their gradients outside of it, and runs their hooks there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, compress, islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from dataparallel import torch_internals
 from dataparallel.graph.ending import NO_TASK, Ending
-from dataparallel.graph.functions import ReduceAddCoalesced, apply_in_backward, behind_own_nodes
+from dataparallel.graph.functions import (
+    Identity,
+    ReduceAddCoalesced,
+    apply_in_backward,
+    behind_own_nodes,
+)
 from dataparallel.graph.gradient_home import outside_of_contexts
-from dataparallel.graph.outside_tensors import make_anchor, set_aside
-from dataparallel.graph.wanted_gradients import WantedGradients
 from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
+from dataparallel.torch_internals import will_execute
 
 MaybeTensor: TypeAlias = torch.Tensor | None
+#: For each replica some tensors.
+_Rows: TypeAlias = list[list[torch.Tensor]]
+_MaybeRows: TypeAlias = list[list[MaybeTensor]]
+_Results: TypeAlias = tuple[list[MaybeTensor], list[MaybeTensor]]
 
 
 class Rounds(Protocol):
@@ -58,27 +77,96 @@ class Rounds(Protocol):
         """Run ``backward`` and return what the engine is to add to gradients of the originals."""
 
 
-@dataclass
-class CutTerms:
-    """What the cuts of one wrapper have in common.
+class Cuts:
+    """The cuts of one wrapper, one for each forward. See Note [The cut].
 
-    Attributes:
+    Args:
         rounds: What makes a round of a backward.
+        originals: The parameters of the module.
         leaves: Per replica its parameters, in the order of the originals.
         run: Runs one function per replica, each in its replica's thread.
+        together: Whether the replicas' backward is one call in any case.
         across_processes: Whether gradients are reduced over processes.
         timeline: Is told when backward runs.
     """
 
-    rounds: Rounds
-    leaves: Sequence[Sequence[torch.Tensor]]
-    run: Callable[[Sequence[Callable[[], None]]], Any]
-    across_processes: bool
-    timeline: Timeline
-    #: Wanted in every backward that has no `inputs=`; tells whether this one has.
-    anchor: torch.Tensor = field(default_factory=make_anchor)
-    #: Cuts whose backward may still come.
-    outstanding: weakref.WeakSet[CutGraphs] = field(default_factory=weakref.WeakSet)
+    def __init__(
+        self,
+        rounds: Rounds,
+        originals: Sequence[torch.Tensor],
+        leaves: Sequence[Sequence[torch.Tensor]],
+        run: Callable[[Sequence[Callable[[], None]]], Any],
+        *,
+        together: bool,
+        across_processes: bool,
+        timeline: Timeline,
+    ) -> None:
+        self.rounds, self.originals, self.leaves = rounds, originals, leaves
+        self.run, self._together = run, together
+        self.across_processes, self.timeline = across_processes, timeline
+        #: Wanted in every backward that has no `inputs=`; tells whether this one has.
+        self.anchor = make_anchor()
+        #: Cuts whose backward may still come.
+        self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
+        self._replica_of = {id(leaf): i for i, row in enumerate(leaves) for leaf in row}
+
+    def connect(
+        self, outer: _Rows, inputs: _Rows, outputs: _Rows, *, synchronize: bool, weight: float
+    ) -> _Rows:
+        """Put the cut of one forward into the caller's graph.
+
+        Args:
+            outer: Per replica, the tensors of its inputs that require grad.
+            inputs: The leaves that stand for them in the replica's graph.
+            outputs: Per replica, the outputs that require grad; at least one.
+            synchronize: Whether to reduce over processes.
+            weight: The weight of this process in an average over samples.
+
+        Returns:
+            Per replica, what stands for its outputs in the caller's graph: the same memory.
+        """
+        outside, shared = self._from_outside(inputs, outputs)
+        if outside:
+            outer = [[*outer[0], *outside], *outer[1:]]
+            inputs = [[*inputs[0], *outside], *inputs[1:]]
+        separate = not (self._together or outside or shared)
+        cut = Cut(self, separate, synchronize, weight, outside, family=object())
+        return cut.connect(outer, inputs, outputs)
+
+    def _from_outside(self, inputs: _Rows, outputs: _Rows) -> tuple[list[torch.Tensor], bool]:
+        """Leaves from outside, and whether a node leads to leaves of several replicas.
+
+        See Note [Tensors from outside].
+        """
+        replica_of = dict(self._replica_of)
+        for index, row in enumerate(inputs):
+            for leaf in row:
+                replica_of[id(leaf)] = index
+        found: dict[int, torch.Tensor] = {}
+        owner: dict[Any, int] = {}
+        shared = False
+        for index, row in enumerate(outputs):
+            pending: list[Any] = [torch.autograd.graph.get_gradient_edge(t).node for t in row]
+            while pending:
+                node = pending.pop()
+                if node is None:
+                    continue
+                if node in owner:
+                    shared |= owner[node] != index
+                    continue
+                owner[node] = index
+                edges = node.next_functions
+                for after, _ in edges:
+                    pending.append(after)
+                end = None if edges else getattr(node, "variable", None)
+                if end is None or hasattr(end, "_dataparallel_anchor"):
+                    continue
+                if id(end) in replica_of:
+                    # That of another replica, where this one alone uses what they have in common.
+                    shared |= replica_of[id(end)] != index
+                else:
+                    found[id(end)] = end
+        return list(found.values()), shared
 
     def retire(self) -> None:
         """Let a backward through earlier forwards fail: the replicas are others from now on."""
@@ -108,119 +196,170 @@ def _no_run(calls: Sequence[Callable[[], None]]) -> None:
     raise AssertionError("rounds that are retired fail before this")
 
 
-@dataclass(eq=False)
-class CutGraphs:
-    """The graphs of the replicas of one forward.
+class Cut:
+    """The graphs of the replicas of one forward, or of its gradients; see :meth:`Cuts.connect`.
 
-    Attributes:
-        terms: What the cuts of the wrapper have in common.
-        originals: The parameters of the module.
-        outer_inputs: Per replica, the tensors of its inputs that require grad.
-        inputs: The leaves that stand for them in the replica's graph.
-        outputs: Per replica, the outputs that require grad.
+    Args:
+        cuts: Those of the wrapper.
         separate: Whether no two replicas' graphs share a node.
-        synchronize: Whether to reduce over processes.
-        weight: The weight of this process in an average over samples.
+        synchronize: See there, as ``weight``.
+        weight: See there.
         outside: Leaves among the inputs of replica 0 that stand for nothing but themselves.
+        family: The same in all cuts around graphs that lead through each other.
     """
 
-    terms: CutTerms
-    originals: Sequence[torch.Tensor]
-    outer_inputs: list[list[torch.Tensor]]
-    inputs: list[list[torch.Tensor]]
-    outputs: list[list[torch.Tensor]]
-    separate: bool
-    synchronize: bool = True
-    weight: float = 1.0
-    outside: Sequence[torch.Tensor] = ()
-    node: weakref.ref[Any] | None = None
-    #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
-    ending: weakref.ref[Ending] | None = None
-    #: The backward in which this cut has run last.
-    task: int | None = None
-    #: Whether it runs now.
-    running: bool = False
-    #: The same in all cuts around graphs that lead through each other.
-    family: object = field(default_factory=object)
+    def __init__(
+        self,
+        cuts: Cuts,
+        separate: bool,
+        synchronize: bool,
+        weight: float,
+        outside: Sequence[torch.Tensor],
+        family: object,
+    ) -> None:
+        self.cuts, self.separate, self.outside = cuts, separate, outside
+        self.synchronize, self.weight, self.family = synchronize, weight, family
+        self._node: weakref.ref[Any] | None = None
+        #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
+        self.ending: weakref.ref[Ending] | None = None
+        # The backward in which this cut has run last, and whether it runs now.
+        self._task: int | None = None
+        self._running = False
 
-    def connect(self) -> list[list[torch.Tensor]]:
-        """Put the cut into the caller's graph.
-
-        Returns:
-            Per replica, what stands for its outputs in the caller's graph: the same memory.
-        """
-        first = next(output.device for replica in self.outputs for output in replica)
+    def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
+        """Put the cut into the caller's graph."""
+        first = next(chain(*outputs)).device
+        self.outer, self.inputs = outer, inputs
         # One backward may begin at the outputs of all replicas, with the stream of the first.
-        self.outputs = [behind_own_nodes(replica, first) for replica in self.outputs]
-        flat = [tensor for replica in self.outer_inputs for tensor in replica]
-        results: Any = _apply(
-            self, self.terms.anchor, *behind_own_nodes([*flat, *self.originals], first)
-        )
-        self.terms.outstanding.add(self)
+        self.outputs = [behind_own_nodes(row, first) for row in outputs]
+        cuts = self.cuts
+        tensors = behind_own_nodes([*chain(*outer), *cuts.originals], first)
+        # Without the search for functorch's wrappers, which looks at every parameter.
+        apply: Any = super(torch.autograd.Function, _Node).apply
+        results = apply(self, cuts.anchor, *tensors)
+        cuts.outstanding.add(self)
         if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
             self.ending = Ending.given_to_the_engine()
-        left = iter(results if isinstance(results, tuple) else (results,))
-        return [[next(left) for _ in replica] for replica in self.outputs]
+        return _in_rows(outputs, results)
+
+    def made(self, node: Any) -> list[torch.Tensor]:
+        """What stands for the outputs, now that there is a node."""
+        self._node = weakref.ref(node)
+        return [output.detach() for output in chain(*self.outputs)]
+
+    def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
+        """The gradients of the inputs, and of the originals where the engine is to have them."""
+        wanted = _wanted(node, self.inputs, self.cuts.anchor)
+        backward = _Backward(self, _in_rows(self.outputs, grads), wanted, self._others_to_come())
+        self._running = True
+        try:
+            with _set_aside(self.outside) if self.outside else contextlib.nullcontext():
+                return backward.run()
+        finally:
+            self._running = False
+
+    def _others_to_come(self) -> list[Cut]:
+        """The cuts of the wrapper that run later in the same backward."""
+        task = self._task = torch_internals.current_graph_task_id()
+        found = []
+        for other in list(self.cuts.outstanding):
+            node = None if other._node is None else other._node()
+            if node is None:
+                self.cuts.outstanding.discard(other)
+            elif other._task != task and will_execute(node):
+                found.append(other)
+        return found
+
+    def keeps_graph(self, others: Sequence[Cut]) -> bool:
+        """Whether the replicas' graphs are needed after this backward through them."""
+        # The graph of a gradient leads through the graph of which it is the gradient; that of a
+        # tensor from outside is a part of the caller's graph, too.
+        if torch_internals.keeps_graph() or self.outside:
+            return True
+        return any(
+            [
+                other.family is self.family and (other._running or other in others)
+                for other in self.cuts.outstanding
+                if other is not self
+            ]
+        )
 
 
-class Cut(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     """The node. See Note [The cut]."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: CutGraphs, anchor: Any, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, cut: Cut, anchor: Any, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.graphs = graphs
-        graphs.node = weakref.ref(ctx)
-        return tuple(output.detach() for replica in graphs.outputs for output in replica)
+        ctx.cut = cut
+        return tuple(cut.made(ctx))
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: MaybeTensor) -> Any:
-        graphs: CutGraphs = ctx.graphs
-        num_inputs = sum(len(replica) for replica in graphs.inputs)
-        wanted = WantedGradients.of(ctx, num_inputs, graphs.terms.anchor)
-        backward = _Backward(graphs, grads, wanted)
-        graphs.running = True
-        try:
-            with set_aside(graphs.outside):
-                inputs, parameters = backward.run()
-        finally:
-            graphs.running = False
+        inputs, parameters = ctx.cut.backward(ctx, grads)
         return (None, None, *inputs, *parameters)
+
+
+class _Wanted(NamedTuple):
+    """The gradients that one backward is about."""
+
+    #: Per replica and input.
+    inputs: list[list[bool]]
+    #: Per original.
+    parameters: list[bool]
+    #: Whether it is a plain ``backward()``.
+    everything: bool = True
+    #: Whether gradients of originals are returned by ``torch.autograd.grad``.
+    captured: bool = False
+
+
+def _wanted(node: Any, inputs: _Rows, anchor: torch.Tensor) -> _Wanted:
+    """What is wanted of a cut, in its backward."""
+    # The first two arguments of forward are not the caller's.
+    needed = iter(node.needs_input_grad[2:])
+    if will_execute(torch.autograd.graph.get_gradient_edge(anchor).node):
+        return _Wanted(_in_rows(inputs, needed), list(needed))
+    num_inputs = len(list(chain(*inputs)))
+    captured = False
+    answers = []
+    # One entry for each argument of forward that is a tensor: the anchor comes first.
+    for position, (leaf, number) in enumerate(node.next_functions[1:]):
+        # Of leaves alone torch tells whether their gradient is captured.
+        if leaf is not None and leaf.name() == f"{Identity.__name__}Backward":
+            leaf = leaf.next_functions[number][0]
+        try:
+            answer = bool(next(needed) and leaf is not None and will_execute(leaf))
+        except RuntimeError:
+            # torch's way to say that autograd.grad captures the gradient of this leaf.
+            answer = True
+            captured |= position >= num_inputs
+        answers.append(answer)
+    return _Wanted(_in_rows(inputs, answers), answers[num_inputs:], False, captured)
 
 
 class _Backward:
     """One backward through the graphs of all replicas."""
 
-    def __init__(
-        self, graphs: CutGraphs, grads: Sequence[MaybeTensor], wanted: WantedGradients
-    ) -> None:
-        self._graphs = graphs
-        self._wanted = wanted
-        left = iter(grads)
-        self._grads = [[next(left) for _ in replica] for replica in graphs.outputs]
-        self._batched = torch_internals.any_batched(grads)
-        self._others = self._others_to_come()
-        # The graph of a gradient leads through the graph of which it is the gradient; that of a
-        # tensor from outside is a part of the caller's graph, too.
-        self._keep = bool(torch_internals.keeps_graph() or graphs.outside) or any(
-            other.family is graphs.family and (other.running or other in self._others)
-            for other in graphs.terms.outstanding
-            if other is not graphs
-        )
+    def __init__(self, cut: Cut, grads: _MaybeRows, wanted: _Wanted, others: Sequence[Cut]) -> None:
+        self._cut, self._cuts = cut, cut.cuts
+        self._grads, self._wanted = grads, wanted
+        self._batched = torch_internals.any_batched(chain(*grads))
+        self._last = not others
+        self._keep = cut.keeps_graph(others)
 
-    def run(self) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
-        """The gradients of the inputs, and of the originals where the engine is to have them."""
+    def run(self) -> _Results:
+        """See :meth:`Cut.backward`."""
         if torch.is_grad_enabled():
             self._refuse_batches()
-            return self.differentiable()
+            return self._differentiable()
         if self._wanted.captured or not any(self._wanted.parameters):
-            return self.captured()
-        return self.accumulated()
+            return self._captured()
+        return self._accumulated()
 
-    def accumulated(self) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
+    def _accumulated(self) -> _Results:
         """Gradients of the parameters go into their leaves, and from there through a round."""
-        graphs = self._graphs
+        cut = self._cut
         found: list[MaybeTensor] = []
 
         def backward() -> None:
@@ -228,176 +367,118 @@ class _Backward:
                 with outside_of_contexts():
                     self._each(self._accumulate)
             finally:
-                for replica in graphs.inputs:
-                    for leaf in replica:
-                        found.append(leaf.grad)
-                        leaf.grad = None
+                for leaf in chain(*cut.inputs):
+                    found.append(leaf.grad)
+                    leaf.grad = None
 
-        parameters = graphs.terms.rounds.reduce(
+        parameters = self._cuts.rounds.reduce(
             backward,
-            synchronize=graphs.synchronize,
-            weight=graphs.weight,
+            synchronize=cut.synchronize,
+            weight=cut.weight,
             task=torch_internals.current_graph_task_id(),
-            last=not self._others,
+            last=self._last,
             passes=True,
-            ending=graphs.ending,
+            ending=cut.ending,
         )
-        return self._of_inputs(found), parameters
-
-    def captured(self) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
-        """Gradients are returned and put nowhere, as ``torch.autograd.grad`` asks."""
-        self._refuse_to_leave_out_processes()
-        found: list[list[MaybeTensor]] = [[] for _ in self._graphs.inputs]
-
-        def backward(replicas: Sequence[int]) -> None:
-            outputs, grads = self._roots(replicas)
-            chosen = [leaf for replica in replicas for leaf in self._chosen(replica)]
-            if outputs and chosen:
-                results = iter(
-                    torch.autograd.grad(
-                        outputs, chosen, grads, retain_graph=self._keep, allow_unused=True
-                    )
-                )
-                for replica in replicas:
-                    found[replica] = [next(results) for _ in self._chosen(replica)]
-
-        self._each(backward)
-        return self._sorted(found)
-
-    def differentiable(self) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
-        """Gradients that have a graph: a cut of their own, around the graphs of the gradients."""
-        self._refuse_to_leave_out_processes()
-        graphs = self._graphs
-        every = range(len(graphs.outputs))
-        leaves = [[_leaf_for(grad) for grad in replica] for replica in self._grads]
-        pairs = zip(self._grads, leaves, strict=True)
-        followed: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
-            [
-                (g, leaf)
-                for g, leaf in zip(outer, inner, strict=True)
-                if g is not None and leaf is not None and leaf is not g
-            ]
-            for outer, inner in pairs
-        ]
-        outputs, grads = self._roots(every, leaves)
-        chosen = [leaf for replica in every for leaf in self._chosen(replica)]
-        if not outputs or not chosen:
-            return self._sorted([[] for _ in every])
-        results = iter(
-            torch.autograd.grad(outputs, chosen, grads, create_graph=True, allow_unused=True)
-        )
-        found: list[list[MaybeTensor]] = [
-            [next(results) for _ in self._chosen(replica)] for replica in every
-        ]
-        again = CutGraphs(
-            graphs.terms,
-            graphs.originals,
-            [
-                [*outer, *(g for g, _ in more)]
-                for outer, more in zip(graphs.outer_inputs, followed, strict=True)
-            ],
-            [
-                [*inner, *(leaf for _, leaf in more)]
-                for inner, more in zip(graphs.inputs, followed, strict=True)
-            ],
-            [[g for g in replica if g is not None and g.requires_grad] for replica in found],
-            graphs.separate,
-            graphs.synchronize,
-            graphs.weight,
-            graphs.outside,
-            family=graphs.family,
-        )
-        connected = [iter(replica) for replica in again.connect()]
-        return self._sorted(
-            [
-                [next(outer) if g is not None and g.requires_grad else g for g in replica]
-                for replica, outer in zip(found, connected, strict=True)
-            ]
-        )
-
-    # --- what they have in common --------------------------------------------------------------
-
-    def _others_to_come(self) -> list[CutGraphs]:
-        """The cuts of the wrapper that run later in the same backward."""
-        task = torch_internals.current_graph_task_id()
-        self._graphs.task = task
-        found = []
-        for other in list(self._graphs.terms.outstanding):
-            node = None if other.node is None else other.node()
-            if node is None:
-                self._graphs.terms.outstanding.discard(other)
-            elif other.task != task and torch_internals.will_execute(node):
-                found.append(other)
-        return found
-
-    def _each(self, backward: Callable[[Sequence[int]], None]) -> None:
-        every = range(len(self._graphs.outputs))
-        # What gradients are batched by belongs to the calling thread.
-        if self._graphs.separate and len(every) > 1 and not self._batched:
-            self._graphs.terms.run([functools.partial(backward, [replica]) for replica in every])
-        else:
-            with self._graphs.terms.timeline.span("backward"):
-                backward(every)
+        wanted = chain(*self._wanted.inputs)
+        inputs = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+        return inputs, parameters
 
     def _accumulate(self, replicas: Sequence[int]) -> None:
         chosen = None
         if not self._wanted.everything:
             chosen = [leaf for replica in replicas for leaf in self._chosen(replica)]
-        outputs, grads = self._roots(replicas)
+        outputs, grads = self._roots(replicas, self._grads)
         if outputs:
             torch.autograd.backward(outputs, grads, retain_graph=self._keep, inputs=chosen)
 
+    def _captured(self) -> _Results:
+        """Gradients are returned and put nowhere, as ``torch.autograd.grad`` asks."""
+        self._refuse_to_leave_out_processes()
+        found: _MaybeRows = [[] for _ in self._grads]
+
+        def backward(replicas: Sequence[int]) -> None:
+            rows = self._gradients(replicas, self._grads, retain_graph=self._keep)
+            for replica, row in zip(replicas, rows, strict=True):
+                found[replica] = row
+
+        self._each(backward)
+        return self._sorted(found)
+
+    def _differentiable(self) -> _Results:
+        """Gradients that have a graph: a cut of their own, around the graphs of the gradients."""
+        self._refuse_to_leave_out_processes()
+        cut = self._cut
+        leaves = [[_leaf_for(grad) for grad in row] for row in self._grads]
+        found = self._gradients(range(len(leaves)), leaves, create_graph=True)
+        outputs = [[g for g in row if g is not None and g.requires_grad] for row in found]
+        if not any(outputs):
+            return self._sorted(found)
+        outer, inputs = list(map(list, cut.outer)), list(map(list, cut.inputs))
+        for replica, row in enumerate(leaves):
+            for grad, leaf in zip(self._grads[replica], row, strict=True):
+                if grad is not None and leaf is not None and leaf is not grad:
+                    outer[replica].append(grad)
+                    inputs[replica].append(leaf)
+        again = Cut(self._cuts, cut.separate, cut.synchronize, cut.weight, cut.outside, cut.family)
+        connected = chain(*again.connect(outer, inputs, outputs))
+        for row in found:
+            row[:] = [next(connected) if g is not None and g.requires_grad else g for g in row]
+        return self._sorted(found)
+
+    # --- what they have in common --------------------------------------------------------------
+
+    def _each(self, backward: Callable[[Sequence[int]], None]) -> None:
+        every = range(len(self._grads))
+        # What gradients are batched by belongs to the calling thread.
+        if self._cut.separate and len(every) > 1 and not self._batched:
+            self._cuts.run([functools.partial(backward, [replica]) for replica in every])
+        else:
+            with self._cuts.timeline.span("backward"):
+                backward(every)
+
+    def _gradients(self, replicas: Sequence[int], grads: _MaybeRows, **options: bool) -> _MaybeRows:
+        """Per replica the gradients of its chosen leaves; none where nothing leads to them."""
+        outputs, roots = self._roots(replicas, grads)
+        chosen = [self._chosen(replica) for replica in replicas]
+        if not outputs or not any(chosen):
+            return [[] for _ in replicas]
+        results = torch.autograd.grad(
+            outputs, list(chain(*chosen)), roots, allow_unused=True, **options
+        )
+        return _in_rows(chosen, results)
+
     def _chosen(self, replica: int) -> list[torch.Tensor]:
         """The leaves of a replica whose gradients are wanted: its inputs, then its parameters."""
-        before = sum(len(inputs) for inputs in self._graphs.inputs[:replica])
-        inputs = self._graphs.inputs[replica]
-        wanted = self._wanted.inputs[before : before + len(inputs)]
-        leaves = self._graphs.terms.leaves[replica]
-        return [
-            *(leaf for leaf, want in zip(inputs, wanted, strict=True) if want),
-            *(leaf for leaf, want in zip(leaves, self._wanted.parameters, strict=True) if want),
-        ]
+        inputs = compress(self._cut.inputs[replica], self._wanted.inputs[replica])
+        return [*inputs, *compress(self._cuts.leaves[replica], self._wanted.parameters)]
 
     def _roots(
-        self,
-        replicas: Sequence[int],
-        grads: Sequence[Sequence[MaybeTensor]] | None = None,
+        self, replicas: Sequence[int], grads: _MaybeRows
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs that have a gradient, and these."""
-        given = self._grads if grads is None else grads
-        pairs = [
-            (output, grad)
-            for replica in replicas
-            for output, grad in zip(self._graphs.outputs[replica], given[replica], strict=True)
-            if grad is not None
-        ]
-        return [output for output, _ in pairs], [grad for _, grad in pairs]
+        outputs: list[torch.Tensor] = []
+        roots: list[torch.Tensor] = []
+        for replica in replicas:
+            for output, grad in zip(self._cut.outputs[replica], grads[replica], strict=True):
+                if grad is not None:
+                    outputs.append(output)
+                    roots.append(grad)
+        return outputs, roots
 
-    def _of_inputs(self, found: Sequence[MaybeTensor]) -> list[MaybeTensor]:
-        pairs = zip(found, self._wanted.inputs, strict=True)
-        return [grad if want else None for grad, want in pairs]
-
-    def _sorted(
-        self, found: Sequence[Sequence[MaybeTensor]]
-    ) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
+    def _sorted(self, found: _MaybeRows) -> _Results:
         """What was found for the chosen leaves, as gradients of the inputs and of the originals."""
-        left = [iter(replica) for replica in found]
-        flat = iter(self._wanted.inputs)
-        inputs = [
-            next(left[replica], None) if next(flat) else None
-            for replica, members in enumerate(self._graphs.inputs)
-            for _ in members
-        ]
-        rows = [
-            [next(grads, None) if want else None for want in self._wanted.parameters]
-            for grads in left
-        ]
-        if not any(self._wanted.parameters):
-            return inputs, list(rows[0])
-        home = self._graphs.originals[0].device
-        columns = [grad for row in rows for grad in row]
-        sums = apply_in_backward(ReduceAddCoalesced, home, len(rows[0]), *columns)
-        return inputs, list(sums)
+        inputs: list[MaybeTensor] = []
+        columns: list[MaybeTensor] = []
+        parameters = self._wanted.parameters
+        for row, wanted in zip(found, self._wanted.inputs, strict=True):
+            left = iter(row)
+            inputs += [next(left, None) if want else None for want in wanted]
+            columns += [next(left, None) if want else None for want in parameters]
+        if not any(parameters):
+            return inputs, [None] * len(parameters)
+        home = self._cuts.originals[0].device
+        return inputs, apply_in_backward(ReduceAddCoalesced, home, len(parameters), *columns)
 
     def _refuse_batches(self) -> None:
         if self._batched:
@@ -409,7 +490,7 @@ class _Backward:
             )
 
     def _refuse_to_leave_out_processes(self) -> None:
-        if self._graphs.terms.across_processes and any(self._wanted.parameters):
+        if self._cuts.across_processes and any(self._wanted.parameters):
             raise RuntimeError(
                 "gradients of parameters that torch.autograd.grad returns, or that are computed "
                 "with create_graph=True, would not be reduced over the processes; call "
@@ -417,13 +498,40 @@ class _Backward:
             )
 
 
-def _apply(*arguments: Any) -> Any:
-    """``Cut.apply`` without the search for functorch's wrappers, which looks at every parameter."""
-    apply: Any = super(torch.autograd.Function, Cut).apply
-    return apply(*arguments)
+def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[Any]]:
+    """A flat sequence, divided as some rows are."""
+    left = iter(flat)
+    return [list(islice(left, len(row))) for row in rows]
 
 
 def _leaf_for(grad: MaybeTensor) -> MaybeTensor:
     if grad is None or not grad.requires_grad:
         return grad
     return grad.detach().requires_grad_()
+
+
+def make_anchor() -> torch.Tensor:
+    """A leaf that is found in graphs, but is no concern of users."""
+    anchor = torch.zeros((), requires_grad=True)
+    anchor._dataparallel_anchor = True  # type: ignore[attr-defined]
+    return anchor
+
+
+@contextlib.contextmanager
+def _set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A ``with`` block in which leaves have neither gradients nor hooks."""
+    grads = [leaf.grad for leaf in leaves]
+    both = (torch_internals.backward_hooks, torch_internals.post_accumulate_grad_hooks)
+    tables = [table for leaf in leaves for hooks in both if (table := hooks(leaf))]
+    kept = [dict(table) for table in tables]
+    for leaf in leaves:
+        leaf.grad = None
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+        for table, entries in zip(tables, kept, strict=True):
+            table.update(entries)

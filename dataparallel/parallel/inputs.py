@@ -25,7 +25,6 @@ import torch
 from dataparallel import torch_internals
 from dataparallel.batch.tree import flatten
 from dataparallel.graph.functions import Identity, apply_function
-from dataparallel.threads.meeting import count_meetings
 
 
 class ReplicaInputs:
@@ -106,17 +105,11 @@ class ReplicaGraphs:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Sequence[Any]) -> None:
-        self._meetings = count_meetings()
         self._inputs = [ReplicaInputs(pair) for pair in zip(args, kwargs, strict=True)]
         self.args = [inputs.given[0] for inputs in self._inputs]
         self.kwargs = [inputs.given[1] for inputs in self._inputs]
         self.outer = [inputs.outer for inputs in self._inputs]
         self.leaves = [inputs.leaves for inputs in self._inputs]
-
-    @property
-    def met(self) -> bool:
-        """Whether replicas have met since these graphs began."""
-        return count_meetings() != self._meetings
 
     def take(self, outputs: Sequence[Any]) -> list[list[torch.Tensor]]:
         """Per replica, what of its outputs and written inputs the cut is to follow."""

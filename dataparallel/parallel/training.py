@@ -19,9 +19,8 @@ from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import shared_store
 from dataparallel.devices import has_backward_thread
-from dataparallel.graph.cut import CutGraphs, CutTerms, Rounds
+from dataparallel.graph.cut import Cuts, Rounds
 from dataparallel.graph.gradient_home import refuse_calls
-from dataparallel.graph.outside_tensors import OutsideTensors
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
@@ -211,14 +210,15 @@ class Training:
         rounds: Rounds = self.reducer
         if self.local is not None:
             rounds = ChainedReducers(self.reducer, self.local)
-        self._terms = CutTerms(
-            rounds=rounds,
-            leaves=[[leaves[k] for k in indices] for leaves in self._leaves],
-            run=functools.partial(runner.run, phase="backward"),
+        self._cuts = Cuts(
+            rounds,
+            self._originals,
+            [[leaves[k] for k in indices] for leaves in self._leaves],
+            functools.partial(runner.run, phase="backward"),
+            together=self._policy == "sync" or any(has_backward_thread(d) for d in devices),
             across_processes=self.processes is not None,
             timeline=self._timeline,
         )
-        self._outside = OutsideTensors(self._leaves)
         self.clones = StandingClones(
             self._module,
             devices,
@@ -227,7 +227,6 @@ class Training:
             keep=self._policy == "replica0",
             spread=self._spread,
         )
-        self._together = self._policy == "sync" or any(has_backward_thread(d) for d in devices)
         alone = len(devices) == 1 and self.processes is None
         self.direct = (
             alone
@@ -239,7 +238,7 @@ class Training:
 
     def on(self, runner: Runner) -> Training:
         """The same on other devices from now on; the other processes need not know."""
-        self._terms.retire()
+        self._cuts.retire()
         other = copy.copy(self)
         other._num_replicas = len(runner.devices)
         other.leaves = self.leaves.on(runner.devices)
@@ -288,23 +287,10 @@ class Training:
         if not any(followed):
             return graphs.rebuild(followed) if graphs.is_written else outputs
         refuse_calls(followed)
-        outer, inputs = graphs.outer, graphs.leaves
-        outside, shared = self._outside.find(followed, inputs, met=graphs.met)
-        if outside:
-            outer = [[*outer[0], *outside], *outer[1:]]
-            inputs = [[*inputs[0], *outside], *inputs[1:]]
-        cut = CutGraphs(
-            self._terms,
-            self._originals,
-            outer,
-            inputs,
-            followed,
-            separate=not (self._together or outside or shared),
-            synchronize=synchronize,
-            weight=weight,
-            outside=outside,
+        connected = self._cuts.connect(
+            graphs.outer, graphs.leaves, followed, weight=weight, synchronize=synchronize
         )
-        return graphs.rebuild(cut.connect())
+        return graphs.rebuild(connected)
 
     # --- the processes ---------------------------------------------------------------------------
 

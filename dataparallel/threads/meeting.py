@@ -45,25 +45,6 @@ class RendezvousTimeout(TimeoutError):
     """A replica did not come in time."""
 
 
-class _Meetings:
-    count = 0
-
-
-class _Thread(threading.local):
-    """Of each thread, the meetings in the calls that it makes; the replicas count them."""
-
-    def __init__(self) -> None:
-        self.meetings = _Meetings()
-
-
-_thread = _Thread()
-
-
-def count_meetings() -> int:
-    """How many meetings there have been in the calls that this thread made."""
-    return _thread.meetings.count
-
-
 class _Round:
     """One meeting: who has come, with what, and what came of it."""
 
@@ -105,7 +86,6 @@ class Rendezvous:
         self._sequence = 0
         self._left: dict[int, str] = {}
         self._aborted: BaseException | None = None
-        self._caller = _thread.meetings
 
     # Replicas meet in Python's own locks, which the compiler cannot follow.
     @untraced
@@ -230,7 +210,6 @@ class Rendezvous:
             meeting.values.clear()
             if self._round is meeting:
                 self._round = None
-            self._caller.count += 1
             self._changed.notify_all()
 
     def _await(self, meeting: _Round, index: int, seconds: float) -> None:
