@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dataparallel as dp
-from dataparallel.reducer import exchange, storage
+from dataparallel.reducer import buckets
 from tests.cluster import Cluster
 
 
@@ -67,20 +67,20 @@ def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int,
     net = make_net()
     model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
     copied = 0
-    pack = exchange.pack
+    pack = buckets.pack
 
     def counting(*args: Any) -> None:
         nonlocal copied
         copied += 1
         pack(*args)
 
-    vars(exchange)["pack"] = counting
+    vars(buckets)["pack"] = counting
     try:
         for _ in range(4):
             net.zero_grad()
             model(torch.randn(6, 16), True).sum().backward()
     finally:
-        vars(exchange)["pack"] = pack
+        vars(buckets)["pack"] = pack
     flats = {s.flat.untyped_storage().data_ptr() for s in model.reducer.buckets.storages if s}
     grads = [p.grad for p in net.parameters()]
     assert all(grad is not None for grad in grads)
@@ -117,14 +117,14 @@ class _Sizes(TorchDispatchMode):
 def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int, int]:
     net = make_net()
     made = 0
-    original = storage.BucketStorage.__init__
+    original = buckets.BucketStorage.__init__
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal made
         made += 1
         original(self, *args, **kwargs)
 
-    storage.BucketStorage.__init__ = counting  # type: ignore[method-assign]
+    buckets.BucketStorage.__init__ = counting  # type: ignore[method-assign]
     try:
         model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
         for _ in range(3):
@@ -138,7 +138,7 @@ def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> tuple
             with sizes:
                 output.backward()
     finally:
-        storage.BucketStorage.__init__ = original  # type: ignore[method-assign]
+        buckets.BucketStorage.__init__ = original  # type: ignore[method-assign]
     # Numbers of messages are small; anything of the size of a parameter is not.
     large = [entry for entry in sizes.made if entry[1] >= 16]
     return made - before, len(large)

@@ -314,7 +314,7 @@ def test_ranks_that_failed_are_named_however_many_there_are(
     nothing: Any = None
     said = [torch.empty(0)] * world_size
     exchanges = [
-        Exchange([], [], nothing, nothing, cast(Any, Numbered(rank, said)), lambda: 1.0, nothing)
+        Exchange([], nothing, nothing, cast(Any, Numbered(rank, said)), lambda: 1.0, nothing)
         for rank in range(world_size)
     ]
     pending = [

@@ -12,7 +12,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel.kernels.backend import registered
-from dataparallel.reducer.local_sum import local_sum
+from dataparallel.reducer.buckets import local_sum
 from tests.comm_cases import in_order, sparse
 from tests.kernels.virtual_backend import VirtualBackend
 

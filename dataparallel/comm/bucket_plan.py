@@ -17,6 +17,7 @@ be much larger.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def fill(
             num_full[group] += 1
         else:
             filling[group] = (bucket, size)
-    return full + [bucket for bucket, _ in filling.values()]
+    return [*full, *map(operator.itemgetter(0), filling.values())]
 
 
 def plan_buckets(
@@ -220,9 +221,5 @@ def plan_buckets(
     return BucketPlan(
         buckets=tuple(tuple(bucket.indices) for bucket in buckets),
         limits=tuple(bucket.limit for bucket in buckets),
-        bytes=tuple(sum(_num_bytes(parameters[i]) for i in bucket.indices) for bucket in buckets),
+        bytes=tuple(sum(parameters[i].nbytes for i in bucket.indices) for bucket in buckets),
     )
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -60,7 +60,7 @@ def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]
         plan_buckets([weight, bias])   # ((0, 1),) when both are float32 and small
     """
     buckets = fill(enumerate(tensors), (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-    return tuple(tuple(bucket.indices) for bucket in buckets)
+    return tuple([tuple(bucket.indices) for bucket in buckets])
 
 
 def connect(

@@ -16,14 +16,12 @@ class Ending:
 
     Attributes:
         task: Number of the backward.
-        end: What ends the round; None if none is to be ended.
-        lost: Called if the backward has failed and ``end`` was not.
     """
 
     def __init__(self) -> None:
         self.task = torch_internals.current_graph_task_id()
-        self.end: Callable[[], None] | None = None
-        self.lost: Callable[[], None] | None = None
+        self._end: Callable[[], None] | None = None
+        self._lost: Callable[[], None] | None = None
 
     @staticmethod
     def given_to_the_engine() -> weakref.ref[Ending]:
@@ -32,11 +30,15 @@ class Ending:
         torch_internals.when_backward_ends(ending)
         return weakref.ref(ending)
 
+    def watch(self, end: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Call ``end`` when the backward has ended well, and ``lost`` if it has failed."""
+        self._end, self._lost = end, lost
+
     def __call__(self) -> None:
-        end, self.end = self.end, None
+        end, self._end = self._end, None
         if end is not None:
             end()
 
     def __del__(self) -> None:
-        if self.end is not None and self.lost is not None:
-            self.lost()
+        if self._end is not None and self._lost is not None:
+            self._lost()

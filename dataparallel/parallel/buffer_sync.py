@@ -188,7 +188,7 @@ class BufferSync:
     def _wait_for_buffers(self) -> None:
         """Let each round end when what a hook has begun has ended."""
         self._buffer_futures = BufferFutures(self._processes)
-        self._training.reducer.at_end = self._buffer_futures.wait
+        self._training.reducer.call_at_end(self._buffer_futures.wait)
 
     # --- at the beginning, and when all processes have joined ------------------------------------
 

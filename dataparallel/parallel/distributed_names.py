@@ -146,10 +146,10 @@ class TorchNames(UnevenInputs, ReductionMethods):
             ValueError: There is no parameter of that name, or the rows are no list of integers.
         """
         for name, rows in global_unique_ids.items():
-            if name not in self.reducer.names:
+            if name not in self.reducer.reduced_names:
                 raise ValueError(
                     f"there is no parameter {name!r} to be reduced; there are "
-                    f"{describe_names(self.reducer.names)}"
+                    f"{describe_names(self.reducer.reduced_names)}"
                 )
             if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
                 raise ValueError(
@@ -212,7 +212,7 @@ class TorchNames(UnevenInputs, ReductionMethods):
 
     @property
     def _delay_all_reduce_all_params(self) -> bool:
-        return self._delayed.issuperset(self.reducer.names)
+        return self._delayed.issuperset(self.reducer.reduced_names)
 
     @staticmethod
     def get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:

@@ -40,7 +40,6 @@ from dataparallel.comm.processes import Pending, ProcessLink
 from dataparallel.parallel.buffer_sync import BufferSync
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.join_obstacles import refuse_shared_statistics
-from dataparallel.reducer.shadow import shadow
 
 _WHAT = "how many processes have inputs left"
 
@@ -261,7 +260,7 @@ class UnevenInputs(BufferSync, Joinable):
                     )
             count = functools.partial(_first_of, counts, pending)
         if processes is not None:
-            processes.num_active = None if self._divide_by_initial_world_size else count
+            processes.count_active(None if self._divide_by_initial_world_size else count)
         return count
 
     def _refuse_while_joined(self, count: Callable[[], int] | None) -> None:
@@ -333,7 +332,8 @@ class UnevenInputs(BufferSync, Joinable):
             }
         for parameter in parameters:
             parameter.grad = None
-        for parameter, grad in zip(parameters, shadow(reducer, parameters), strict=True):
+        results = reducer.reduce(lambda: None, has_data=False)
+        for parameter, grad in zip(parameters, results, strict=True):
             if grad is not None:
                 parameter.grad = grad
 
@@ -353,7 +353,7 @@ class UnevenInputs(BufferSync, Joinable):
         self._join_config = torch_internals.disabled_join_config()
         processes = self._processes
         if processes is not None:
-            processes.num_active = None
+            processes.count_active(None)
 
 
 def _first_of(counts: torch.Tensor, pending: Pending) -> int:

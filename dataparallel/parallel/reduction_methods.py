@@ -121,7 +121,7 @@ class ReductionMethods:
         if self._training.processes is None:
             self._rebuild()
         else:
-            self.reducer.hook = resolved
+            self.reducer.use_hook(resolved)
 
     def step_in_backward(
         self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any

@@ -1,4 +1,4 @@
-"""What a distributed wrapper is trained with: leaves, reducers, links and standing clones."""
+"""What a distributed wrapper is trained with: leaves, reducer, links and standing clones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataparallel.comm.failure_channel import channel_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import shared_store
 from dataparallel.devices import has_backward_thread
-from dataparallel.graph.cut import Cuts, Rounds
+from dataparallel.graph.cut import Cuts
 from dataparallel.graph.gradient_home import refuse_calls
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.parallel.buffers import BufferPolicy
@@ -27,7 +27,6 @@ from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
 from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.parallel.step import Runner
 from dataparallel.reducer.average import AverageKind
-from dataparallel.reducer.chained import ChainedReducers
 from dataparallel.reducer.comm_hooks import ResolvedHook
 from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.nonfinite import NonFinitePolicy
@@ -40,7 +39,7 @@ from dataparallel.reducer.options import (
 )
 from dataparallel.reducer.processes import ReducerProcesses
 from dataparallel.reducer.reducer import Reducer
-from dataparallel.reducer.trained import TrainedParameters, trained_parameters
+from dataparallel.reducer.trained import trained_parameters
 from dataparallel.replicas.replica_parameters import ReplicaParameters
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.standing_clones import StandingClones
@@ -85,8 +84,8 @@ class Options:
         if self.optimizers is not None:
             self.nonfinite.refuse_steps_in_backward()
 
-    def of_reducer(self, names: Sequence[str], *, sends: bool) -> ReducerOptions:
-        """The options of a reducer for parameters of these names."""
+    def of_reducer(self, names: Sequence[str], num_local: int, *, sends: bool) -> ReducerOptions:
+        """The options of a reducer for parameters of these names; the last ones stay local."""
         caps = self.bucket_cap_mb
         if caps is None:
             bucket_bytes: int | tuple[int, ...] = BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES
@@ -104,6 +103,7 @@ class Options:
             deterministic=self.deterministic,
             reduce_dtype=self.mixed_precision.reduce_dtype,
             delayed=frozenset(i for i, name in enumerate(names) if name in self.delayed),
+            num_local=num_local,
         )
 
 
@@ -111,7 +111,7 @@ class Training:
     """Everything that belongs to one module, as it is now, on some devices.
 
     Making it communicates with nobody; :meth:`connect` does. For other parameters another one is
-    made, and for other devices :meth:`on` makes one with the same reducers and links.
+    made, and for other devices :meth:`on` makes one with the same reducer and links.
 
     Args:
         module: The original.
@@ -124,7 +124,6 @@ class Training:
     Attributes:
         processes: The links; None where there is no other process and no hook.
         reducer: Reduces over replicas and processes.
-        local: Reduces what is left out over processes; None where nothing is.
         leaves: The parameters of the replicas.
         clones: The replicas.
         batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
@@ -162,12 +161,9 @@ class Training:
         dtype = options.mixed_precision.param_dtype
         self._num_replicas = len(runner.devices)
         self.leaves = ReplicaParameters(parameters, runner.devices, dtype)
-        self.reducer = self._make_reducer(trained, self.processes)
-        self.reducer.hook = options.hook
-        self.reducer.optimizers = options.optimizers
         kept = trained_parameters(module, only=ignored)
-        self.local = self._make_reducer(kept, None) if kept.parameters else None
-        self._trained, self._kept = trained, kept
+        self._trained = trained.followed_by(kept)
+        self.reducer = self._make_reducer(len(kept.parameters))
         if self.processes is not None:
             for device in {parameter.device for parameter in trained.parameters}:
                 kernels.warm_up(device)
@@ -176,22 +172,23 @@ class Training:
             self.batch_group = HybridGroup(options.process_group, options.timeout)
         self._place(runner)
 
-    def _make_reducer(
-        self, trained: TrainedParameters, processes: ReducerProcesses | None
-    ) -> Reducer:
+    def _make_reducer(self, num_local: int) -> Reducer:
+        options, trained = self._options, self._trained
         return Reducer(
             trained.parameters,
             trained.names,
-            self._leaves_of(trained),
-            self._options.of_reducer(trained.names, sends=processes is not None),
-            processes,
+            self._leaves_of_trained(),
+            options.of_reducer(trained.names, num_local, sends=self.processes is not None),
+            self.processes,
             trained.sparse,
             timeline=self._timeline,
-            nonfinite=self._options.nonfinite,
+            nonfinite=options.nonfinite,
+            hook=options.hook,
+            optimizers=options.optimizers,
         )
 
-    def _leaves_of(self, trained: TrainedParameters) -> list[list[nn.Parameter]]:
-        return [[leaves[k] for k in trained.indices] for leaves in self._leaves]
+    def _leaves_of_trained(self) -> list[list[nn.Parameter]]:
+        return [[leaves[k] for k in self._trained.indices] for leaves in self._leaves]
 
     @property
     def _leaves(self) -> list[list[nn.Parameter]]:
@@ -203,17 +200,14 @@ class Training:
         """Make what depends on the devices."""
         options, devices = self._options, runner.devices
         self._home = devices[0]
-        indices = self._trained.indices + self._kept.indices
+        indices = self._trained.indices
         parameters = list(self._module.parameters())
         self._originals = [parameters[index] for index in indices]
         self._untrained = [p for i, p in enumerate(parameters) if i not in set(indices)]
-        rounds: Rounds = self.reducer
-        if self.local is not None:
-            rounds = ChainedReducers(self.reducer, self.local)
         self._cuts = Cuts(
-            rounds,
+            self.reducer,
             self._originals,
-            [[leaves[k] for k in indices] for leaves in self._leaves],
+            self._leaves_of_trained(),
             functools.partial(runner.run, phase="backward"),
             together=self._policy == "sync" or any(has_backward_thread(d) for d in devices),
             across_processes=self.processes is not None,
@@ -242,14 +236,12 @@ class Training:
         other = copy.copy(self)
         other._num_replicas = len(runner.devices)
         other.leaves = self.leaves.on(runner.devices)
-        for reducer, trained in ((other.reducer, self._trained), (other.local, self._kept)):
-            if reducer is not None:
-                reducer.use_leaves(other._leaves_of(trained))
+        other.reducer.use_leaves(other._leaves_of_trained())
         other._place(runner)
         return other
 
     def fits(self) -> bool:
-        """Whether leaves and reducers are right for the parameters as they are now."""
+        """Whether leaves and reducer are right for the parameters as they are now."""
         if self.direct:
             return True
         followed = self.clones.stands_for_module() and self.leaves.follow()
@@ -322,14 +314,10 @@ class Training:
 
     def reset(self) -> None:
         """Forget a round that was left unfinished by an error."""
-        for reducer in (self.reducer, self.local):
-            if reducer is not None:
-                reducer.reset()
+        self.reducer.reset()
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""
         if self.batch_group is not None:
             self.batch_group.close()
-        for reducer in (self.reducer, self.local):
-            if reducer is not None:
-                reducer.close()
+        self.reducer.close()

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.errors import locate
+from dataparallel.reducer.buckets import BucketStorage
 from dataparallel.reducer.debug import describe_names
-from dataparallel.reducer.storage import BucketStorage
 
 #: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]

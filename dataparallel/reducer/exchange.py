@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from dataparallel import kernels
 from dataparallel.errors import add_note
-from dataparallel.reducer.buckets import empty_sparse
-from dataparallel.reducer.storage import BucketStorage
+from dataparallel.reducer.buckets import Bucket, BucketStorage, Gradients
 
 if TYPE_CHECKING:
     from dataparallel.comm.processes import Pending, ProcessLink
@@ -147,8 +145,7 @@ class Exchange:
     """The collectives of one round. See Note [Order of collectives].
 
     Args:
-        storages: The flat tensor of each bucket; ``None`` for a sparse gradient.
-        describe: What an error message calls each bucket.
+        buckets: What is reduced.
         sender: What reduces a flat tensor.
         link: The group of the buckets, for sparse gradients.
         control: The group for what is said about rounds.
@@ -160,8 +157,7 @@ class Exchange:
 
     def __init__(
         self,
-        storages: Sequence[BucketStorage | None],
-        describe: Sequence[str],
+        buckets: Sequence[Bucket],
         sender: Sender,
         link: ProcessLink,
         control: ProcessLink,
@@ -170,12 +166,11 @@ class Exchange:
         interrupted: Callable[[BaseException], object] = lambda error: None,
         get_stuck: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        self._storages = storages
+        self._buckets = buckets
         self.failed = failed
         self._interrupted = interrupted
         self._get_stuck = get_stuck
         self._is_stuck = False
-        self._describe = describe
         self._sender = sender
         self._link = link
         self._control = control
@@ -187,39 +182,21 @@ class Exchange:
         self.concluded = False
         self._gives_up = False
         self._lock = threading.Lock()
-        self._ready = [False] * len(storages)
-        dense = [bucket for bucket, storage in enumerate(storages) if storage is not None]
+        dense = [bucket.number for bucket in buckets if bucket.storage is not None]
         self._last_dense = dense[-1] if dense else None
-        self._sparse: dict[int, torch.Tensor] = {}
+        self._loaded: dict[int, torch.Tensor] = {}
         self._sent: list[Sent] = []
 
-    def submit(self, bucket: int, sums: Sequence[torch.Tensor | None] | None) -> None:
-        """Hand over the sums of a bucket over the replicas of this process.
-
-        Args:
-            bucket: Number of the bucket.
-            sums: One per parameter, None for no gradient; None if they lie in the bucket already.
-        """
-        storage, scale = self._storages[bucket], self.scale()
-        # What weighs nothing is nothing: the gradient of a mean over nothing may be NaN.
-        if storage is None:
-            assert sums is not None and sums[0] is not None
-            scaled = sums[0] * scale if scale else torch.zeros_like(sums[0])
-            self._sparse[bucket] = scaled.coalesce()
-        elif scale == 0:
-            storage.flat.zero_()
-        elif sums is not None:
-            pack(storage, sums, scale)
-        elif scale != 1:
-            storage.flat.mul_(scale)
-        self._ready[bucket] = True
+    def submit(self, bucket: Bucket, sums: Gradients) -> None:
+        """Hand over the sums of a bucket over the replicas of this process."""
+        self._loaded[bucket.number] = bucket.load(sums, self.scale())
         self._launch()
 
     def _launch(self) -> None:
         while True:
             with self._lock:
                 bucket = len(self._sent)
-                if bucket == len(self._ready) or not self._ready[bucket]:
+                if bucket not in self._loaded:
                     return
                 self._sent.append(self._send_if_possible(bucket))
 
@@ -237,48 +214,33 @@ class Exchange:
             return _NotSent(error)
 
     def _send(self, bucket: int) -> Sent:
-        storage = self._storages[bucket]
+        storage = self._buckets[bucket].storage
         if storage is not None:
             return self._sender.send(bucket, storage, bucket == self._last_dense)
-        grad = self._sparse.pop(bucket)
-        return _Summed(self._link.all_reduce(grad, what=self._describe[bucket]), grad)
+        grad = self._loaded[bucket]
+        return _Summed(self._link.all_reduce(grad, what=self._buckets[bucket].name), grad)
 
-    def submit_nothing(self, bucket: int, sparse_like: torch.Tensor) -> None:
-        """Send zeros for a bucket, so that no other process waits for it.
-
-        Args:
-            bucket: Number of the bucket; if it was handed over already, that is sent.
-            sparse_like: Shape and dtype of the gradient if the bucket is for a sparse one.
-        """
-        if not self._ready[bucket]:
-            storage = self._storages[bucket]
-            if storage is None:
-                self._sparse[bucket] = empty_sparse(sparse_like)
-            else:
-                storage.flat.zero_()
-            self._ready[bucket] = True
-        # Even if it was ready: that it could not be sent may be why zeros are.
-        self._launch()
-
-    def give_up(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Take this process's part in what is left of a round, so that none waits for it.
 
         Args:
-            likes: Per bucket, a parameter in it.
             error: Why the round has failed; gets a note if the others could not be told.
         """
         self._gives_up = True
         if self.failed is not None:
             self.failed.tell(error)
         try:
-            for number, like in enumerate(likes):
+            for bucket in self._buckets:
                 if self._nobody_waits():
                     return
-                self.submit_nothing(number, like)
+                if bucket.number not in self._loaded:
+                    self._loaded[bucket.number] = bucket.load_nothing()
+                # Even if it was loaded: that it could not be sent may be why zeros are.
+                self._launch()
             if self._nobody_waits():
                 return
             pending = self.conclude(unused=0, late=0, failed=True)
-            for number in range(len(likes)):
+            for number in range(len(self._buckets)):
                 self.wait(number)
             pending.wait()
         except Exception as failure:
@@ -289,7 +251,7 @@ class Exchange:
         """Whether all know of a failure, so that a hook need not be asked for what is left."""
         return self._may_fail_alone and self._control.failure is not None
 
-    def abandon(self, likes: Sequence[torch.Tensor], error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """End a round that has failed: :meth:`give_up` unless that is too late, then settle.
 
         After Ctrl-C nobody waits, see Note [An interrupt].
@@ -299,7 +261,7 @@ class Exchange:
             return
         try:
             if not self.concluded:
-                self.give_up(likes, error)
+                self.give_up(error)
             self.settle()
         except BaseException as interrupt:
             self._interrupted(interrupt)
@@ -323,7 +285,7 @@ class Exchange:
             said: What the guard of this process says. Default: nothing.
             guard: Looks at what a communication hook has made. Default: nobody does.
         """
-        buckets = range(len(self._ready))
+        buckets = range(len(self._buckets))
         if self._may_fail_alone:
             # The others shall not think that all is well before that is certain here.
             flats = [self.wait(bucket) for bucket in buckets]
@@ -363,8 +325,3 @@ class PendingOutcome:
         unused, late, nonfinite, magnitude, *has_failed = map(int, self._counts.tolist())
         failed = [rank for rank, count in enumerate(has_failed) if count]
         return Outcome(unused, late, failed, nonfinite, magnitude)
-
-
-def pack(storage: BucketStorage, sums: Sequence[torch.Tensor | None], scale: float) -> None:
-    """Copy gradients into a bucket, scaled; zeros where there is none."""
-    kernels.flatten(sums, storage.flat, scale, views=storage.layout)

@@ -33,15 +33,14 @@ import torch
 
 from dataparallel.devices import is_accelerator
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.buckets import Buckets
+from dataparallel.reducer.buckets import Buckets, MaybeTensor
 from dataparallel.reducer.gradient_norms import kind_of, kind_of_norm, norms_of
-from dataparallel.reducer.local_sum import MaybeTensor
 from dataparallel.reducer.nonfinite import SUM, Finding, NonFinitePolicy, describe, to_json
 
 if TYPE_CHECKING:
-    from dataparallel.reducer.delivery import Delivery
     from dataparallel.reducer.exchange import Outcome
     from dataparallel.reducer.processes import ReducerProcesses
+    from dataparallel.reducer.round import Round
 
 #: What stands for the largest number of a dtype where parts of it are added up: 2**20 processes may
 #: say that much without an overflow of int64.
@@ -101,10 +100,6 @@ class Guard:
         self._processes = processes
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        #: The guard of parameters that are reduced in rounds of their own, within those of this one
-        #: which decides for both.
-        self.inner: Guard | None = None
-        self.decides = True
         #: What was found in this round.
         self.findings: list[Finding] = []
         #: Whether the gradients of the last round were dropped.
@@ -267,54 +262,51 @@ class Guard:
         part = self._part()
         if not part < 1.0:
             part = 1.0
-        number = len(self._accumulated.findings) + len(self._all_findings())
+        number = len(self._accumulated.findings) + len(self.findings)
         return Said(number, math.ceil(part * _WHOLE))
 
     def _part(self) -> float:
         return max(self._parts.values(), default=0.0) + self._accumulated.magnitude
 
-    def _all_findings(self) -> list[Finding]:
-        return self.findings + ([] if self.inner is None else self.inner.findings)
-
-    def judge(self, said: Outcome | Said, delivery: Delivery) -> None:
+    def judge(self, said: Outcome | Said, round_: Round) -> None:
         """End a round; do what the user wants if gradients are not finite, in all processes.
 
         Args:
             said: What all processes have said.
-            delivery: The results, which are withdrawn then.
+            round_: The round, whose results are withdrawn then.
 
         Raises:
             NonFiniteGradients: That is what the user wants.
         """
         if self._stays:
-            self._accumulated.findings = [*self._accumulated.findings, *self._all_findings()]
-        objection = None if self._stays else self._objection(said, delivery)
+            self._accumulated.findings = [*self._accumulated.findings, *self.findings]
+        objection = None if self._stays else self._objection(said, round_)
         if objection is None:
             self._accumulated.magnitude = self._part()
             return
         self.dropped = True
         self._accumulated.findings, self._accumulated.magnitude = [], 0.0
-        delivery.withdraw()
+        round_.withdraw()
         self.policy.act(objection)
 
     @torch.no_grad()
-    def _objection(self, said: Outcome | Said, delivery: Delivery) -> str | None:
+    def _objection(self, said: Outcome | Said, round_: Round) -> str | None:
         """What is wrong with the gradients, None if all are finite; the same everywhere."""
         found = said.num_nonfinite > 0
         if not found and said.magnitude >= _TOO_MUCH:
-            found = self._results_are_infinite(delivery)
-        if not found or not self.decides:
+            found = self._results_are_infinite(round_)
+        if not found:
             return None
-        told = to_json([*self._accumulated.findings, *self._all_findings()])
+        told = to_json([*self._accumulated.findings, *self.findings])
         if self._processes is None:
             return describe([told])
         what = "which gradients are not finite"
         return describe(self._processes.control.all_gather_json(told, what=what))
 
-    def _results_are_infinite(self, delivery: Delivery) -> bool:
+    def _results_are_infinite(self, round_: Round) -> bool:
         held = self._accumulated.home.read(self._originals)
         kinds = []
-        for index, (result, grad) in enumerate(zip(delivery.result, held, strict=True)):
+        for index, (result, grad) in enumerate(zip(round_.result, held, strict=True)):
             total = grad if result is None else result
             if result is not None and grad is not None and result.layout == grad.layout:
                 total = grad.detach() + result

@@ -34,6 +34,7 @@ class ReducerOptions:
         deterministic: Whether sums over processes are made in rank order.
         reduce_dtype: Of what is sent. Default: the parameters' own.
         delayed: Parameters that are reduced after all others.
+        num_local: How many parameters, the last ones, are not reduced over processes.
     """
 
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
@@ -45,3 +46,4 @@ class ReducerOptions:
     deterministic: bool = False
     reduce_dtype: torch.dtype | None = None
     delayed: frozenset[int] = frozenset()
+    num_local: int = 0

@@ -13,9 +13,9 @@ from dataparallel.comm.late_failures import late_failures
 from dataparallel.comm.process_group import parent_group, shared_store, timeout_of
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.reducer.average import AverageKind, scale_of
+from dataparallel.reducer.buckets import Bucket
 from dataparallel.reducer.exchange import AllReduce, Exchange, OrderedSum, Sender
 from dataparallel.reducer.failed_rounds import FailedRounds
-from dataparallel.reducer.storage import BucketStorage
 from dataparallel.reducer.verify import digest
 
 # Of how many buckets messages show the sizes.
@@ -39,10 +39,8 @@ class ReducerProcesses:
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.rank = parent.rank()
         self.world_size = parent.size()
-        #: Compares what the processes reduce when they are connected; set by the reducer.
-        self.verify: Callable[[ProcessLink], None] = lambda control: None
-        #: Tells how many processes still have data, while some may have joined early.
-        self.num_active: Callable[[], int] | None = None
+        self._verify: Callable[[ProcessLink], None] = lambda control: None
+        self._num_active: Callable[[], int] | None = None
         # A communication hook divides by the number of processes; so much more it gets.
         self._times = 1
         self._store = shared_store(parent)
@@ -52,6 +50,14 @@ class ReducerProcesses:
         self._plan: tuple[Any, str] = ((), "")
         self._was_interrupted = False
 
+    def verify_with(self, verify: Callable[[ProcessLink], None]) -> None:
+        """Let a function compare what the processes reduce when they are connected."""
+        self._verify = verify
+
+    def count_active(self, count: Callable[[], int] | None) -> None:
+        """Let a function tell how many processes have data; None where all have."""
+        self._num_active = count
+
     def connect(self) -> tuple[ProcessLink, ProcessLink]:
         """Make the links where there are none yet; a collective call then."""
         if self._links is None:
@@ -59,7 +65,7 @@ class ReducerProcesses:
             control = None
             try:
                 control = ProcessLink(self._group, timeout=self.timeout, purpose="control")
-                self.verify(control)
+                self._verify(control)
             except BaseException:
                 buckets.close()
                 if control is not None:
@@ -81,8 +87,7 @@ class ReducerProcesses:
 
     def exchange(
         self,
-        storages: Sequence[BucketStorage | None],
-        describe: Sequence[str],
+        buckets: Sequence[Bucket],
         average: AverageKind,
         *,
         weight: float,
@@ -92,8 +97,7 @@ class ReducerProcesses:
         """The exchange of one round.
 
         Args:
-            storages: The flat tensor of each bucket.
-            describe: What error messages call each bucket.
+            buckets: What is reduced.
             average: The way of averaging.
             weight: The weight of this process in an average over samples.
             sender: A communication hook, if there is one.
@@ -104,7 +108,7 @@ class ReducerProcesses:
         assert self._failed is not None
         self._failed.begin()
         try:
-            self._begin_step(storages, describe, (average, deterministic, hook))
+            self._begin_step(buckets, (average, deterministic, hook))
         except BaseException as error:
             if not isinstance(error, Exception):
                 self.interrupted(error)
@@ -112,9 +116,8 @@ class ReducerProcesses:
         sum_over = OrderedSum if deterministic else AllReduce
         self._times = 1 if sender is None else self.world_size
         return Exchange(
-            storages,
-            describe,
-            sender or sum_over(self.buckets, describe),
+            buckets,
+            sender or sum_over(self.buckets, [bucket.name for bucket in buckets]),
             self.buckets,
             self.control,
             self._scale(average, weight),
@@ -125,8 +128,7 @@ class ReducerProcesses:
 
     def _begin_step(
         self,
-        storages: Sequence[BucketStorage | None],
-        describe: Sequence[str],
+        buckets: Sequence[Bucket],
         options: tuple[str, bool, str | None],
     ) -> None:
         """See that all processes are about to reduce the same buckets in the same way.
@@ -134,17 +136,16 @@ class ReducerProcesses:
         Raises:
             CollectiveMismatch: They are not.
         """
-        # What describes buckets is made anew with them.
-        key = describe, options
+        key = [id(bucket) for bucket in buckets], options
         if key != self._plan[0]:
-            self._plan = key, _describe(storages, *options)
+            self._plan = key, _describe(buckets, *options)
         self.control.checks.begin_step()
         # Over the group of the buffers, too: one process may be in a forward instead.
         self.buckets.checks.begin_step(self._plan[1])
 
     def _scale(self, average: AverageKind, weight: float) -> Callable[[], float]:
         # Asked for in the round: while some have joined, the answer has to come from the others.
-        num_active = self.num_active or (lambda: self.world_size)
+        num_active = self._num_active or (lambda: self.world_size)
         times = self._times
         if average != "samples":
             return lambda: scale_of(average, num_active(), weight=1, total=1) * times
@@ -232,12 +233,12 @@ class ReducerProcesses:
 
 
 def _describe(
-    storages: Sequence[BucketStorage | None], average: str, deterministic: bool, hook: str | None
+    reduced: Sequence[Bucket], average: str, deterministic: bool, hook: str | None
 ) -> str:
     """What must be the same in all processes for a round, on one line."""
     buckets = [
-        "sparse" if storage is None else f"{storage.flat.numel()} {storage.flat.dtype}"
-        for storage in storages
+        "sparse" if b.storage is None else f"{b.storage.flat.numel()} {b.storage.flat.dtype}"
+        for b in reduced
     ]
     shown = ", ".join(buckets[:_MOST_BUCKETS]).replace("torch.", "")
     more = f" and {len(buckets) - _MOST_BUCKETS} more" if buckets[_MOST_BUCKETS:] else ""

@@ -1,4 +1,18 @@
-"""One round: the gradients of one backward, from the replicas' leaves to complete buckets.
+"""One round: the gradients of one backward, from the replicas' leaves to the originals.
+
+Note [One round]
+~~~~~~~~~~~~~~~~
+A round belongs to one backward. It begins in the node that cuts the replicas' graphs off (see Note
+[The cut]), which is told what to pass on to the originals. A gradient goes through these stations,
+which are the methods of :class:`Round` in this order:
+
+    arrived: a leaf of replica 0..n-1 -> summed: over the replicas -> sent: to the other processes
+        -> received: with what all say about the round -> delivered: to the originals
+
+The node passes the result on to the originals, if it is not to be reduced over processes. Else the
+round ends with the whole backward: see Note [Gradients from outside of the wrapper], and for what
+``.grad`` held before, Note [Gradients from before a round]. In a distributed autograd context its
+gradient takes the place of ``.grad``.
 
 Note [When a bucket is ready]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -18,127 +32,430 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dataparallel import devices as _devices
-from dataparallel.reducer.gradients import StolenGradients
-from dataparallel.reducer.local_sum import MaybeTensor
+from dataparallel.graph.original_hooks import OriginalHooks
+from dataparallel.reducer import messages
+from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
+from dataparallel.reducer.errors import OtherRanksFailed
+from dataparallel.reducer.guard import Guard, Said
+from dataparallel.threads.timeline import Timeline
+from dataparallel.torch_internals import record_range
 
-#: Called with the number of a bucket and, per replica, the gradients of its parameters.
-Complete = Callable[[int, list[list[MaybeTensor]]], None]
+if TYPE_CHECKING:
+    from dataparallel.optim.in_backward import StepsInBackward
+    from dataparallel.reducer.exchange import Exchange, Outcome
+    from dataparallel.reducer.processes import ReducerProcesses
 
-#: Called with a replica, the number of a bucket and the gradients, before they are added up.
-Look = Callable[[int, int, Sequence[MaybeTensor]], None]
 
-
+@dataclass(eq=False)
 class Round:
-    """Collects the gradients of one backward. See Note [When a bucket is ready].
+    """Reduces the gradients of one backward. See Note [One round].
 
-    Args:
-        gradients: Per replica and bucket, where the gradients are.
-        complete: Called once for each bucket, in order on each replica's thread.
-        eager: Whether buckets are completed before the end of backward.
-        left_to_the_end: Buckets that are not, nevertheless; nor are those after them.
-        look: Called for each bucket of each replica, in its thread. Default: nobody looks.
+    Attributes:
+        originals: The parameters that the optimizer has.
+        names: Their names.
+        buckets: Their buckets.
+        accumulated: What ``.grad`` held before the round.
+        user_hooks: Hooks of the user on the originals.
+        timeline: Is told in which phase the replicas are.
+        processes: The other processes; None if there are none.
+        exchange: Reduces over them; None in a round that does not.
+        guard: Looks for gradients that are not finite; None where nobody does.
+        optimizers: Take their steps with each bucket; None if there are none.
+        later: Whether the round ends with the whole backward, not with that of the replicas.
+        late: Parameters whose gradients came late, in earlier rounds or in this one: their buckets
+            are left to the end.
+        refuses_late: Whether it is an error that a gradient comes late.
+        eager: Whether no other cut of this wrapper follows in the backward.
+        has_data: Whether this process computes anything, and not only helps the others.
+        used: Per parameter, 1 if some replica of this process has a gradient.
+        in_place: Parameters whose ``.grad`` has the result already.
+        without_gradient: Parameters that got no gradient in this round, in any process.
+        failure: Why the round has failed; nothing is completed any more.
     """
 
-    def __init__(
-        self,
-        gradients: Sequence[Sequence[StolenGradients]],
-        complete: Complete,
-        *,
-        eager: bool = True,
-        left_to_the_end: frozenset[int] = frozenset(),
-        look: Look | None = None,
-    ) -> None:
-        self._gradients = gradients
-        self._num_buckets = num_buckets = len(gradients[0])
-        self._complete = complete
-        self.eager = eager
-        self._look = look
-        self._left_to_the_end = left_to_the_end
+    originals: Sequence[nn.Parameter]
+    names: Sequence[str]
+    buckets: Buckets
+    accumulated: Accumulated
+    user_hooks: OriginalHooks
+    timeline: Timeline
+    processes: ReducerProcesses | None
+    exchange: Exchange | None
+    guard: Guard | None
+    optimizers: StepsInBackward | None
+    later: bool
+    late: set[int]
+    refuses_late: bool
+    eager: bool
+    has_data: bool
+    in_place: set[int] = field(default_factory=set)
+    without_gradient: set[int] = field(default_factory=set)
+    failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        # Sums that go through the engine, for hooks of the user, before they are sent.
+        hooked = self.user_hooks.with_gradient_hooks if self.later else ()
+        self._through = frozenset(hooked)
+        of = self.buckets.plan.bucket_of
+        self._left_to_the_end = frozenset(of(index) for index in self._through.union(self.late))
+        # What is not sent before the end of the whole backward.
+        held = self._left_to_the_end if self.buckets.ordered else range(len(self.buckets.all))
+        self._held = frozenset(held if self.later else ())
+        # One thread at a time takes gradients of a replica that is on one device only.
+        self.eager = self.eager and self.buckets.ordered and self.buckets.on_one_device
+
+        replicas = range(len(self.buckets.all[0].leaves))
         self._lock = threading.Lock()
-        #: Per replica, the bucket that is taken next.
-        self._next = [0] * len(gradients)
-        self._missing = [len(gradients)] * num_buckets
-        self._rows: list[list[list[MaybeTensor]]] = [
-            [[] for _ in gradients] for _ in range(num_buckets)
-        ]
-        #: Per replica, the stream on which its gradients were computed.
-        self.streams: list[_devices.Stream | None] = [None] * len(gradients)
-        self._left: list[_devices.Stream] = []
-        #: The first error of a replica; nothing is completed any more.
-        self.failure: BaseException | None = None
+        # Per replica, the bucket that is taken next, and the stream of its gradients.
+        self._next = [0 for _ in replicas]
+        self._streams: list[_devices.Stream | None] = [None for _ in replicas]
+        self._left_streams: list[_devices.Stream] = []
+        self._missing = [len(replicas)] * len(self.buckets.all)
+        self._rows: list[list[Gradients]] = [[[] for _ in replicas] for _ in self.buckets.all]
+        self._sums: list[Gradients] = [[] for _ in self.buckets.all]
+        self._passed: dict[int, torch.Tensor] = {}
+        self._stepped: set[int] = set()
+        # Gradients that came after their bucket was sent, by the index of the parameter.
+        self._extra: dict[int, torch.Tensor] = {}
+        self._result: Gradients = [None] * len(self.originals)
+        self.used = bytearray(len(self.originals))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced over processes."""
+        return self.exchange is not None
+
+    def set_aside(self) -> None:
+        """Set gradients from before the round aside; an error here is told to the other ranks.
+
+        Raises:
+            RuntimeError: They are to be added up, and nobody knows which part is reduced already.
+        """
+        if self.accumulated.is_aside:
+            return
+        changed = self.accumulated.changed() if self.reduces else []
+        changed = [index for index in changed if index < self.buckets.num_reduced]
+        if changed:
+            raise RuntimeError(messages.changed_in_sum([self.names[i] for i in changed]))
+        if self.later:
+            self.accumulated.put_aside()
+
+    # --- arrived ---------------------------------------------------------------------------------
 
     def arrived(self, replica: int, device: torch.device) -> None:
         """Take what is complete on one replica; called by a sentinel."""
         if not self.eager or self.failure is not None:
             return
-        gradients = self._gradients[replica]
         while True:
-            bucket = self._next[replica]
-            if bucket == self._num_buckets or bucket in self._left_to_the_end:
+            number = self._next[replica]
+            if number == len(self.buckets.all) or number in self._left_to_the_end:
                 return
-            if not gradients[bucket].present():
+            if not self.buckets.all[number].present(replica):
                 return
-            self._take(replica, bucket, _devices.current_stream(device))
+            self._take(replica, number, _devices.current_stream(device))
 
-    def finish(self) -> None:
-        """Take everything that is left; no gradient comes any more."""
-        for replica in range(len(self._gradients)):
-            while self._next[replica] < self._num_buckets:
-                self._take(replica, self._next[replica], None)
-
-    def _take(self, replica: int, bucket: int, stream: _devices.Stream | None) -> None:
-        self._next[replica] = bucket + 1
-        self._rows[bucket][replica] = taken = self._gradients[replica][bucket].take()
-        if self._look is not None:
-            self._look(replica, bucket, taken)
+    def _take(self, replica: int, number: int, stream: _devices.Stream | None) -> None:
+        self._next[replica] = number + 1
+        taken = self._rows[number][replica] = self.buckets.all[number].take(replica)
+        if self.guard is not None:
+            self.guard.look(replica, number, taken)
         with self._lock:
             if stream is not None:
-                self.streams[replica] = stream
-            self._missing[bucket] -= 1
-            complete = self._missing[bucket] == 0
+                self._streams[replica] = stream
+            self._missing[number] -= 1
+            complete = self._missing[number] == 0
         if complete:
-            rows, self._rows[bucket] = self._rows[bucket], []
-            self._complete(bucket, rows)
+            rows, self._rows[number] = self._rows[number], []
+            self._complete(self.buckets.all[number], rows)
 
-    @contextlib.contextmanager
-    def on_streams(self) -> Iterator[None]:
-        """Queue work behind what computed the gradients within a ``with`` block."""
-        with contextlib.ExitStack() as used:
-            for stream in self.streams:
-                if stream is not None:
-                    used.enter_context(_devices.use_stream(stream))
-            yield
-
-    def leave(self, devices: Iterable[torch.device]) -> None:
-        """Note where the caller has queued work; the round goes on in another place."""
-        self._left += [_devices.current_stream(device) for device in devices]
-
-    def wait_for_streams(self) -> None:
-        """Let what the caller queues from now on come after what computed the gradients."""
-        for stream in (*self.streams, *self._left):
+    def _take_rest(self) -> None:
+        """Take everything that is left; no gradient comes any more, or it is late."""
+        for replica, number in enumerate(self._next):
+            for left in range(number, len(self.buckets.all)):
+                self._take(replica, left, None)
+        for stream in (*self._streams, *self._left_streams):
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
+        for bucket in self.buckets.all:
+            rows = bucket.take_late()
+            if rows is not None:
+                self._add_late(bucket, rows)
 
-    def late(self) -> dict[int, list[list[MaybeTensor]]]:
-        """What came after its bucket was taken: bucket, and per replica the gradients."""
-        found: dict[int, list[list[MaybeTensor]]] = {}
-        for bucket in range(self._num_buckets):
-            replicas = [gradients[bucket] for gradients in self._gradients]
-            if any([leaf.grad is not None for replica in replicas for leaf in replica.leaves]):
-                found[bucket] = [StolenGradients(replica.leaves).take() for replica in replicas]
-                if self._look is not None:
-                    for replica, taken in enumerate(found[bucket]):
-                        self._look(replica, bucket, taken)
-        return found
+    def _add_late(self, bucket: Bucket, rows: list[Gradients]) -> None:
+        if self.guard is not None:
+            for replica, taken in enumerate(rows):
+                self.guard.look(replica, bucket.number, taken)
+        sums = self._hooked(bucket, local_sum(rows, bucket.home))
+        came = {i: grad for i, grad in zip(bucket.indices, sums, strict=True) if grad is not None}
+        if self.refuses_late:
+            raise RuntimeError(messages.marked_twice([self.names[index] for index in came]))
+        self.late.update(came)
+        for index, grad in came.items():
+            if index in self._through:
+                self._passed[index] = _sum(self._passed.get(index), grad)
+            else:
+                self._extra[index] = _sum(self._extra.get(index), grad)
+
+    # --- summed ----------------------------------------------------------------------------------
+
+    def _complete(self, bucket: Bucket, rows: list[Gradients]) -> None:
+        """A bucket has come from all replicas: sum it up and send it."""
+        with contextlib.ExitStack() as streams:
+            streams.enter_context(record_range(f"reduce {bucket.name}"))
+            # Behind what has computed the gradients.
+            for stream in self._streams:
+                if stream is not None:
+                    streams.enter_context(_devices.use_stream(stream))
+            streams.enter_context(self.timeline.span_here("reduce local"))
+            self._sums[bucket.number] = self._sum(bucket, rows)
+            if bucket.number not in self._held:
+                self._send(bucket)
+
+    def _sum(self, bucket: Bucket, rows: list[Gradients]) -> Gradients:
+        sums = bucket.add_up(rows)
+        used = [grad is not None for grad in sums]
+        if self._through:
+            self._pass_on(bucket, sums)
+        else:
+            sums = self._hooked(bucket, sums)
+        if self.exchange is not None or bucket.is_viewed:
+            # What a hook has returned may be the user's own tensor.
+            own = not self.user_hooks.with_gradient_hooks
+            sums = bucket.complete(sums, self.accumulated, in_place=own)
+        for index, has_gradient in zip(bucket.indices, used, strict=True):
+            self.used[index] |= has_gradient or self.accumulated.has_unreduced(index)
+        return sums
+
+    def _pass_on(self, bucket: Bucket, sums: Gradients) -> None:
+        """Take out the sums that go through the engine first."""
+        for position, index in enumerate(bucket.indices):
+            grad = sums[position]
+            if grad is not None and index in self._through:
+                # A view is written to with its bucket.
+                self._passed[index] = _sum(self._passed.get(index), grad.clone())
+                sums[position] = None
+                bucket.clear(index)
+
+    def _hooked(self, bucket: Bucket, sums: Gradients) -> Gradients:
+        """What hooks of the user make of sums, if they run before the engine would run them."""
+        hooked = self.user_hooks.with_gradient_hooks
+        early = self.exchange is not None or bucket.is_viewed or self.guard is not None
+        if not early or not hooked or self._through:
+            return sums
+        if bucket.is_viewed:
+            sums = [None if grad is None else grad.clone() for grad in sums]
+        sums = self.user_hooks.run_all(bucket.indices, sums)
+        for index, grad in zip(bucket.indices, sums, strict=True):
+            if grad is not None and index in hooked and self.guard is not None:
+                self.guard.look_after_hook(index, grad)
+        return sums
+
+    # --- sent ------------------------------------------------------------------------------------
+
+    def _send(self, bucket: Bucket) -> None:
+        """Send sums; where no other process waits for them, they may be used at once."""
+        sums = self._sums[bucket.number]
+        if self.exchange is not None and bucket.reduces:
+            self.exchange.submit(bucket, sums)
+        elif self.optimizers is not None:
+            self._step(bucket, sums)
+            self._stepped.add(bucket.number)
+            self._sums[bucket.number] = []
+
+    def pass_on(self) -> None:
+        """Give the engine the sums that go through it; others stay until the backward has ended."""
+        self._take_rest()
+        devices = {bucket.home for bucket in self.buckets.all}
+        self._left_streams += [_devices.current_stream(device) for device in devices]
+        passed, self._passed = self._passed, {}
+        self._result = [passed.get(index) for index in range(len(self.originals))]
+
+    def collect(self) -> None:
+        """Take all that has come, and send what was held back."""
+        self._take_rest()
+        if not self.later:
+            return
+        for index, grad in self.accumulated.take_outside().items():
+            self._add_outside(index, grad)
+        for number in sorted(self._held):
+            self._send(self.buckets.all[number])
+
+    def _add_outside(self, index: int, grad: torch.Tensor) -> None:
+        """Add what has come from outside of the wrapper."""
+        bucket = self.buckets.of(index)
+        self.used[index] = 1
+        if index in self._through:
+            if self.guard is not None:
+                self.guard.look_after_hook(index, grad)
+        else:
+            self.late.add(index)
+            if self.guard is not None:
+                self.guard.look_at_outside(index, grad)
+        if bucket.number in self._held:
+            bucket.add_outside(index, self._sums[bucket.number], grad)
+        else:
+            self._extra[index] = _sum(self._extra.get(index), grad)
+
+    # --- received --------------------------------------------------------------------------------
+
+    def receive(self) -> Said | Outcome:
+        """Wait for all buckets, and deliver them; returns what all say about the round.
+
+        Raises:
+            OtherRanksFailed: The backward of another process failed.
+        """
+        stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) in self._stepped]
+        if stepped:
+            raise RuntimeError(messages.late_in_step([self.names[i] for i in stepped]))
+        if self.exchange is None:
+            for bucket in self.buckets.all:
+                self._deliver(bucket, None, self.used)
+            return self._say()
+        with self.timeline.span("reduce across processes"):
+            return self._receive(self.exchange)
+
+    def _say(self) -> Said:
+        return Said() if self.guard is None else self.guard.say()
+
+    def _receive(self, exchange: Exchange) -> Outcome:
+        processes = self.processes
+        assert processes is not None
+        count = self.buckets.num_reduced
+        mine = {index: grad for index, grad in self._extra.items() if index < count}
+        flats, outcome = exchange.receive(
+            unused=count - sum(self.used[:count]) if self.has_data else 0,
+            late=len(mine),
+            said=self._say(),
+            guard=self.guard,
+        )
+        if outcome.failed_ranks:
+            reasons = exchange.failed.ask(outcome.failed_ranks) if exchange.failed else {}
+            raise OtherRanksFailed(outcome.failed_ranks, reasons)
+        used: list[int] = [1] * count
+        if outcome.num_unused:
+            # What an unused one holds may be this process's own.
+            sent = self.accumulated.sent()[:count]
+            found = processes.used_anywhere([*self.used[:count], *sent])
+            came, held = found[:count], found[count:]
+            self.without_gradient = {i for i, use in enumerate(came) if not use}
+            used = [use or hold for use, hold in zip(came, held, strict=True)]
+        used += self.used[count:]
+        if outcome.num_late:
+            late = processes.reduce_late(mine, self.originals[:count], exchange.scale())
+            self._extra.update(late)
+            self.late.update(late)
+        for bucket in self.buckets.all:
+            flat = flats[bucket.number] if bucket.reduces else None
+            self._deliver(bucket, flat, used)
+        self.accumulated.after_synchronized()
+        return outcome
+
+    # --- delivered -------------------------------------------------------------------------------
+
+    def _deliver(self, bucket: Bucket, flat: torch.Tensor | None, used: Sequence[int]) -> None:
+        """Take the gradients of a bucket to the originals, or note that the engine is to do it."""
+        if bucket.number in self._stepped:
+            bucket.release()
+            return
+        sums, self._sums[bucket.number] = self._sums[bucket.number], []
+        grads = bucket.deliver(flat, sums, used, self._extra)
+        if self.optimizers is not None:
+            self._step(bucket, grads)
+            return
+        if bucket.is_viewed:
+            self.in_place.update(index for index in bucket.indices if used[index])
+        sends = flat is not None and self.accumulated.sends
+        for index, grad in zip(bucket.indices, grads, strict=True):
+            if grad is None:
+                continue
+            if sends and self.accumulated.unreduced(index) is not None:
+                self.accumulated.replace(index, grad)
+                self.in_place.add(index)
+            else:
+                self._result[index] = grad
+
+    @torch.no_grad()
+    def _step(self, bucket: Bucket, grads: Gradients) -> None:
+        """Put gradients into ``.grad``, and take the optimizer's step."""
+        assert self.optimizers is not None
+        for original, grad in zip(bucket.originals, grads, strict=True):
+            if grad is not None:
+                grad = grad.to(original.dtype)
+                original.grad = grad if original.grad is None else original.grad + grad
+        with self.timeline.span("optimizer", 0):
+            self.optimizers.step(bucket.originals)
+
+    @property
+    def result(self) -> Gradients:
+        """Per parameter, the gradient that is to be added to ``.grad``; it is not there yet."""
+        return self._result
+
+    def take_result(self) -> Gradients:
+        """Leave it to the caller to add the results to ``.grad``."""
+        result, self._result = self._result, [None] * len(self.originals)
+        return result
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Add the results to ``.grad``, as the engine would."""
+        home = self.accumulated.home
+        before = home.read(self.originals)
+        for index, grad in enumerate(self.take_result()):
+            if grad is None:
+                continue
+            held = before[index]
+            if held is None:
+                held = grad
+            elif held.is_sparse and not grad.is_sparse:
+                held = grad + held
+            else:
+                held = held.add_(grad)
+            home.write(self.originals[index], held)
+            self.in_place.add(index)
+
+    def withdraw(self) -> None:
+        """Deliver nothing after all, and let there be no gradients from before the round either."""
+        home = self.accumulated.home
+        self.buckets.forget_views(home)
+        # What they were before the round is of no use any more.
+        home.settle()
+        for original in self.originals:
+            home.write(original, None)
+        self.accumulated.after_synchronized()
+        self.take_result()
+        self.in_place.clear()
+
+    # --- or failed -------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver nothing; let the other processes know instead of letting them wait."""
+        is_first, self.failure = self.failure is None, self.failure or error
+        try:
+            if is_first and self.exchange is not None:
+                self.exchange.abandon(error)
+        finally:
+            self.drop()
+            self.buckets.forget_views(self.accumulated.home)
 
     def drop(self) -> None:
-        """Forget all gradients, after a failure."""
-        self._rows = [[] for _ in range(self._num_buckets)]
-        for replica in self._gradients:
-            for gradients in replica:
-                gradients.drop()
+        """Forget all gradients of the round; ``.grad`` is as it was before."""
+        self._rows = [[] for _ in self.buckets.all]
+        for bucket in self.buckets.all:
+            bucket.drop()
+        self.accumulated.put_back()
+        self.user_hooks.wait(False)
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    total = add(first, second)
+    assert total is not None
+    return total

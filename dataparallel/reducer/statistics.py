@@ -19,6 +19,7 @@ waits.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import Counter, deque
@@ -208,9 +209,13 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
-    statistics, options, usage = reducer.statistics, reducer.options, reducer.usage
+    statistics, options = reducer.statistics, reducer.options
     *places, output = [torch.device(device).index for device in devices]
-    initial = make_plan(trained.parameters, options, trained.sparse, None)
+    initial = make_plan(
+        trained.parameters, dataclasses.replace(options, num_local=0), trained.sparse, None
+    )
+    count = len(trained.parameters)
+    num_reduced = sum(bucket[0] < count for bucket in reducer.buckets.plan.buckets)
     sizes = [parameter.nbytes for parameter in trained.parameters]
     cap = options.bucket_bytes
     found: dict[str, LoggingValue] = {
@@ -234,18 +239,20 @@ def logging_data(
     }
     if reducer.buckets.ordered:
         plan = reducer.buckets.plan
-        found["prev_iteration_grad_ready_order_indices"] = _text(reducer.order)
-        found["rebuilt_bucket_sizes"] = _text(plan.bytes)
-        found["rebuilt_bucket_size_limits"] = _text(plan.limits)
+        found["prev_iteration_grad_ready_order_indices"] = _text(
+            i for i in reducer.order if i < count
+        )
+        found["rebuilt_bucket_sizes"] = _text(plan.bytes[:num_reduced])
+        found["rebuilt_bucket_size_limits"] = _text(plan.limits[:num_reduced])
         found["rebuilt_per_bucket_param_indices"] = _text(
-            " ".join(map(str, b)) for b in plan.buckets
+            " ".join(map(str, b)) for b in plan.buckets[:num_reduced]
         )
     if reducer.num_rounds:
-        unused = [size for size, used in zip(sizes, usage.used, strict=True) if not used]
-        found["num_buckets_reduced"] = len(reducer.buckets.plan)
+        unused = [size for size, used in zip(sizes, reducer.used, strict=False) if not used]
+        found["num_buckets_reduced"] = num_reduced
         found["unused_parameter_size"] = sum(unused)
-    if usage.can_set_static_graph is not None:
-        found["can_set_static_graph"] = int(usage.can_set_static_graph)
+    if reducer.can_set_static_graph is not None:
+        found["can_set_static_graph"] = int(reducer.can_set_static_graph)
     if reducer.last_error:
         found |= {"has_error": 1, "error": reducer.last_error}
     return found

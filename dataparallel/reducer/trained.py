@@ -24,6 +24,15 @@ class TrainedParameters:
     indices: tuple[int, ...]
     sparse: tuple[bool, ...]
 
+    def followed_by(self, others: TrainedParameters) -> TrainedParameters:
+        """These and then others."""
+        return TrainedParameters(
+            self.parameters + others.parameters,
+            self.names + others.names,
+            self.indices + others.indices,
+            self.sparse + others.sparse,
+        )
+
 
 def trained_parameters(
     module: nn.Module,

@@ -22,6 +22,7 @@ import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import launcher
 from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.reducer.buckets import Bucket, BucketStorage
 from dataparallel.reducer.exchange import Exchange
 from dataparallel.reducer.processes import ReducerProcesses
 from tests.cluster import Cluster
@@ -201,7 +202,7 @@ def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
 def interrupt_the_beginning(rank: int, world_size: int) -> bool:
     processes: Any = ReducerProcesses(torch.distributed.group.WORLD, 5.0)
     processes.buckets.checks.begin_step = press
-    begin = functools.partial(processes.exchange, [], [], "processes", statistics=None)
+    begin = functools.partial(processes.exchange, [], "processes", statistics=None)
     with pytest.raises(KeyboardInterrupt):
         begin(weight=1.0, sender=None, deterministic=False)
     processes.close()
@@ -229,17 +230,20 @@ class Sends:
 def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> None:
     nobody: Any = None
     noted: list[BaseException] = []
-    storage: Any = SimpleNamespace(flat=torch.ones(3))
+    parameter = nn.Parameter(torch.ones(3))
+    bucket = Bucket(
+        0, [0], [parameter], [[parameter]], "", BucketStorage([parameter]), reduces=True
+    )
     statistics: Any = SimpleNamespace(bucket_launched=lambda bucket: None)
     exchange = Exchange(
-        [storage], [""], Sends(), nobody, nobody, lambda: 1.0, statistics, interrupted=noted.append
+        [bucket], Sends(), nobody, nobody, lambda: 1.0, statistics, interrupted=noted.append
     )
-    exchange.submit(0, None)
+    exchange.submit(bucket, [None])
     exchange.concluded = True
     error = first()
     if first is ValueError:
         with pytest.raises(KeyboardInterrupt):
-            exchange.abandon([], error)
+            exchange.abandon(error)
     else:
-        exchange.abandon([], error)
+        exchange.abandon(error)
     assert [type(one) for one in noted] == [KeyboardInterrupt]

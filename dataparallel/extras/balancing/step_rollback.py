@@ -42,8 +42,7 @@ def _accumulated_by(model: DataParallel[Any]) -> list[Accumulated]:
     """What the reducers of a wrapper know of the gradients of its parameters."""
     if not isinstance(model, DistributedDataParallel):
         return []
-    reducers = (model._training.reducer, model._training.local)
-    return [reducer.accumulations.of(IN_GRAD) for reducer in reducers if reducer is not None]
+    return [model.reducer.accumulations.of(IN_GRAD)]
 
 
 class StepRollback:

@@ -26,11 +26,8 @@ from dataparallel.graph.ending import NO_TASK, Ending
 from dataparallel.reducer import messages
 
 
-class Entrances:
-    """Counts the backwards of replicas in the current round.
-
-    See Note [Several cuts in one round].
-    """
+class Nesting:
+    """Counts the backwards of replicas in a round. See Note [Several cuts in one round]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,20 +38,13 @@ class Entrances:
         self._thread = 0
         self._ending: weakref.ref[Ending] | None = None
 
-    def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None = None) -> bool:
-        """Begin the backward of one cut.
+    def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None) -> bool:
+        """Begin the backward of one cut; returns whether it belongs to the round under way.
 
         Args:
             task: Number of the engine's backward.
             last: Whether no other cut follows in it.
-            ending: Ends the round, if there is one: that of an outer backward, in which the forward
-                of this one ran. Default: of the backward that runs, which is told by ``last``.
-
-        Returns:
-            Whether it belongs to the round that is under way.
-
-        Raises:
-            RuntimeError: Another backward runs.
+            ending: Of an outer backward, in which the forward of this one ran, if there is one.
         """
         outer = None if ending is None else ending()
         if outer is not None:
@@ -89,11 +79,7 @@ class Entrances:
             return self._all_came and not self._computing
 
     def leave(self, *, ended: bool) -> None:
-        """End what :meth:`enter` began.
-
-        Args:
-            ended: Whether the round has ended, well or with an error.
-        """
+        """End what :meth:`enter` began; tell whether the round has ended, well or with an error."""
         with self._lock:
             self._inside -= 1
             if not self._inside:
