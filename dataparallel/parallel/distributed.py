@@ -378,6 +378,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         The wrapper can be used again; the next forward that reduces is a collective call then,
         like making it.
         """
+        super().close()
         if self._built is not None:
             self._built.close()
         self._closed = True
