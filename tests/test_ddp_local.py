@@ -62,6 +62,17 @@ def replaced_parts(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
     return results + step(model, net, device, 2)
 
 
+def replaced_module(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
+    """As in bagging, where one wrapper trains one network after another."""
+    net, other = Net(device, two_layers), Net(device, two_layers)
+    model = wrap(net)
+    results = step(model, net, device, 0)
+    if model is net:
+        return results + step(other, other, device, 1)
+    model.module = other
+    return results + step(model, other, device, 1)
+
+
 def frozen_and_thawed(wrap: Wrap, device: str) -> Sequence[Tensor | None]:
     net = Net(device, two_layers)
     net.layers[1].requires_grad_(False)
@@ -179,6 +190,7 @@ CASES: list[Case] = [
     other_memory,
     assigned_state,
     replaced_parts,
+    replaced_module,
     frozen_and_thawed,
     another_dtype,
     hooks_on_parameters,

@@ -318,7 +318,7 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
                 _refuse_outer(self)
             if self._is_lost(reduces):
                 self._rebuild()
-            elif not self._training.fits():
+            elif not self._training.fits(self.module):
                 self._follow_parameters()
             if self._needs_others(reduces):
                 self._connect()

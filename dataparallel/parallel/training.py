@@ -240,10 +240,10 @@ class Training:
         other._place(runner)
         return other
 
-    def fits(self) -> bool:
-        """Whether leaves and reducer are right for the parameters as they are now."""
-        if self.direct:
-            return True
+    def fits(self, module: nn.Module) -> bool:
+        """Whether leaves and reducer are right for a module and its parameters as they are now."""
+        if self.direct or module is not self._module:
+            return module is self._module
         followed = self.clones.stands_for_module() and self.leaves.follow()
         return followed and not any([p.requires_grad for p in self._untrained])
 
