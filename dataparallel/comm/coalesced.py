@@ -116,15 +116,15 @@ def reduce_add_coalesced(
     sums: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         # On one device nothing moves, and one call adds many small tensors.
-        columns = [[replica[i] for replica in replicas] for i in here]
-        sums.update(zip(here, add_columns(columns, in_place=False), strict=True))
+        columns = list(zip(*replicas, strict=True))
+        totals = add_columns([columns[i] for i in here], in_place=False)
+        sums.update(zip(here, totals, strict=True))
         for group in groups:
-            rows = [[replica[i] for i in group] for replica in replicas]
-            totals = (
-                _reduce_packed(rows, target)
-                if len(group) > 1
-                else [reduce_add([tensor for (tensor,) in rows], target)]
-            )
+            if len(group) == 1:
+                totals = [reduce_add(columns[group[0]], target)]
+            else:
+                rows = [[replica[i] for i in group] for replica in replicas]
+                totals = _reduce_packed(rows, target)
             sums.update(zip(group, totals, strict=True))
     return tuple([sums[i] for i in range(len(sums))])
 
@@ -156,7 +156,7 @@ def _plan_sums(
 
 def _reduce_packed(
     rows: Sequence[Sequence[torch.Tensor]], target: torch.device
-) -> Sequence[torch.Tensor]:
+) -> list[torch.Tensor]:
     strides = [packed_strides(model) for model in rows[0]]
     for row in rows:
         check_same_device(row)

@@ -25,14 +25,7 @@ import torch
 
 
 class GradientHome:
-    """Gradients that are in ``.grad``.
-
-    Example::
-
-        home = current_home()
-        before = home.read(parameters)
-        home.write(parameters[0], gradient)
-    """
+    """Gradients that are in ``.grad``."""
 
     #: The id of the context that has the gradients; None for ``.grad``.
     context_id: int | None = None
@@ -55,12 +48,7 @@ class GradientHome:
         parameter.grad = view
 
     def take_back(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Undo :meth:`show`, since the round has failed.
-
-        Args:
-            parameters: The parameters of one bucket.
-            views: Their parts of it, whose content is not known any more.
-        """
+        """Undo :meth:`show` for the parameters of a bucket, since the round has failed."""
         for parameter, view in zip(parameters, views, strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr():
                 parameter.grad = None
@@ -73,12 +61,7 @@ class GradientHome:
         return contextlib.nullcontext()
 
     def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
-        """Let no gradient that is elsewhere be in memory that a round writes to.
-
-        Args:
-            parameters: Those whose gradients may be there.
-            storages: The addresses of the memory.
-        """
+        """Let no gradient that is elsewhere be at addresses that a round writes to."""
 
 
 #: Outside of contexts.
@@ -86,10 +69,7 @@ IN_GRAD = GradientHome()
 
 
 class BackwardPasses:
-    """What the wrappers ask about backwards. Here, where there are none but torch's own.
-
-    See Note [Gradients in a context].
-    """
+    """What the wrappers ask about backwards; here, where there are none but torch's own."""
 
     def home(self) -> GradientHome:
         """Where the backward that runs in this thread leaves gradients."""
@@ -114,21 +94,17 @@ def use_passes(passes: BackwardPasses) -> None:
 
 
 def current_home() -> GradientHome:
-    """Where the backward that runs in this thread leaves gradients."""
+    """See :meth:`BackwardPasses.home`."""
     return _passes.home()
 
 
 def outside_of_contexts() -> AbstractContextManager[None]:
-    """A ``with`` block in which backward leaves gradients in ``.grad``, whatever runs around it."""
+    """See :meth:`BackwardPasses.outside`."""
     return _passes.outside()
 
 
 def refuse_calls(outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Raise RuntimeError if replicas computed their outputs from what other workers sent them.
-
-    Args:
-        outputs: Per replica, the outputs that require grad.
-    """
+    """Raise RuntimeError if replicas computed their outputs from what other workers sent them."""
     if _passes.reach_other_workers(outputs):
         raise RuntimeError(
             "the wrapped module calls other workers in its forward, or computes with results of "

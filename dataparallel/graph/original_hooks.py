@@ -26,69 +26,78 @@ from dataparallel import torch_internals
 from dataparallel.graph.gradient_home import GradientHome
 
 
-class _State:
-    """What is known of the gradient that an original gets next."""
-
-    #: Whether it was put into ``.grad``, past the engine.
-    published = False
-    #: Whether there is one, for the hooks that run after accumulation.
-    arrives = False
-    #: Whether these wait for the end of the round.
-    waits = False
-    #: What a hook has raised meanwhile.
-    failure: BaseException | None = None
-
-
 class _Recorder:
-    """The one hook that is not the user's; tells the others whether there is a gradient."""
+    """The one hook that is not the user's; knows what becomes of an original's next gradient."""
 
-    def __init__(self, state: _State) -> None:
-        self.state = state
+    def __init__(self) -> None:
+        #: Whether it was put into ``.grad``, past the engine.
+        self.published = False
+        #: Whether there is one, for the hooks that run after accumulation.
+        self.arrives = False
+        #: Whether these wait for the end of the round.
+        self.waits = False
+        #: What a hook has raised meanwhile.
+        self.failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
-        self.state.arrives = grad is not None or self.state.published
-        self.state.published = False
+        self.arrives = grad is not None or self.published
+        self.published = False
+
+    def wait(self, waits: bool) -> None:
+        # An error leads to all that it went through, and that to this hook.
+        self.waits, self.failure = waits, None
+
+    def publish(self) -> None:
+        self.published = True
+
+    def fail(self, error: BaseException) -> None:
+        if self.waits:
+            self.failure = error
 
 
 class _GradientHook:
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], state: _State) -> None:
+    """The guard of a hook that may change the gradient."""
+
+    def __init__(
+        self, hook: Callable[[torch.Tensor], torch.Tensor | None], recorder: _Recorder
+    ) -> None:
         self.hook = hook
-        self.state = state
-        #: Whether the engine is to leave it out.
-        self.has_run = False
+        self._recorder = recorder
+        # Whether the engine is to leave it out.
+        self._has_run = False
+
+    def leave_out(self) -> None:
+        self._has_run = True
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        has_run, self.has_run = self.has_run, False
+        has_run, self._has_run = self._has_run, False
         if has_run or grad is None:
             return None
         try:
             return self.hook(grad)
         except BaseException as error:
-            if self.state.waits:
-                self.state.failure = error
+            self._recorder.fail(error)
             raise
 
 
 class _AccumulatedHook:
-    def __init__(self, hook: Callable[[torch.Tensor], None], state: _State) -> None:
+    """The guard of a hook that runs after accumulation."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], recorder: _Recorder) -> None:
         self.hook = hook
-        self.state = state
+        self._recorder = recorder
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self.state.arrives and not self.state.waits:
+        if self._recorder.arrives and not self._recorder.waits:
             self.hook(parameter)
 
 
 class OriginalHooks:
-    """Guards the hooks of the originals. See Note [Hooks on the originals].
-
-    Args:
-        originals: The parameters that the optimizer has.
-    """
+    """Guards the hooks of the originals. See Note [Hooks on the originals]."""
 
     def __init__(self, originals: Sequence[torch.Tensor]) -> None:
         self._originals = originals
-        self._states: dict[int, _State] = {}
+        self._recorders: dict[int, _Recorder] = {}
         #: Parameters with hooks that may change the gradient.
         self.with_gradient_hooks: set[int] = set()
         # Those that have run in this round. After a round that fails the engine runs none of its
@@ -108,18 +117,18 @@ class OriginalHooks:
     def _guard(
         self, index: int, original: torch.Tensor, before: dict[int, Any], after: dict[int, Any]
     ) -> None:
-        recorders = [hook for hook in before.values() if isinstance(hook, _Recorder)]
-        if not recorders:
-            recorders = [_Recorder(_State())]
+        recorder = next((hook for hook in before.values() if isinstance(hook, _Recorder)), None)
+        if recorder is None:
+            recorder = _Recorder()
             register: Any = original.register_hook
-            register(recorders[0])
-        state = self._states[index] = recorders[0].state
+            register(recorder)
+        self._recorders[index] = recorder
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):
-                before[key] = _GradientHook(hook, state)
+                before[key] = _GradientHook(hook, recorder)
         for key, hook in after.items():
             if not isinstance(hook, _AccumulatedHook):
-                after[key] = _AccumulatedHook(hook, state)
+                after[key] = _AccumulatedHook(hook, recorder)
         if any(isinstance(hook, _GradientHook) for hook in before.values()):
             self.with_gradient_hooks.add(index)
 
@@ -145,23 +154,16 @@ class OriginalHooks:
     @property
     def failure(self) -> BaseException | None:
         """What a hook has raised in this round, in the engine."""
-        failures = [state.failure for state in self._states.values()]
-        return next((failure for failure in failures if failure is not None), None)
+        return next((r.failure for r in self._recorders.values() if r.failure is not None), None)
 
     def wait(self, waits: bool) -> None:
         """Whether hooks that run after accumulation are left to :meth:`delivered`."""
-        for state in self._states.values():
-            # An error leads to all that it went through, and that to this hook.
-            state.waits, state.failure = waits, None
+        for recorder in self._recorders.values():
+            recorder.wait(waits)
 
     def delivered(self, indices: Collection[int], home: GradientHome) -> None:
-        """Run the hooks that run after accumulation; the engine has nothing to do with it.
-
-        Args:
-            indices: The parameters whose gradient has got something.
-            home: Where the gradients are.
-        """
-        for index in sorted(self._states.keys() & indices):
+        """Run the hooks that run after accumulation, of parameters that have got something."""
+        for index in sorted(self._recorders.keys() & indices):
             original = self._originals[index]
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
@@ -170,12 +172,8 @@ class OriginalHooks:
                         hook.hook(original)
 
     def published(self, indices: Collection[int]) -> None:
-        """End a round; the engine passes over what the reducer has done.
-
-        Args:
-            indices: The parameters whose gradient was put into ``.grad``, past the engine.
-        """
+        """End a round in which gradients of some parameters were put into ``.grad`` already."""
         for hook in self._ran:
-            hook.has_run = True
-        for index in self._states.keys() & indices:
-            self._states[index].published = True
+            hook.leave_out()
+        for index in self._recorders.keys() & indices:
+            self._recorders[index].publish()
