@@ -136,7 +136,7 @@ def apply_replicas(
         return []
     context = ThreadContext.capture(devices)
     concurrent = context.portable and len(calls) > 1
-    with (compiled or _compiled).call(calls, devices, concurrent=concurrent) as compiles:
+    with (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent) as compiles:
         labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
         run = _Run(calls, devices, compiles, timeline, phase, timeout, concurrent)
         if not concurrent:

@@ -18,10 +18,10 @@ as there are devices, since what is compiled for one device serves no other.
 Note [Compiled one after another]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 If all replicas came to compile at the same time, each would compile the same thing for itself. So
-in the first call of a kind (types and dtypes of the arguments, modes of torch) the replicas run one
-after another: replica 0 compiles, and the others find it done. Calls with new sizes do the same,
-until one of them compiles nothing: then what was compiled takes any size. A replica that compiles
-in a call of which the replicas run at the same time does it alone, and the next call starts over.
+in the first call of a kind (types of the arguments, modes of torch) the replicas run one after
+another: replica 0 compiles, and the others find it done. Calls with new sizes do the same, until
+one of them compiles nothing: then what was compiled takes any size. A replica that compiles in a
+call of which the replicas run at the same time does it alone, and the next call starts over.
 
 The order only saves work. A replica starts anyway if the one before it waits for others, or
 neither ends nor compiles for some seconds. A forward that is the first in the process to import the
@@ -49,7 +49,7 @@ from dataparallel.threads.workers import SecondaryError
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Standing: TypeAlias = Literal["shared", "alone"] | None
 
-# Seconds that a new call of nobody's replica lets those go first who wait to compile.
+# Seconds that a new call lets those go first who wait to compile.
 _COURTESY = 10.0
 # Seconds after which a replica no longer waits for the one before it.
 _PATIENCE = 2.0
@@ -81,6 +81,7 @@ class CompileTimeout(TimeoutError):
 class _Local(threading.local):
     standing: Standing = None
     depth = 0
+    #: The replica that this thread runs.
     call: ParallelCall | None = None
     index = 0
     exits: contextlib.ExitStack | None = None
@@ -94,6 +95,7 @@ class CompileLock:
         self.timeout = 300.0
         self._torchs: Any = None
         self._local = _Local()
+        self._write_back: Callable[[], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -101,15 +103,10 @@ class CompileLock:
         self._changed = threading.Condition()
         self._running: set[threading.Thread] = set()
         self._owner: threading.Thread | None = None
-        self._waiting = 0
+        self._num_waiting = self._num_calls = 0
 
     def install(self) -> bool:
-        """Stand in the place of torch's lock, once in a process.
-
-        Returns:
-            Whether anything can be compiled: False as long as nobody has imported the compiler,
-            which takes seconds and is not done here.
-        """
+        """Stand in the place of torch's lock; False as long as nobody has imported the compiler."""
         if self._torchs is None:
             torchs = torch_internals.compile_lock()
             if torchs is None:
@@ -128,6 +125,30 @@ class CompileLock:
     def held(self) -> bool:
         """Whether some thread compiles now."""
         return self._owner is not None
+
+    @contextlib.contextmanager
+    def around_call(self) -> Iterator[None]:
+        """Around a parallel call, while its caller waits for the replicas.
+
+        Each call of compiled code changes variables of the process and restores what it found,
+        which is wrong for calls that overlap. So what the first of them found is restored at the
+        end of the last.
+        """
+        with self._changed:
+            if self._num_waiting and self._local.standing is None:
+                # Not for ever, as one of them may wait for this thread.
+                self._changed.wait_for(lambda: not self._num_waiting, _COURTESY)
+            if not self._num_calls:
+                self._write_back = torch_internals.state_of_compiled_calls()
+            self._num_calls += 1
+        try:
+            with self.paused():
+                yield
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                if not self._num_calls and self._write_back is not None:
+                    self._write_back()
 
     def enter(self, call: ParallelCall, index: int) -> None:
         """Share the lock: this thread begins to run a replica of a call."""
@@ -155,15 +176,6 @@ class CompileLock:
         finally:
             local.call, local.index = call, index
             self._become(standing)
-
-    def let_pass(self) -> None:
-        """Let those go first who wait to compile; not for ever, as one may wait for this thread.
-
-        A replica does not: they wait for it.
-        """
-        if self._waiting and self._local.standing is None:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._waiting, _COURTESY)
 
     def acquire(self) -> bool:
         """Take the lock alone, to compile; may be nested."""
@@ -210,12 +222,12 @@ class CompileLock:
                     self._changed.wait(_LOOK)
                 self._running.add(thread)
             elif standing == "alone":
-                self._waiting += 1
+                self._num_waiting += 1
                 try:
                     self._wait_for_all()
                     self._owner = thread
                 finally:
-                    self._waiting -= 1
+                    self._num_waiting -= 1
             self._local.standing = standing
 
     def _wait_for_all(self) -> None:
@@ -254,20 +266,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class ParallelCall:
-    """One call of several replicas; see Note [Compiled one after another]."""
+    """One call of several replicas, which run in turn or at the same time."""
 
     def __init__(self, num_devices: int, num_in_turn: int) -> None:
         self.num_devices = num_devices
         #: How often its replicas came to compile.
         self.num_compiled = 0
-        # Replica i + 1 may start.
+        # That the replica after this one may start.
         self._passed = [threading.Event() for _ in range(num_in_turn)]
         self._failed = False
 
     def enter(self, index: int) -> None:
-        """Begin to run a replica in this thread, in its turn."""
+        """Begin to run a replica in this thread, when it is its turn."""
         if index and self._passed:
-            self._wait(self._passed[index - 1])
+            deadline = time.monotonic() + _PATIENCE
+            while not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
+                if lock.held:
+                    deadline = time.monotonic() + _PATIENCE
             if self._failed:
                 raise SecondaryError("a replica before this one failed")
         lock.enter(self, index)
@@ -279,19 +294,12 @@ class ParallelCall:
         self.pass_on(index)
 
     def pass_on(self, index: int) -> None:
-        """Let the next replica start."""
+        """Let the replica after this one start."""
         if self._passed:
             self._passed[index].set()
 
-    @staticmethod
-    def _wait(passed: threading.Event) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while not passed.wait(_LOOK) and time.monotonic() < deadline:
-            if lock.held:
-                deadline = time.monotonic() + _PATIENCE
 
-
-class _Known:
+class _Kind:
     """What is known of the calls of one kind."""
 
     def __init__(self) -> None:
@@ -303,69 +311,50 @@ class CompiledCalls:
     """What one owner's calls have compiled so far. See Note [Compiled one after another]."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Known] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._is_used = False
 
     @contextlib.contextmanager
     def call(
-        self,
-        calls: Sequence[Callable[[], Any]],
-        devices: Sequence[torch.device],
-        *,
-        concurrent: bool,
+        self, calls: Sequence[Callable[[], Any]], num_devices: int, *, concurrent: bool
     ) -> Iterator[ParallelCall | None]:
         """One call of the replicas.
 
         Args:
-            calls: One function without arguments per replica. Modules and arguments are found in
-                a ``functools.partial``.
-            devices: One device per replica.
+            calls: One function per replica; ``functools.partial`` of a module and its arguments.
+            num_devices: How many devices the replicas are on.
             concurrent: Whether the replicas run at the same time otherwise.
         """
         if not lock.install():
             yield None
             return
-        known, sizes = self._known_of(calls, devices) if concurrent else (None, ())
-        in_turn = known is not None and not known.takes_any_size and sizes not in known.sizes
-        call = ParallelCall(len(set(devices)), len(calls) if in_turn else 0)
-        lock.let_pass()
-        with _kept_state(), lock.paused():
+        kind, sizes = self._kind_of(calls) if concurrent else (None, ())
+        in_turn = kind is not None and not kind.takes_any_size and sizes not in kind.sizes
+        call = ParallelCall(num_devices, len(calls) if in_turn else 0)
+        with lock.around_call():
             yield call
-        if known is not None and in_turn:
-            known.sizes.add(sizes)
-            known.takes_any_size = not call.num_compiled
-        elif known is not None and call.num_compiled:
-            known.sizes.clear()
-            known.takes_any_size = False
+        if kind is not None and in_turn:
+            kind.sizes.add(sizes)
+            kind.takes_any_size = not call.num_compiled
+        elif kind is not None and call.num_compiled:
+            kind.sizes.clear()
+            kind.takes_any_size = False
 
-    def _known_of(
-        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
-    ) -> tuple[_Known | None, Hashable]:
+    def _kind_of(self, calls: Sequence[Callable[[], Any]]) -> tuple[_Kind | None, Hashable]:
         first = calls[0]
-        if not _is_used() or not isinstance(first, functools.partial):
+        # Torch keeps a list of the backends for which something was compiled, or is to be.
+        self._is_used = self._is_used or any(map(callable, torch_internals.backends_in_use()))
+        if not self._is_used or not isinstance(first, functools.partial):
             return None, ()
         if not any(isinstance(part, nn.Module) for part in (first.func, *first.args)):
             return None, ()
         kind: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        kind += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
-        for device_type in sorted({device.type for device in devices} | {"cpu"}):
-            if torch.is_autocast_enabled(device_type):
-                kind += [device_type, torch.get_autocast_dtype(device_type)]
+        kind.append(torch_internals.is_any_autocast_enabled())
         sizes: list[Any] = []
         _describe(calls, kind, sizes)
-        if len(self._known) >= _MAX_KINDS:
-            self._known.clear()
-        return self._known.setdefault(tuple(kind), _Known()), tuple(sizes)
-
-
-class _Use:
-    seen = False
-
-
-def _is_used() -> bool:
-    """Whether this process has compiled anything, or is to: torch keeps a list of the backends."""
-    if not _Use.seen:
-        _Use.seen = any(map(callable, torch_internals.backends_in_use()))
-    return _Use.seen
+        if len(self._kinds) >= _MAX_KINDS:
+            self._kinds.clear()
+        return self._kinds.setdefault(tuple(kind), _Kind()), tuple(sizes)
 
 
 def _describe(value: Any, kind: list[Any], sizes: list[Any]) -> None:
@@ -373,52 +362,18 @@ def _describe(value: Any, kind: list[Any], sizes: list[Any]) -> None:
     if isinstance(value, functools.partial):
         _describe((value.func, value.args, value.keywords), kind, sizes)
     elif isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        kind += [type(value), value.dtype, value.layout, value.requires_grad]
-        kind.append(strided and value.is_contiguous())
         # Code that takes any size does not take 0 and 1.
-        kind.append(tuple(min(size, 2) for size in value.shape))
+        kind += [value.dtype, value.requires_grad, tuple(min(size, 2) for size in value.shape)]
         sizes += value.shape
     elif isinstance(value, dict):
-        kind += [type(value), *map(str, value)]
-        _describe(list(value.values()), kind, sizes)
+        _describe(list(value.items()), kind, sizes)
     elif isinstance(value, (list, tuple)):
-        kind += [type(value), len(value)]
+        kind.append(len(value))
         for item in value:
             _describe(item, kind, sizes)
     elif isinstance(value, (bool, str, type(None), torch.dtype, torch.device)):
         kind.append(value)
+    elif isinstance(value, (int, float)):
+        sizes.append(value)
     else:
         kind += [type(value), getattr(value, "training", None)]
-        if isinstance(value, (int, float)):
-            sizes.append(value)
-
-
-# --- torch's own variables -------------------------------------------------------------------
-
-
-class _State:
-    """Each call of compiled code changes variables of the process and restores what it found.
-
-    That is wrong for calls that overlap. So the first of the calls that overlap restores what it
-    found when the last has ended.
-    """
-
-    lock = threading.Lock()
-    num_calls = 0
-    write_back: Callable[[], None]
-
-
-@contextlib.contextmanager
-def _kept_state() -> Iterator[None]:
-    with _State.lock:
-        if _State.num_calls == 0:
-            _State.write_back = torch_internals.state_of_compiled_calls()
-        _State.num_calls += 1
-    try:
-        yield
-    finally:
-        with _State.lock:
-            _State.num_calls -= 1
-            if _State.num_calls == 0:
-                _State.write_back()
