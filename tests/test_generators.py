@@ -231,7 +231,6 @@ def test_outside_of_replicas_the_state_functions_act_on_the_default_generator() 
     assert torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
     copy = pickle.loads(pickle.dumps(stand_in))
     assert isinstance(copy, torch.Generator)
-    assert "CPU generator of this thread" in repr(stand_in)
 
 
 # --- accelerators ----------------------------------------------------------------------------

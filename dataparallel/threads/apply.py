@@ -115,21 +115,8 @@ def apply_replicas(
 ) -> list[T]:
     """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context.
 
-    Args:
-        calls: One function without arguments per replica.
-        devices: One device per replica, as from ``parse_devices``.
-        pools: Whose threads to use. Default: those that all function calls share.
-        compiled: What the owner of the calls has compiled so far. Default: what all function
-            calls have.
-        timeline: Is told when each replica begins and ends. Default: nobody is.
-        phase: What the replicas do, for the timeline.
-        timeout: Seconds that a replica waits for the others in ``current_rendezvous()``.
-
-    Returns:
-        One result per replica, in order.
-
-    Raises:
-        BaseException: What a replica raised, see :func:`parallel_apply`.
+    Threads and what was compiled are by default those of all function calls. The timeline is told
+    when each replica is in the phase. A replica waits ``timeout`` seconds for others to meet it.
     """
     assert len(calls) == len(devices)
     if not calls:

@@ -18,10 +18,10 @@ as there are devices, since what is compiled for one device serves no other.
 Note [Compiled one after another]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 If all replicas came to compile at the same time, each would compile the same thing for itself. So
-in the first call of a kind (types of the arguments, modes of torch) the replicas run one after
-another: replica 0 compiles, and the others find it done. Calls with new sizes do the same, until
-one of them compiles nothing: then what was compiled takes any size. A replica that compiles in a
-call of which the replicas run at the same time does it alone, and the next call starts over.
+in the first calls of a kind (types of the modules, modes of torch) the replicas run one after
+another: replica 0 compiles, and the others find it done. They run at the same time after a call
+that compiled nothing: then all is compiled, or what was compiled takes any size. A replica that
+compiles even so does it alone, and the next call starts over.
 
 The order only saves work. A replica starts anyway if the one before it waits for others, or
 neither ends nor compiles for some seconds. A forward that is the first in the process to import the
@@ -55,8 +55,6 @@ _COURTESY = 10.0
 _PATIENCE = 2.0
 # Seconds between two looks around: whether a thread has died, or this one was interrupted.
 _LOOK = 0.2
-# Kinds of calls that are remembered; arguments with ever new strings must not fill the memory.
-_MAX_KINDS = 256
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
@@ -299,19 +297,11 @@ class ParallelCall:
             self._passed[index].set()
 
 
-class _Kind:
-    """What is known of the calls of one kind."""
-
-    def __init__(self) -> None:
-        self.sizes: set[Hashable] = set()
-        self.takes_any_size = False
-
-
 class CompiledCalls:
-    """What one owner's calls have compiled so far. See Note [Compiled one after another]."""
+    """Which calls of one owner compile nothing. See Note [Compiled one after another]."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._quiet: set[Hashable] = set()
         self._is_used = False
 
     @contextlib.contextmanager
@@ -328,52 +318,23 @@ class CompiledCalls:
         if not lock.install():
             yield None
             return
-        kind, sizes = self._kind_of(calls) if concurrent else (None, ())
-        in_turn = kind is not None and not kind.takes_any_size and sizes not in kind.sizes
+        kind = self._kind_of(calls[0]) if concurrent else None
+        in_turn = kind is not None and kind not in self._quiet
         call = ParallelCall(num_devices, len(calls) if in_turn else 0)
         with lock.around_call():
             yield call
-        if kind is not None and in_turn:
-            kind.sizes.add(sizes)
-            kind.takes_any_size = not call.num_compiled
-        elif kind is not None and call.num_compiled:
-            kind.sizes.clear()
-            kind.takes_any_size = False
+        if call.num_compiled:
+            self._quiet.discard(kind)
+        else:
+            self._quiet.add(kind)
 
-    def _kind_of(self, calls: Sequence[Callable[[], Any]]) -> tuple[_Kind | None, Hashable]:
-        first = calls[0]
+    def _kind_of(self, call: Callable[[], Any]) -> Hashable:
+        """What a call has in common with others; None where nothing in it can be compiled."""
         # Torch keeps a list of the backends for which something was compiled, or is to be.
         self._is_used = self._is_used or any(map(callable, torch_internals.backends_in_use()))
-        if not self._is_used or not isinstance(first, functools.partial):
-            return None, ()
-        if not any(isinstance(part, nn.Module) for part in (first.func, *first.args)):
-            return None, ()
-        kind: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        kind.append(torch_internals.is_any_autocast_enabled())
-        sizes: list[Any] = []
-        _describe(calls, kind, sizes)
-        if len(self._kinds) >= _MAX_KINDS:
-            self._kinds.clear()
-        return self._kinds.setdefault(tuple(kind), _Kind()), tuple(sizes)
-
-
-def _describe(value: Any, kind: list[Any], sizes: list[Any]) -> None:
-    """Describe what compiled code depends on, and apart from it sizes that it may take as any."""
-    if isinstance(value, functools.partial):
-        _describe((value.func, value.args, value.keywords), kind, sizes)
-    elif isinstance(value, torch.Tensor):
-        # Code that takes any size does not take 0 and 1.
-        kind += [value.dtype, value.requires_grad, tuple(min(size, 2) for size in value.shape)]
-        sizes += value.shape
-    elif isinstance(value, dict):
-        _describe(list(value.items()), kind, sizes)
-    elif isinstance(value, (list, tuple)):
-        kind.append(len(value))
-        for item in value:
-            _describe(item, kind, sizes)
-    elif isinstance(value, (bool, str, type(None), torch.dtype, torch.device)):
-        kind.append(value)
-    elif isinstance(value, (int, float)):
-        sizes.append(value)
-    else:
-        kind += [type(value), getattr(value, "training", None)]
+        if not self._is_used or not isinstance(call, functools.partial):
+            return None
+        modules = [part for part in (call.func, *call.args) if isinstance(part, nn.Module)]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        autocast = torch_internals.is_any_autocast_enabled()
+        return (*((type(m), m.training) for m in modules), *modes, autocast) if modules else None

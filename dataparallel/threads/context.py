@@ -92,9 +92,6 @@ class ThreadContext:
 
         context = ThreadContext.capture(devices)      # in the calling thread
         context.run(i, lambda: replica(x))            # in the thread of replica i
-
-    Args of :meth:`capture`:
-        devices: One device per replica.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -126,15 +123,10 @@ class ThreadContext:
         return cls(devices)
 
     def task(self, index: int, call: Callable[..., T], *args: Any) -> Callable[[], T]:
-        """What calls ``call`` with arguments as if the capturing thread did, for one thread.
+        """What calls ``call`` as if the capturing thread did, on the device of a replica.
 
         Contextvars are a copy of their own for each task: what a replica sets in them, neither
         the caller nor another replica sees.
-
-        Args:
-            index: Index of the replica, whose device is current.
-            call: A function.
-            args: What to call it with.
         """
         return functools.partial(self._variables.copy().run, self._run, index, call, *args)
 

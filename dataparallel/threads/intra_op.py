@@ -47,13 +47,7 @@ def _setters() -> tuple[Callable[[int], object], ...]:
 
 
 def use_threads(count: int) -> None:
-    """Let operations of the calling thread use ``count`` threads; other threads are unaffected.
-
-    See Note [Intra-op threads of one thread].
-
-    Args:
-        count: At least 1.
-    """
+    """Let operations of the calling thread use ``count`` threads, at least 1."""
     # The first query in a thread applies torch's default, which would undo what is set before it.
     if torch.get_num_threads() != count:
         for setter in _setters():

@@ -58,15 +58,8 @@ class _Round:
 
 
 class Rendezvous:
-    """Meeting point of the ``num_replicas`` replicas of one call.
-
-    Args:
-        num_replicas: How many replicas the call has.
-        timeout: Seconds that a replica waits for the others before it raises.
-        concurrent: Whether the replicas run at the same time. If they run one after another, a
-            meeting of several is an error at once.
-        waiting: What a replica is within while it waits. Default: nothing.
-    """
+    """Meeting point of the replicas of one call, which may run one after another (then a meeting of
+    several is an error at once); ``waiting`` makes what a replica is within while it waits."""
 
     def __init__(
         self,
@@ -99,31 +92,9 @@ class Rendezvous:
     ) -> R:
         """Bring ``value``, wait for the other replicas, and take this replica's part.
 
-        Example::
-
-            def combine(counts):                       # one per replica, in replica order
-                return [sum(counts)] * len(counts)
-
-            total = current_rendezvous().exchange("count", x.shape[0], combine)
-
-        Args:
-            key: Names the meeting; all replicas must come with an equal one.
-            value: What this replica contributes.
-            combine: Turns the list of values, in replica order, into one result per replica. Runs
-                once, in the thread of replica 0, so in its grad mode, autocast and device. See
-                Note [Meeting in forward, never in backward].
-            timeout: Seconds to wait until all have come. Default: that of the rendezvous.
-
-        Returns:
-            The result of this replica.
-
-        Raises:
-            RendezvousError: Another replica failed, or returned without coming.
-            RendezvousKeyError: Another replica came with another key.
-            RendezvousTimeout: A replica did not come in time; the message says which.
-            RuntimeError: Not called from a replica of this call, or the replicas run one after
-                another.
-            Exception: What ``combine`` raised, in replica 0; the others raise RendezvousError.
+        ``combine`` turns the values, in replica order, into one result per replica. It runs once,
+        in the thread of replica 0, so in its grad mode, autocast and device; what it raises is
+        raised there, and a RendezvousError in the others. All replicas come with equal keys.
         """
         index = _index_in(self)
         if not self._concurrent:

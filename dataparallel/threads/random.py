@@ -45,7 +45,6 @@ restores the thread's dispatch keys, which switches the generator off.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -66,9 +65,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed_seed(seed: int, index: int) -> int:
-    """A seed for replica ``index``, spread over 64 bits and different for every index.
-
-    The CPU generator uses only the lower 32 bits, so these differ too.
+    """A seed for replica ``index``; the lower 32 bits, which the CPU generator uses, differ too.
 
     Source: the SplitMix64 finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", 2014).
@@ -83,10 +80,7 @@ def mixed_seed(seed: int, index: int) -> int:
 
 
 class ReplicaGenerators:
-    """The generators of one call, made in the calling thread; each replica enters :meth:`use`.
-
-    See Note [Random numbers in replicas].
-    """
+    """The generators of one call, made in the calling thread."""
 
     __slots__ = ("_devices", "_lock", "_parent", "_seed", "shared")
 
@@ -223,20 +217,8 @@ class _Installed:
     lock = threading.RLock()
 
 
-def _new_lock() -> None:
-    _Installed.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
-
-
 def install() -> None:
-    """Let operations draw from this thread's source, once in a process.
-
-    If this torch does not allow it, the log tells so once, and replicas draw from the default
-    generator.
-    """
+    """Let operations draw from this thread's source, once in a process; or the log says why not."""
     if _Installed.tried:
         return
     with _Installed.lock:
@@ -354,10 +336,7 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
 
 
 class _StandIn:
-    """Leads to the CPU generator that this thread draws from; see Note [Checkpointing in replicas].
-
-    Stands in the place of ``torch.random.default_generator``.
-    """
+    """Leads to the CPU generator that this thread draws from."""
 
     def set_state(self, state: torch.Tensor) -> Any:
         return _for_writing().set_state(state)
@@ -373,9 +352,6 @@ class _StandIn:
 
     def __reduce__(self) -> Any:
         return _for_reading().__reduce__()
-
-    def __repr__(self) -> str:
-        return f"<the CPU generator of this thread: {_for_reading()!r}>"
 
 
 def _for_reading() -> torch.Generator:

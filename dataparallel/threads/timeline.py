@@ -53,9 +53,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Span:
-    """A stretch of time in which replicas are in one phase.
-
-    It is a context manager; the listeners get it when it ends.
+    """A stretch of time in which replicas are in one phase; the listeners get it when it ends.
 
     Attributes:
         phase: One of :data:`PHASES`.
@@ -68,29 +66,15 @@ class Span:
         end_events: Likewise.
     """
 
-    __slots__ = (
-        "_before",
-        "_timeline",
-        "begin",
-        "begin_events",
-        "end",
-        "end_events",
-        "failed",
-        "phase",
-        "replicas",
-    )
-
     def __init__(self, timeline: Timeline, phase: Phase, replicas: tuple[int, ...]) -> None:
         self._timeline = timeline
         self.phase = phase
         self.replicas = replicas
-        self.end = 0
+        self.begin = self.end = 0
+        self.failed = False
         self.begin_events: tuple[torch.Event | None, ...] = ()
         self.end_events: tuple[torch.Event | None, ...] = ()
-        # The rest is there when it has begun; this is made often.
-        self.begin: int
-        self.failed: bool
-        self._before: list[tuple[Phase, int]]
+        self._before: list[tuple[Phase, int]] = []
 
     def __enter__(self) -> Span:
         timeline = self._timeline
@@ -98,10 +82,9 @@ class Span:
         self._before = [now[replica] for replica in self.replicas]
         if timeline.has_events:
             self.begin_events = timeline.events(self.replicas)
-        self.begin = begin = time.perf_counter_ns()
-        entry = (self.phase, begin)
+        self.begin = time.perf_counter_ns()
         for replica in self.replicas:
-            now[replica] = entry
+            now[replica] = (self.phase, self.begin)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -110,9 +93,8 @@ class Span:
         if timeline.has_events:
             self.end_events = timeline.events(self.replicas)
         self.end = time.perf_counter_ns()
-        now = timeline.now
         for replica, before in zip(self.replicas, self._before, strict=True):
-            now[replica] = before
+            timeline.now[replica] = before
         for listener in timeline.listeners:
             listener(self)
 
@@ -132,18 +114,8 @@ class Timeline:
 
     While nobody listens, a span costs one look at an attribute.
 
-    Example::
-
-        timeline = Timeline([torch.device("cpu")])
-        timeline.subscribe(print)
-        with timeline.span("forward", 0):
-            ...
-
-    Args:
-        devices: One device per replica.
-
     Attributes:
-        devices: As given.
+        devices: One device per replica.
         now: Per replica the phase in which it is as the host sees it, and since when.
     """
 
@@ -163,12 +135,7 @@ class Timeline:
         self.has_events = any(map(_devices.is_accelerator, self.devices))
 
     def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
-        """Let the replicas be others; not while a span lasts.
-
-        Args:
-            devices: One device per replica.
-            kept: Per replica which one it was, None for a new one.
-        """
+        """Let the replicas be others, not while a span lasts; ``kept`` as in DeviceListener."""
         self._place(devices)
         for listener in self._device_listeners:
             listener(kept)
@@ -179,12 +146,7 @@ class Timeline:
         return bool(self.listeners)
 
     def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
-        """The time of a ``with`` block is a phase of replicas.
-
-        Args:
-            phase: One of :data:`PHASES`.
-            replica: Index of the replica. Default: all of them.
-        """
+        """The time of a ``with`` block is a phase of one replica, or of all of them."""
         if not self.listeners:
             return NO_SPAN
         return Span(self, phase, self._everyone if replica is None else self._alone[replica])
@@ -199,11 +161,7 @@ class Timeline:
         return self.span(phase, replica.index if replica is not None and own else None)
 
     def call(self, sizes: Sequence[int]) -> None:
-        """A forward has been scattered.
-
-        Args:
-            sizes: Number of samples of each replica that takes part.
-        """
+        """A forward has been scattered; number of samples of each replica that takes part."""
         if self.listeners:
             # A phase that an exception has ended may not have been told.
             self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
@@ -222,13 +180,12 @@ class Timeline:
 
     def leave_devices(self, listener: DeviceListener) -> None:
         """Tell ``listener`` nothing any more of replicas that are dropped or added."""
-        left = tuple(one for one in self._device_listeners if one != listener)
-        self._device_listeners = left
+        self._device_listeners = tuple(x for x in self._device_listeners if x != listener)
 
     def unsubscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
         """Tell ``listener`` and ``on_call`` nothing any more."""
-        self.listeners = tuple(one for one in self.listeners if one != listener)
-        self._call_listeners = tuple(one for one in self._call_listeners if one != on_call)
+        self.listeners = tuple(x for x in self.listeners if x != listener)
+        self._call_listeners = tuple(x for x in self._call_listeners if x != on_call)
 
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
         """Per replica an event that happens when its device has come this far."""
@@ -244,10 +201,6 @@ def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
 
     Where the replicas' graphs hang together there is nobody else to tell: the engine runs through
     all of them, and it is done when its outermost backward is.
-
-    Args:
-        timeline: What is told.
-        outputs: What a wrapper returned, flat; tensors with a graph count.
     """
     backward = _Backward(timeline)
     for leaf in outputs:

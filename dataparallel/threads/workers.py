@@ -109,26 +109,21 @@ def _leave_checkpoints(error: BaseException) -> None:
     Up to torch 2.11 they are left when the last reference to the error goes, and by then their
     saved-tensor hooks would have acted on whatever this thread ran next.
     """
-    chain: dict[int, BaseException] = {}
+    chain: list[BaseException] = []
     each: BaseException | None = error
-    while each is not None and id(each) not in chain:
-        chain[id(each)] = each
+    while each is not None and each not in chain:
+        chain.append(each)
         each = each.__context__
-    for cause in reversed(chain.values()):
-        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        for frame in reversed(frames):
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                for value in frame.f_locals.values():
-                    if isinstance(value, types.GeneratorType):
-                        _leave(value, error)
-
-
-def _leave(generator: types.GeneratorType[Any, Any, Any], error: BaseException) -> None:
-    """Leave the blocks of a generator; what that raises is told beside the error."""
-    try:
-        generator.close()
-    except Exception as another:
-        add_note(error, f"leaving an activation checkpoint failed as well: {another!r}")
+    frames = [f for each in chain for f, _ in traceback.walk_tb(each.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, types.GeneratorType):
+                    try:
+                        value.close()
+                    except Exception as another:
+                        what = "leaving an activation checkpoint failed as well"
+                        add_note(error, f"{what}: {another!r}")
 
 
 # --- a pool ----------------------------------------------------------------------------------
@@ -168,12 +163,6 @@ def _close(
 class Workers:
     """A pool of worker threads, one per replica index, which runs one call at a time.
 
-    Example::
-
-        workers = Workers()
-        workers.run([lambda: f(0), lambda: f(1)], ["in replica 0", "in replica 1"])   # [f0, f1]
-        workers.close()
-
     The threads start at the first call that needs them, are used again by every later one, and end
     with :meth:`close`, when the pool is collected, or when the interpreter exits.
     """
@@ -202,23 +191,17 @@ class Workers:
         threads: Sequence[int | None] | None = None,
         on_interrupt: Callable[[], None] | None = None,
     ) -> list[T]:
-        """Run ``tasks[i]`` in thread ``i``, all at the same time, and wait for all of them.
+        """Run ``tasks[i]`` in thread ``i``, all at the same time, and return their results.
+
+        What a task raised is raised here: the object itself, with its label added by
+        :func:`locate`; of several the one of the lowest index, with the others as notes.
 
         Args:
             tasks: Functions without arguments.
             labels: Where each task runs, for error messages: ``"in replica 0 on device cpu"``.
-            threads: How many intra-op threads each task may use. Default: as many as the thread
-                used before.
+            threads: How many intra-op threads each task may use. Default: those of its thread.
             on_interrupt: Called when the wait is interrupted (Ctrl-C), to release tasks that wait
                 for each other.
-
-        Returns:
-            One result per task, in order.
-
-        Raises:
-            BaseException: What a task raised: the object itself, so of the same type and with its
-                traceback, and with its label added by :func:`locate`. When several tasks fail,
-                that of the lowest index, the others as notes.
         """
         assert not self.closed, "a closed pool runs nothing"
         latch = _Latch(len(tasks))
@@ -261,7 +244,9 @@ class Workers:
                 on_interrupt()
             deadline = time.monotonic() + _INTERRUPT_GRACE
             # More than once: what is raised in a finalizer, or is caught, does not end a replica.
-            while self._raise_in_unfinished(jobs) and time.monotonic() < deadline:
+            while (unfinished := self._unfinished(jobs)) and time.monotonic() < deadline:
+                for thread in unfinished:
+                    _raise_in(thread)
                 again = time.monotonic() + _AGAIN
                 # One that the interrupt met on its way out of a task has not counted itself.
                 while self._unfinished(jobs) and time.monotonic() < again:
@@ -271,18 +256,14 @@ class Workers:
             for job in jobs:
                 job.error = None
 
-    def _raise_in_unfinished(self, jobs: Sequence[_Job[Any]]) -> bool:
-        unfinished = self._unfinished(jobs)
-        for thread in unfinished:
-            if thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted)
-                )
-        return bool(unfinished)
-
     def _unfinished(self, jobs: Sequence[_Job[Any]]) -> list[threading.Thread]:
         pairs = zip(self._threads, jobs, strict=False)
         return [thread for thread, job in pairs if not job.finished and thread.is_alive()]
+
+
+def _raise_in(thread: threading.Thread) -> None:
+    set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    set_error(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
 
 
 def _results(jobs: Sequence[_Job[T]], labels: Sequence[str]) -> list[T]:
@@ -315,13 +296,6 @@ _all_pools: weakref.WeakSet[WorkerPools] = weakref.WeakSet()
 class WorkerPools:
     """The idle pools of one owner. A call borrows one, so calls may be nested or come from several
     threads at the same time; another pool is created only when all are busy.
-
-    Example::
-
-        pools = WorkerPools()
-        with pools.borrow() as workers:
-            workers.run(tasks, labels)
-        pools.close()
     """
 
     def __init__(self) -> None:
