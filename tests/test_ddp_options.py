@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.reducer.average import AverageKind
+from dataparallel.reducer.options import AverageKind
 from tests.cluster import Cluster
 
 

@@ -311,17 +311,16 @@ class Numbered:
 def test_ranks_that_failed_are_named_however_many_there_are(
     world_size: int, failing: list[int]
 ) -> None:
-    nothing: Any = None
     said = [torch.empty(0)] * world_size
     exchanges = [
-        Exchange([], nothing, nothing, cast(Any, Numbered(rank, said)), lambda: 1.0, nothing)
+        Exchange(cast(Any, SimpleNamespace(control=Numbered(rank, said))), [], "processes")
         for rank in range(world_size)
     ]
-    pending = [
+    outcomes = [
         one.conclude(unused=rank, late=1, failed=rank in failing, said=Said(2, 3))
         for rank, one in enumerate(exchanges)
     ]
-    outcome = pending[0].wait()
+    outcome = outcomes[0]()
     assert outcome.failed_ranks == failing
     assert outcome.num_unused == world_size * (world_size - 1) // 2
     assert (outcome.num_late, outcome.num_nonfinite) == (world_size, 2 * world_size)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.reducer.errors import OtherRanksFailed
+from dataparallel.reducer.exchange import OtherRanksFailed
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from tests.cluster import Cluster
 from tests.comm_hook_cases import keep_group

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from dataparallel import torch_internals
 from dataparallel.parallel.tensor_broadcast import Broadcast, check_same
 from dataparallel.parallel.training import Training
-from dataparallel.reducer.ignored import ignored_names
-from dataparallel.reducer.processes import ReducerProcesses
+from dataparallel.reducer.exchange import ReducerProcesses
+from dataparallel.reducer.trained import ignored_names
 from dataparallel.torch_internals import BufferCommHookLocation
 
 _Future: TypeAlias = "torch.futures.Future[Any]"

@@ -25,10 +25,9 @@ from dataparallel.parallel.mixed_precision import MixedPrecision
 from dataparallel.parallel.process_choice import chosen_caps, chosen_devices, chosen_group
 from dataparallel.parallel.step import Call, Lent, Runner
 from dataparallel.parallel.training import Options, Training
-from dataparallel.reducer.average import AverageKind, check_average
-from dataparallel.reducer.ignored import ignored_names
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
-from dataparallel.reducer.trained import trained_parameters
+from dataparallel.reducer.options import AverageKind, check_average
+from dataparallel.reducer.trained import ignored_names, trained_parameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

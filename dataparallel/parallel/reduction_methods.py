@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dataparallel.optim.in_backward import InBackwardOptimizers, StepsInBackward
 from dataparallel.parallel.process_choice import check_alone, chosen_group
 from dataparallel.parallel.training import Training
-from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.comm_hooks import ResolvedHook, resolve_hook
 from dataparallel.reducer.nonfinite import NonFinitePolicy
+from dataparallel.reducer.options import AverageKind
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import check_replicas
 

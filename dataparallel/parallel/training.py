@@ -26,20 +26,19 @@ from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
 from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.parallel.step import Runner
-from dataparallel.reducer.average import AverageKind
 from dataparallel.reducer.comm_hooks import ResolvedHook
-from dataparallel.reducer.ignored import ignored_names
+from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     LOCAL_BUCKET_BYTES,
     MIB,
+    AverageKind,
     ReducerOptions,
 )
-from dataparallel.reducer.processes import ReducerProcesses
 from dataparallel.reducer.reducer import Reducer
-from dataparallel.reducer.trained import trained_parameters
+from dataparallel.reducer.trained import ignored_names, trained_parameters
 from dataparallel.replicas.replica_parameters import ReplicaParameters
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.standing_clones import StandingClones

@@ -19,60 +19,248 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from dataparallel.comm.failure import describe_error
+from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.late_failures import late_failures
+from dataparallel.comm.process_group import parent_group, shared_store, timeout_of
+from dataparallel.comm.processes import Pending, ProcessLink
 from dataparallel.errors import add_note
-from dataparallel.reducer.buckets import Bucket, BucketStorage, Gradients
+from dataparallel.reducer import messages
+from dataparallel.reducer.buckets import Bucket, Gradients
+from dataparallel.reducer.comm_hooks import HookSender
+from dataparallel.reducer.options import AverageKind
+from dataparallel.reducer.verify import digest
 
 if TYPE_CHECKING:
-    from dataparallel.comm.processes import Pending, ProcessLink
-    from dataparallel.reducer.failed_rounds import FailedRounds
     from dataparallel.reducer.guard import Guard, Said
 
+T = TypeVar("T")
 
-class Sent(Protocol):
-    """A bucket on its way."""
+# Of how many buckets messages show the sizes.
+_MOST_BUCKETS = 6
+# Seconds that a store gets for an answer.
+_STORE_TIMEOUT = 2.0
 
-    def wait(self) -> torch.Tensor:
-        """The reduced flat tensor, once it is there."""
+
+class OtherRanksFailed(RuntimeError):
+    """A round was dropped, since the backward of another process has failed in it.
+
+    Args:
+        ranks: Those processes.
+        reasons: By rank, the message and the traceback of the error, as far as they are known.
+
+    Attributes:
+        ranks, reasons: The same.
+    """
+
+    def __init__(self, ranks: Sequence[int], reasons: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__(messages.others_failed(ranks, reasons))
+        self.ranks = list(ranks)
+        self.reasons = dict(reasons)
 
 
-class Sender(Protocol):
-    """What reduces the flat tensor of one bucket over the processes."""
+class ReducerProcesses:
+    """The links of one reducer: one for buckets, one for what is said about rounds.
 
-    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
-        """Begin to reduce a bucket."""
+    They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
 
-    def break_off(self, bucket: int, error: Exception) -> str | None:
-        """Send nothing any more: a bucket for which others wait could not be sent.
+    Args:
+        group: The user's process group.
+        timeout: Seconds to wait for other processes. None: the time limit of the group.
+    """
 
-        Returns:
-            Why new links would not help; None if they would.
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        parent = parent_group(group)
+        self._group = group
+        self._links: tuple[ProcessLink, ProcessLink] | None = None
+        self.timeout = timeout_of(parent) if timeout is None else timeout
+        self.rank = parent.rank()
+        self.world_size = parent.size()
+        self._verify: Callable[[ProcessLink], None] = lambda control: None
+        self._num_active: Callable[[], int] | None = None
+        self._store = shared_store(parent)
+        #: Collectives that have failed when nobody waited any more.
+        self.late = late_failures(channel_of(parent, self._store))
+        self._num_rounds = 0
+        self._told: str | None = None
+        self._plan: tuple[Any, str] = ((), "")
+        self._was_interrupted = False
+
+    def verify_with(self, verify: Callable[[ProcessLink], None]) -> None:
+        """Let a function compare what the processes reduce when they are connected."""
+        self._verify = verify
+
+    def count_active(self, count: Callable[[], int] | None) -> None:
+        """Let a function tell how many processes have data; None where all have."""
+        self._num_active = count
+
+    @property
+    def num_active(self) -> int:
+        """How many processes have data; the answer may have to come from the others."""
+        return self.world_size if self._num_active is None else self._num_active()
+
+    def connect(self) -> tuple[ProcessLink, ProcessLink]:
+        """Make the links where there are none yet; a collective call then."""
+        if self._links is None:
+            buckets = ProcessLink(self._group, timeout=self.timeout, purpose="gradients")
+            control = None
+            try:
+                control = ProcessLink(self._group, timeout=self.timeout, purpose="control")
+                self._verify(control)
+            except BaseException:
+                buckets.close()
+                if control is not None:
+                    control.close()
+                raise
+            self._links = buckets, control
+        return self._links
+
+    @property
+    def buckets(self) -> ProcessLink:
+        """The link for what is reduced."""
+        return self.connect()[0]
+
+    @property
+    def control(self) -> ProcessLink:
+        """The link for what is said about rounds."""
+        return self.connect()[1]
+
+    def close(self) -> None:
+        """Give the groups back."""
+        for link in self._links or ():
+            link.close()
+
+    # --- a round ---------------------------------------------------------------------------------
+
+    def begin_round(self, buckets: Sequence[Bucket], how: str) -> None:
+        """See that all processes are about to reduce the same buckets in the same way.
+
+        Raises:
+            CollectiveMismatch: They are not.
         """
+        self._num_rounds += 1
+        key = [id(bucket) for bucket in buckets], how
+        if key != self._plan[0]:
+            self._plan = key, _describe(buckets, how)
+        try:
+            self.control.checks.begin_step()
+            # Over the group of the buffers, too: one process may be in a forward instead.
+            self.buckets.checks.begin_step(self._plan[1])
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.interrupted(error)
+            raise
+
+    def used_anywhere(self, used: Sequence[int]) -> list[bool]:
+        """Per parameter, whether any process has a gradient."""
+        counts = torch.tensor(list(used), dtype=torch.int32)
+        self.control.all_reduce(counts, what="the map of used parameters").wait()
+        return [count > 0 for count in counts.tolist()]
+
+    def order_of_rank_0(self, order: Sequence[int]) -> list[int]:
+        """What rank 0 gave for ``order``, on all ranks."""
+        tensor = torch.tensor(list(order))
+        self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
+        return [int(index) for index in tensor.tolist()]
+
+    # --- failures --------------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a link is broken; all processes then make new ones at their next forward."""
+        broken = any(link.broken is not None for link in self._links or ())
+        return broken or self._was_interrupted
+
+    def interrupted(self, error: BaseException) -> None:
+        """Use the links, and what is in flight, no more; the others get to know."""
+        # First: telling may be interrupted, too.
+        self._was_interrupted = True
+        if self._links is not None:
+            self._links[1].tell(error, "backward")
+
+    def get_stuck(self, reason: str) -> None:
+        """No step can be reduced any more, with whatever links; the others get to know."""
+        self.control.tell(RuntimeError(reason), "backward", kind="stuck")
+
+    @property
+    def stuck(self) -> str:
+        """Why no step can be reduced any more; empty if one can."""
+        failures = [link.failure for link in self._links or ()]
+        return next((str(f) for f in failures if f is not None and f.kind == "stuck"), "")
+
+    def tell_reason(self, error: BaseException) -> None:
+        """Say why the round has failed here; nothing happens if the store does not answer.
+
+        Who has failed may be at another point in the sequence of collectives than the others, so
+        the reason goes through the store of the group: it is written before the end of the round
+        says that there is one, and read only then.
+        """
+        text = json.dumps(describe_error(error))
+        before, self._told = self._told, self._key(self.rank)
+        key = self._told
+
+        def write() -> None:
+            if before is not None:
+                self._store.delete_key(before)
+            self._store.set(key, text)
+
+        _limited(write, None)
+
+    def reasons(self, ranks: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """Messages and tracebacks of what has failed in other processes, as far as is known."""
+        keys = {rank: self._key(rank) for rank in ranks}
+
+        def read() -> dict[int, tuple[str, str]]:
+            there = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            texts = {rank: json.loads(self._store.get(key)) for rank, key in there.items()}
+            return {rank: (str(message), str(trace)) for rank, (message, trace) in texts.items()}
+
+        return _limited(read, {})
+
+    def _key(self, rank: int) -> str:
+        return f"{self.control.name}/failed round {self._num_rounds}/{rank}"
 
 
-class _NotSent:
-    """Stands for a bucket that could not be sent."""
+def _limited(request: Callable[[], T], otherwise: T) -> T:
+    """What a request of a store returns, or something else if it fails or takes too long."""
+    answers: list[T] = []
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def ask() -> None:
+        # It is about an error that is raised anyway.
+        with contextlib.suppress(Exception):
+            answers.append(request())
 
-    def wait(self) -> torch.Tensor:
-        raise self._error
+    # A call of a store has no time limit of its own.
+    thread = threading.Thread(target=ask, name="dataparallel-failed-round", daemon=True)
+    thread.start()
+    thread.join(_STORE_TIMEOUT)
+    return answers[0] if answers else otherwise
 
 
-class _Summed:
-    def __init__(self, pending: Pending, tensor: torch.Tensor) -> None:
-        self._pending = pending
-        self._tensor = tensor
+def _describe(buckets: Sequence[Bucket], how: str) -> str:
+    """What must be the same in all processes for a round, on one line."""
+    flats = [None if bucket.storage is None else bucket.storage.flat for bucket in buckets]
+    sizes = ["sparse" if flat is None else f"{flat.numel()} {flat.dtype}" for flat in flats]
+    shown = ", ".join(sizes[:_MOST_BUCKETS]).replace("torch.", "")
+    more = f" and {len(sizes) - _MOST_BUCKETS} more" if sizes[_MOST_BUCKETS:] else ""
+    return f"{len(sizes)} buckets of {shown}{more} ({digest(sizes):x}), {how}"
 
-    def wait(self) -> torch.Tensor:
-        self._pending.wait()
-        return self._tensor
+
+@dataclass
+class Sent:
+    """A bucket on its way: what was sent, and what waits for it and returns the result."""
+
+    flat: torch.Tensor
+    wait: Callable[[], torch.Tensor]
 
 
 class Outcome(NamedTuple):
@@ -85,107 +273,78 @@ class Outcome(NamedTuple):
     magnitude: int = 0
 
 
-class AllReduce:
-    """Sums the flat tensor over the processes, in place.
-
-    Args:
-        link: The processes.
-        describe: From the number of a bucket to what an error message calls it.
-    """
-
-    def __init__(self, link: ProcessLink, describe: Sequence[str]) -> None:
-        self._link = link
-        self._describe = describe
-
-    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
-        """Begin to sum a bucket."""
-        pending = self._link.all_reduce(storage.flat, what=self._describe[bucket])
-        return _Summed(pending, storage.flat)
-
-    def break_off(self, bucket: int, error: Exception) -> str | None:
-        """Nothing: a link remembers by itself."""
-        return None
-
-
-class _Gathered:
-    def __init__(self, link: ProcessLink, flat: torch.Tensor, what: str) -> None:
-        self._link = link
-        self._flat = flat
-        self._what = what
-
-    def wait(self) -> torch.Tensor:
-        parts = self._link.all_gather(self._flat, what=self._what)
-        self._flat.copy_(parts[0])
-        for part in parts[1:]:
-            self._flat.add_(part.to(self._flat.device))
-        return self._flat
-
-
-class OrderedSum:
-    """Sums the flat tensor over the processes in rank order, so that bucket sizes don't show.
-
-    An all-reduce of more than two processes adds in an order that depends on the place of an
-    element in the tensor. See Note [Order of a sum].
-    """
-
-    def __init__(self, link: ProcessLink, describe: Sequence[str]) -> None:
-        self._link = link
-        self._describe = describe
-
-    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> Sent:
-        """Note a bucket; it is gathered when it is waited for."""
-        return _Gathered(self._link, storage.flat, self._describe[bucket])
-
-    def break_off(self, bucket: int, error: Exception) -> str | None:
-        """Nothing: a link remembers by itself."""
-        return None
-
-
 class Exchange:
     """The collectives of one round. See Note [Order of collectives].
 
     Args:
+        processes: The processes.
         buckets: What is reduced.
-        sender: What reduces a flat tensor.
-        link: The group of the buckets, for sparse gradients.
-        control: The group for what is said about rounds.
-        scale: Tells what gradients are multiplied by before they are sent; it may have to wait.
-        failed: Tells the others why the round has failed. Default: nobody does.
-        interrupted: Called where nobody waits for the end of the round; see Note [An interrupt].
-        get_stuck: Called with the reason where no round after this one can be reduced.
+        average: How the processes' gradients are put together.
+        weight: The weight of this process in an average over samples.
+        sender: A communication hook that reduces dense buckets. Default: they are summed.
+        in_rank_order: Whether sums are made in rank order, so that bucket sizes don't show: an
+            all-reduce of more than two processes adds in an order that depends on the place of an
+            element in the tensor. See Note [Order of a sum]. Default: False.
     """
 
     def __init__(
         self,
+        processes: ReducerProcesses,
         buckets: Sequence[Bucket],
-        sender: Sender,
-        link: ProcessLink,
-        control: ProcessLink,
-        scale: Callable[[], float],
-        failed: FailedRounds | None = None,
-        interrupted: Callable[[BaseException], object] = lambda error: None,
-        get_stuck: Callable[[str], object] = lambda reason: None,
+        average: AverageKind,
+        *,
+        weight: float = 1.0,
+        sender: HookSender | None = None,
+        in_rank_order: bool = False,
     ) -> None:
+        self._processes = processes
         self._buckets = buckets
-        self.failed = failed
-        self._interrupted = interrupted
-        self._get_stuck = get_stuck
-        self._is_stuck = False
+        self._average = average
+        self._weight = weight
         self._sender = sender
-        self._link = link
-        self._control = control
-        #: What gradients are multiplied by before they are sent.
-        self.scale = functools.lru_cache(maxsize=1)(scale)
-        # A hook may fail in one process; a collective fails in all of them.
-        self._may_fail_alone = not isinstance(sender, (AllReduce, OrderedSum))
-        #: Whether the outcome was asked for; nothing can be sent any more.
-        self.concluded = False
+        self._in_rank_order = in_rank_order
+        # A communication hook divides by the number of processes; so much more it gets.
+        self._times = 1 if sender is None else processes.world_size
+        self._scale: float | None = None
+        self._concluded = False
         self._gives_up = False
+        self._is_stuck = False
         self._lock = threading.Lock()
         dense = [bucket.number for bucket in buckets if bucket.storage is not None]
         self._last_dense = dense[-1] if dense else None
         self._loaded: dict[int, torch.Tensor] = {}
         self._sent: list[Sent] = []
+        self._total: tuple[torch.Tensor, Pending] | None = None
+
+    def begin(self) -> None:
+        """Begin the round, in all processes."""
+        hook = "no hook" if self._sender is None else f"the hook {self._sender.name}"
+        how = f"average={self._average!r}, deterministic={self._in_rank_order}, {hook}"
+        self._processes.begin_round(self._buckets, how)
+        if self._average == "samples":
+            # Launched now and waited for before the first bucket.
+            total = torch.tensor([self._weight], dtype=torch.float64)
+            pending = self._processes.control.all_reduce(total, what="the weights of a round")
+            self._total = total, pending
+
+    def scale(self) -> float:
+        """What gradients are multiplied by before they are sent; may have to wait."""
+        if self._scale is None:
+            self._scale = self._share() * self._times
+        return self._scale
+
+    def _share(self) -> float:
+        if self._average == "none":
+            return 1.0
+        if self._total is not None:
+            total, pending = self._total
+            pending.wait()
+            if total.item() > 0:
+                return self._weight / float(total.item())
+        # With "samples", no process has any: their gradients are zeros, or the user's own affair.
+        return 1.0 / self._processes.num_active
+
+    # --- sent ------------------------------------------------------------------------------------
 
     def submit(self, bucket: Bucket, sums: Gradients) -> None:
         """Hand over the sums of a bucket over the replicas of this process."""
@@ -195,84 +354,37 @@ class Exchange:
     def _launch(self) -> None:
         while True:
             with self._lock:
-                bucket = len(self._sent)
-                if bucket not in self._loaded:
+                number = len(self._sent)
+                if number not in self._loaded:
                     return
-                self._sent.append(self._send_if_possible(bucket))
+                self._sent.append(self._send_if_possible(self._buckets[number]))
 
-    def _send_if_possible(self, bucket: int) -> Sent:
+    def _send_if_possible(self, bucket: Bucket) -> Sent:
+        tensor = self._loaded[bucket.number]
         try:
-            return self._send(bucket)
+            return self._send(bucket, tensor)
         except Exception as error:
             if not self._gives_up:
                 raise
             # The others are told of the failure, but their collectives are others than ours now.
-            reason = self._sender.break_off(bucket, error)
-            if reason is not None and not self._is_stuck:
-                self._is_stuck = True
-                self._get_stuck(reason)
-            return _NotSent(error)
+            if self._sender is not None and not self._is_stuck:
+                reason = self._sender.break_off(bucket.number, error)
+                self._is_stuck = reason is not None
+                if reason is not None:
+                    self._processes.get_stuck(reason)
+            return Sent(tensor, functools.partial(_raise, error))
 
-    def _send(self, bucket: int) -> Sent:
-        storage = self._buckets[bucket].storage
-        if storage is not None:
-            return self._sender.send(bucket, storage, bucket == self._last_dense)
-        grad = self._loaded[bucket]
-        return _Summed(self._link.all_reduce(grad, what=self._buckets[bucket].name), grad)
+    def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Sent:
+        link = self._processes.buckets
+        if bucket.storage is not None and self._sender is not None:
+            is_last = bucket.number == self._last_dense
+            return Sent(tensor, self._sender.send(bucket.number, bucket.storage, is_last).wait)
+        if bucket.storage is not None and self._in_rank_order:
+            return Sent(tensor, functools.partial(_sum_in_order, link, tensor, bucket.name))
+        pending = link.all_reduce(tensor, what=bucket.name)
+        return Sent(tensor, functools.partial(_wait, pending, tensor))
 
-    def give_up(self, error: BaseException) -> None:
-        """Take this process's part in what is left of a round, so that none waits for it.
-
-        Args:
-            error: Why the round has failed; gets a note if the others could not be told.
-        """
-        self._gives_up = True
-        if self.failed is not None:
-            self.failed.tell(error)
-        try:
-            for bucket in self._buckets:
-                if self._nobody_waits():
-                    return
-                if bucket.number not in self._loaded:
-                    self._loaded[bucket.number] = bucket.load_nothing()
-                # Even if it was loaded: that it could not be sent may be why zeros are.
-                self._launch()
-            if self._nobody_waits():
-                return
-            pending = self.conclude(unused=0, late=0, failed=True)
-            for number in range(len(self._buckets)):
-                self.wait(number)
-            pending.wait()
-        except Exception as failure:
-            # The error to report is the first one; the links remember that they are broken.
-            add_note(error, f"and the other processes could not be told: {failure}")
-
-    def _nobody_waits(self) -> bool:
-        """Whether all know of a failure, so that a hook need not be asked for what is left."""
-        return self._may_fail_alone and self._control.failure is not None
-
-    def abandon(self, error: BaseException) -> None:
-        """End a round that has failed: :meth:`give_up` unless that is too late, then settle.
-
-        After Ctrl-C nobody waits, see Note [An interrupt].
-        """
-        if not isinstance(error, Exception):
-            self._interrupted(error)
-            return
-        try:
-            if not self.concluded:
-                self.give_up(error)
-            self.settle()
-        except BaseException as interrupt:
-            self._interrupted(interrupt)
-            raise
-
-    def settle(self) -> None:
-        """After a failure, wait for all that was sent: its memory is used in the next round."""
-        for sent in self._sent:
-            # What went wrong with it has been reported, or follows from what has.
-            with contextlib.suppress(Exception):
-                sent.wait()
+    # --- received --------------------------------------------------------------------------------
 
     def receive(
         self, *, unused: int, late: int, said: Said | None = None, guard: Guard | None = None
@@ -284,44 +396,132 @@ class Exchange:
             late: How many had one that was too late for its bucket.
             said: What the guard of this process says. Default: nothing.
             guard: Looks at what a communication hook has made. Default: nobody does.
+
+        Raises:
+            OtherRanksFailed: The backward of another process has failed.
         """
-        buckets = range(len(self._buckets))
-        if self._may_fail_alone:
-            # The others shall not think that all is well before that is certain here.
-            flats = [self.wait(bucket) for bucket in buckets]
+        if self._sender is None:
+            outcome = self.conclude(unused=unused, late=late, said=said)
+            flats = [sent.wait() for sent in self._sent]
+        else:
+            # It may fail in one process, where a collective fails in all of them: the others shall
+            # not think that all is well before that is certain here.
+            flats = [sent.wait() for sent in self._sent]
             if guard is not None:
                 guard.look_at_flats(flats)
                 said = guard.say()
-            return flats, self.conclude(unused=unused, late=late, said=said).wait()
-        pending = self.conclude(unused=unused, late=late, said=said)
-        return [self.wait(bucket) for bucket in buckets], pending.wait()
-
-    def wait(self, bucket: int) -> torch.Tensor:
-        """The reduced flat tensor of a bucket."""
-        return self._sent[bucket].wait()
+            outcome = self.conclude(unused=unused, late=late, said=said)
+        told = outcome()
+        if told.failed_ranks:
+            raise OtherRanksFailed(told.failed_ranks, self._processes.reasons(told.failed_ranks))
+        return flats, told
 
     def conclude(
         self, *, unused: int, late: int, failed: bool = False, said: Said | None = None
-    ) -> PendingOutcome:
-        """Tell the other processes how the round went here, and learn how it went there."""
-        self.concluded = True
+    ) -> Callable[[], Outcome]:
+        """Tell the other processes how the round went here; returns what waits for all of them."""
+        self._concluded = True
+        control = self._processes.control
         # Each rank has an entry of its own: one number for all of them would overflow.
-        has_failed = [0] * self._control.world_size
-        has_failed[self._control.rank] = int(failed)
+        has_failed = [0] * control.world_size
+        has_failed[control.rank] = int(failed)
         counts = torch.tensor([unused, late, *(said or (0, 0)), *has_failed])
-        return PendingOutcome(self._control.all_reduce(counts, what="the end of a round"), counts)
+        return functools.partial(
+            _outcome, control.all_reduce(counts, what="the end of a round"), counts
+        )
+
+    def reduce_late(
+        self, extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Reduce gradients that came after their bucket was sent, in some process.
+
+        Args:
+            extra: What came late in this process, by the index of the parameter.
+            originals: All parameters.
+
+        Returns:
+            What came late in all of them, by the index.
+        """
+        found = self._processes.used_anywhere([index in extra for index in range(len(originals))])
+        scale = self.scale() / self._times
+        result: dict[int, torch.Tensor] = {}
+        for index in [index for index, late in enumerate(found) if late]:
+            total = torch.zeros_like(originals[index], requires_grad=False)
+            if index in extra and scale:
+                total.add_(extra[index], alpha=scale)
+            what = f"late gradients of parameter {index}"
+            self._processes.buckets.all_reduce(total, what=what).wait()
+            result[index] = total
+        return result
+
+    # --- or failed -------------------------------------------------------------------------------
+
+    def abandon(self, error: BaseException) -> None:
+        """End a round that has failed, together with the others unless that is too late.
+
+        After Ctrl-C nobody waits, see Note [An interrupt].
+        """
+        if not isinstance(error, Exception):
+            self._processes.interrupted(error)
+            return
+        try:
+            if not self._concluded:
+                self._give_up(error)
+            # The memory of all that was sent is used in the next round.
+            for sent in self._sent:
+                # What went wrong with it has been reported, or follows from what has.
+                with contextlib.suppress(Exception):
+                    sent.wait()
+        except BaseException as interrupt:
+            self._processes.interrupted(interrupt)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Take this process's part in what is left of the round, so that none waits for it."""
+        self._gives_up = True
+        self._processes.tell_reason(error)
+        try:
+            for bucket in self._buckets:
+                if self._nobody_waits():
+                    return
+                if bucket.number not in self._loaded:
+                    self._loaded[bucket.number] = bucket.load_nothing()
+                # Even if it was loaded: that it could not be sent may be why zeros are.
+                self._launch()
+            if self._nobody_waits():
+                return
+            outcome = self.conclude(unused=0, late=0, failed=True)
+            for sent in self._sent:
+                sent.wait()
+            outcome()
+        except Exception as failure:
+            # The error to report is the first one; the links remember that they are broken.
+            add_note(error, f"and the other processes could not be told: {failure}")
+
+    def _nobody_waits(self) -> bool:
+        """Whether all know of a failure, so that a hook need not be asked for what is left."""
+        return self._sender is not None and self._processes.control.failure is not None
 
 
-class PendingOutcome:
-    """An outcome that is still on its way."""
+def _wait(pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+    pending.wait()
+    return tensor
 
-    def __init__(self, pending: Pending, counts: torch.Tensor) -> None:
-        self._pending = pending
-        self._counts = counts
 
-    def wait(self) -> Outcome:
-        """The outcome, once every process has said its part."""
-        self._pending.wait()
-        unused, late, nonfinite, magnitude, *has_failed = map(int, self._counts.tolist())
-        failed = [rank for rank, count in enumerate(has_failed) if count]
-        return Outcome(unused, late, failed, nonfinite, magnitude)
+def _sum_in_order(link: ProcessLink, flat: torch.Tensor, what: str) -> torch.Tensor:
+    first, *others = link.all_gather(flat, what=what)
+    flat.copy_(first)
+    for part in others:
+        flat.add_(part.to(flat.device))
+    return flat
+
+
+def _raise(error: Exception) -> torch.Tensor:
+    raise error
+
+
+def _outcome(pending: Pending, counts: torch.Tensor) -> Outcome:
+    pending.wait()
+    unused, late, nonfinite, magnitude, *has_failed = map(int, counts.tolist())
+    failed = [rank for rank, count in enumerate(has_failed) if count]
+    return Outcome(unused, late, failed, nonfinite, magnitude)

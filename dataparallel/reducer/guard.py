@@ -38,8 +38,7 @@ from dataparallel.reducer.gradient_norms import kind_of, kind_of_norm, norms_of
 from dataparallel.reducer.nonfinite import SUM, Finding, NonFinitePolicy, describe, to_json
 
 if TYPE_CHECKING:
-    from dataparallel.reducer.exchange import Outcome
-    from dataparallel.reducer.processes import ReducerProcesses
+    from dataparallel.reducer.exchange import Outcome, ReducerProcesses
     from dataparallel.reducer.round import Round
 
 #: What stands for the largest number of a dtype where parts of it are added up: 2**20 processes may

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from dataparallel.reducer.average import AverageKind
+from dataparallel.errors import chosen
+
+#: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
+#: each process's number of samples, or by a weight that the user gives. ``"none"``: the sum.
+AverageKind: TypeAlias = Literal["processes", "samples", "none"]
 
 MIB = 2**20
 #: As in torch: small, so that communication begins early.
@@ -47,3 +52,9 @@ class ReducerOptions:
     reduce_dtype: torch.dtype | None = None
     delayed: frozenset[int] = frozenset()
     num_local: int = 0
+
+
+def check_average(average: str) -> AverageKind:
+    """Return ``average`` if there is such a way, else raise a ValueError that lists them."""
+    found: AverageKind = chosen("average", average, get_args(AverageKind))
+    return found

@@ -17,6 +17,7 @@ from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
+from dataparallel.reducer.exchange import Exchange, ReducerProcesses
 from dataparallel.reducer.guard import Guard
 from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.nesting import Nesting
@@ -30,8 +31,6 @@ from dataparallel.threads.timeline import Timeline
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.reducer.comm_hooks import ResolvedHook
-    from dataparallel.reducer.exchange import Exchange
-    from dataparallel.reducer.processes import ReducerProcesses
 
 
 class Reducer:
@@ -292,7 +291,8 @@ class Reducer:
         exchange = None
         if self.processes is not None and synchronize:
             accumulated.notice_zeroed()
-            exchange = self._exchange(self.processes, weight)
+            exchange = self._make_exchange(self.processes, weight)
+            exchange.begin()
         elif self.processes is not None:
             accumulated.before_unsynchronized()
         hooked = self._user_hooks.with_gradient_hooks
@@ -328,7 +328,7 @@ class Reducer:
             self._user_hooks.wait(True)
         return round_
 
-    def _exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
+    def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
         control = processes.control
         sender = self._hook and HookSender(
             self._hook,
@@ -337,12 +337,13 @@ class Reducer:
             control.timeout,
             lambda: control.failure,
         )
-        return processes.exchange(
+        return Exchange(
+            processes,
             [bucket for bucket in self.buckets.all if bucket.reduces],
             self.options.average,
             weight=weight,
             sender=sender,
-            deterministic=self.options.deterministic,
+            in_rank_order=self.options.deterministic,
         )
 
     def _finish(self, round_: Round) -> None:

@@ -44,15 +44,13 @@ from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
-from dataparallel.reducer.errors import OtherRanksFailed
 from dataparallel.reducer.guard import Guard, Said
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange, Outcome
-    from dataparallel.reducer.processes import ReducerProcesses
+    from dataparallel.reducer.exchange import Exchange, Outcome, ReducerProcesses
 
 
 @dataclass(eq=False)
@@ -337,9 +335,6 @@ class Round:
             said=self._say(),
             guard=self.guard,
         )
-        if outcome.failed_ranks:
-            reasons = exchange.failed.ask(outcome.failed_ranks) if exchange.failed else {}
-            raise OtherRanksFailed(outcome.failed_ranks, reasons)
         used: list[int] = [1] * count
         if outcome.num_unused:
             # What an unused one holds may be this process's own.
@@ -350,7 +345,7 @@ class Round:
             used = [use or hold for use, hold in zip(came, held, strict=True)]
         used += self.used[count:]
         if outcome.num_late:
-            late = processes.reduce_late(mine, self.originals[:count], exchange.scale())
+            late = exchange.reduce_late(mine, self.originals[:count])
             self._extra.update(late)
             self.late.update(late)
         for bucket in self.buckets.all:

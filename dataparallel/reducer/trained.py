@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dataparallel.torch_internals import IGNORED_NAMES
+
 
 @dataclass(frozen=True)
 class TrainedParameters:
@@ -67,3 +69,21 @@ def trained_parameters(
         tuple(index for index, _, _ in chosen),
         tuple(id(parameter) in sparse for _, _, parameter in chosen),
     )
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that each process keeps to itself.
+
+    They are those that torch's ``_set_params_and_buffers_to_ignore_for_model`` has left in the
+    module, with or without the dot that torch's recipe puts before names of the module itself.
+    What has several names is left out if all of them were given.
+    """
+    given = {name.removeprefix(".") for name in getattr(module, IGNORED_NAMES, ())}
+    if not given:
+        return given
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return {name for each in names.values() if given.issuperset(each) for name in each}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import random
@@ -23,8 +22,7 @@ from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import launcher
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.reducer.buckets import Bucket, BucketStorage
-from dataparallel.reducer.exchange import Exchange
-from dataparallel.reducer.processes import ReducerProcesses
+from dataparallel.reducer.exchange import Exchange, ReducerProcesses
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
@@ -174,7 +172,7 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
             with pytest.raises(KeyboardInterrupt):
                 step(model, x)
         found["seconds"] = time.monotonic() - begin
-        assert model._training.processes is not None and model._reduction.processes.is_broken
+        assert model._training.processes is not None and model._training.processes.is_broken
     # Rank 1 comes only now.
     torch.distributed.barrier()
     if rank == 1:
@@ -202,9 +200,8 @@ def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
 def interrupt_the_beginning(rank: int, world_size: int) -> bool:
     processes: Any = ReducerProcesses(torch.distributed.group.WORLD, 5.0)
     processes.buckets.checks.begin_step = press
-    begin = functools.partial(processes.exchange, [], "processes", statistics=None)
     with pytest.raises(KeyboardInterrupt):
-        begin(weight=1.0, sender=None, deterministic=False)
+        Exchange(processes, [], "processes").begin()
     processes.close()
     return bool(processes.is_broken)
 
@@ -228,18 +225,19 @@ class Sends:
 
 @pytest.mark.parametrize("first", [ValueError, KeyboardInterrupt])
 def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> None:
-    nobody: Any = None
+    sender: Any = Sends()
     noted: list[BaseException] = []
     parameter = nn.Parameter(torch.ones(3))
     bucket = Bucket(
         0, [0], [parameter], [[parameter]], "", BucketStorage([parameter]), reduces=True
     )
-    statistics: Any = SimpleNamespace(bucket_launched=lambda bucket: None)
-    exchange = Exchange(
-        [bucket], Sends(), nobody, nobody, lambda: 1.0, statistics, interrupted=noted.append
+    control = SimpleNamespace(failure=None, world_size=1, rank=0, all_reduce=lambda *_, **__: None)
+    processes: Any = SimpleNamespace(
+        control=control, buckets=None, world_size=1, num_active=1, interrupted=noted.append
     )
+    exchange = Exchange(processes, [bucket], "processes", sender=sender)
     exchange.submit(bucket, [None])
-    exchange.concluded = True
+    exchange.conclude(unused=0, late=0)
     error = first()
     if first is ValueError:
         with pytest.raises(KeyboardInterrupt):
