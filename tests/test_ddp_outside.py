@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import pytest
 import torch
@@ -383,3 +383,61 @@ def _alone_in_torchs_wrapper(rank: int, world_size: int) -> None:
     nn.parallel.DistributedDataParallel(inner)(batch(0, 0)).sum().backward()
     bare(batch(0, 0)).sum().backward()
     assert_all_close(grads_of(net), grads_of(bare))
+
+
+# --- past the outputs of the wrapper -------------------------------------------------------------
+
+
+class Keeps(Net):
+    """Keeps results of its layers where the wrapper does not see them."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Keeps.kept.append(self.second(torch.ones(1, 4).double()))
+        Keeps.kept.append(self.first(torch.ones(1, 3).double()))
+        return super().forward(x)
+
+
+def _past_the_outputs(
+    rank: int, world_size: int, layer: int, only: int | None = None
+) -> tuple[str, bool]:
+    bare, net = Keeps(), Keeps()
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], average="none")
+    for step in range(2):
+        model(batch(rank, step)).sum().backward()
+    net.zero_grad()
+    Keeps.kept.clear()
+    found = ""
+    try:
+        output = model(batch(rank, 2)).sum()
+        if only in (None, rank):
+            Keeps.kept[layer].sum().backward()
+        output.backward()
+    except RuntimeError as error:
+        found = str(error)
+    assert all(p.grad is None for p in net.parameters())
+    model(batch(rank, 3)).sum().backward()
+    for member in range(world_size):
+        bare(batch(member, 3)).sum().backward()
+    equal = [torch.equal(*pair) for pair in zip(grads(net), grads(bare), strict=True)]
+    return found, all(equal)
+
+
+def grads(net: nn.Module) -> list[Tensor]:
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_gradient_past_the_outputs_raises_in_all_ranks(cluster: Cluster, layer: int) -> None:
+    """Whether it reaches a parameter whose gradients end a bucket (the first layer's) or not."""
+    for found, equal in cluster.run(_past_the_outputs, 2, layer):
+        assert "got a gradient outside of the wrapper's backward" in found
+        assert equal
+
+
+def test_a_gradient_past_the_outputs_of_one_rank_is_told_to_the_other(cluster: Cluster) -> None:
+    (mine, mine_equal), (other, other_equal) = cluster.run(_past_the_outputs, 2, 0, 0)
+    assert "got a gradient outside of the wrapper's backward" in mine
+    assert "the backward of rank 0 failed" in other
+    assert mine_equal and other_equal

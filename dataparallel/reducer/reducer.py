@@ -136,6 +136,7 @@ class Reducer:
 
     def _arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         if self._round is None:
+            self._take_astray()
             raise RuntimeError(messages.outside_of_a_round(self.names, index))
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
