@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import FileStore
 
 import dataparallel as dp
 from dataparallel import checkpoint, virtual
-from dataparallel import distributed_autograd as da
 from dataparallel.comm import interpreter_end
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.monitor import StepMonitor
@@ -93,15 +92,6 @@ def balanced() -> object:
     return model, balancer
 
 
-def workers_open() -> object:
-    workers = da.LocalWorkers(["cpu", "cpu"])
-    workers.__enter__()
-    with da.context() as context_id:
-        x = torch.ones(2, requires_grad=True)
-        da.backward(context_id, [da.rpc_sync("worker1", torch.mul, (x, x)).sum()])
-    return workers
-
-
 def saving(folder: str) -> object:
     """A checkpoint is still to be written."""
     model = nn.Linear(300, 300)
@@ -168,18 +158,6 @@ def busy_monitored() -> object:
     monitor = StepMonitor(model)
     monitor.__enter__()
     return monitor, _in_background(model, step)
-
-
-def busy_workers() -> object:
-    workers = da.LocalWorkers(["cpu", "cpu"])
-    workers.__enter__()
-
-    def call(_: object) -> None:
-        with da.context() as context_id:
-            x = torch.ones(2, requires_grad=True)
-            da.backward(context_id, [da.rpc_sync("worker1", torch.mul, (x, x)).sum()])
-
-    return workers, _in_background(workers, call)
 
 
 def _in_background(model: Any, work: Callable[[Any], object]) -> object:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel import distributed_autograd as da
 from dataparallel.comm.processes import ProcessLink
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.attach import runs
@@ -86,18 +85,7 @@ def balancer() -> Any:
     return Together(model.close, made.close)
 
 
-def local_workers() -> Any:
-    workers = da.LocalWorkers(["cpu", "cpu"])
-    with workers, da.context() as context_id:
-        x = torch.ones(2, requires_grad=True)
-        da.backward(context_id, [da.rpc_sync("worker1", torch.mul, (x, x)).sum()])
-    workers = da.LocalWorkers(["cpu", "cpu"])
-    with workers:
-        da.rpc_sync("worker0", torch.add, (1, 2))
-    return workers
-
-
-MAKERS = [data_parallel, distributed, step_monitor, telling_monitor, balancer, local_workers]
+MAKERS = [data_parallel, distributed, step_monitor, telling_monitor, balancer]
 each_kind = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
 

@@ -49,7 +49,7 @@ def test_after_a_fork(exits: ExitServer) -> None:
 
 
 def test_with_tools_that_are_open(exits: ExitServer) -> None:
-    assert_clean(exits.run(("balanced", []), ("workers_open", []), timeout=LIMIT))
+    assert_clean(exits.run(("balanced", []), timeout=LIMIT))
 
 
 @pytest.mark.parametrize("destroy", [True, False])
@@ -68,7 +68,6 @@ def test_in_processes(exits: ExitServer, tmp_path: Path, destroy: bool) -> None:
         ("busy_forward", "distributed"),
         ("sleeping_replicas", ""),
         ("busy_monitored", ""),
-        ("busy_workers", ""),
     ],
 )
 def test_while_another_thread_trains(exits: ExitServer, name: str, kind: str) -> None:

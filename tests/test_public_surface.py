@@ -77,7 +77,6 @@ EXPORTED = {
     ],
     distributed_autograd: [
         "DistributedOptimizer",
-        "LocalWorkers",
         "RRef",
         "WorkerError",
         "backward",

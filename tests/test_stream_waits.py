@@ -27,8 +27,6 @@ ORDERING = ("wait_stream", "record_stream")
 # Needed where leaves have another stream than the backward, and buckets are sent from the device:
 # of virtual devices they are sent from the host, which waits for them in any case.
 NOT_SHOWN = ("round.py",)
-# Shown for calls between local workers by distributed_autograd/test_local_streams.py.
-SHOWN_ELSEWHERE = ("parcel.py",)
 
 
 def site_of(name: str) -> Site:
@@ -160,8 +158,7 @@ def test_every_place_that_orders_streams_was_tried() -> None:
     written = {
         (name, path.name, number)
         for path in root.rglob("*.py")
-        if path.name not in ("devices.py", *NOT_SHOWN, *SHOWN_ELSEWHERE)
-        and "virtual" not in path.parts
+        if path.name not in ("devices.py", *NOT_SHOWN) and "virtual" not in path.parts
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for name in ORDERING
         if f"devices.{name}(" in line

@@ -47,7 +47,6 @@ ASSIGNED_FROM_OUTSIDE = {
     "dataparallel/parallel/reduction_methods.py": 1,
     "dataparallel/replicas/standing_clones.py": 11,
     "tools/arguments.py": 1,
-    "tools/bench/autograd.py": 1,
     "tools/bench/kernels.py": 1,
     "tools/completion.py": 1,
     "tools/monitor/live_view.py": 2,

@@ -26,19 +26,17 @@ def rpc_async(
     Inside of a ``with context():`` block the call belongs to the context, and so do the calls that
     the function makes on its part. Tensors that require grad may be anywhere in the arguments and
     in the result, in containers and objects too; each keeps its connection to the graph across the
-    border, in both directions; :class:`LocalWorkers` says which of them are copied in a process. A
-    tensor that is sent twice in one call arrives as one. An ``nn.Parameter`` arrives as a tensor
-    that is connected to it; gradients reach the parameter. Under ``torch.no_grad()``, here for
-    arguments and there for the result, nothing is recorded.
+    border, in both directions. A tensor that is sent twice in one call arrives as one. An
+    ``nn.Parameter`` arrives as a tensor that is connected to it; gradients reach the parameter.
+    Under ``torch.no_grad()``, here for arguments and there for the result, nothing is recorded.
 
-    Outside of a block it is ``torch.distributed.rpc.rpc_async``, and between local workers a call
-    that records nothing.
+    Outside of a block it is ``torch.distributed.rpc.rpc_async``.
 
     The block belongs to the thread that entered it, and to what that awaits: a thread started
     inside of it makes calls outside of the context.
 
-    Between processes what is sent is pickled, and unpickling can run any code: all workers have to
-    trust each other and the network between them.
+    What is sent is pickled, and unpickling can run any code: all workers have to trust each other
+    and the network between them.
 
     Example::
 
@@ -49,9 +47,9 @@ def rpc_async(
 
     Args:
         to: The worker: its name, its id, or torch's ``WorkerInfo``. It may be the caller itself.
-        func: What runs there. Between processes it has to be something that can be pickled: a
-            function of a module, a method of an object that can be sent. A function that is marked
-            with ``torch.distributed.rpc.functions.async_execution`` may return a future.
+        func: What runs there: something that can be pickled, as a function of a module or a
+            method of an object that can be sent. A function that is marked with
+            ``torch.distributed.rpc.functions.async_execution`` may return a future.
         args: Its positional arguments. Default: none.
         kwargs: Its keyword arguments. Default: none.
         timeout: Seconds until the call fails; 0 for no limit. Default: None, the ``rpc_timeout``
@@ -107,7 +105,7 @@ def rpc_sync(
     Raises:
         RuntimeError: This code runs on no worker, or the call did not end in time.
         ValueError: There is no worker ``to``.
-        Exception: The error of the function. Between processes its text has the traceback, and
-            types other than ValueError and TypeError become RuntimeError, as with torch's RPC.
+        Exception: The error of the function. Its text has the traceback, and types other than
+            ValueError and TypeError become RuntimeError, as with torch's RPC.
     """
     return rpc_async(to, func, args, kwargs, timeout).wait()

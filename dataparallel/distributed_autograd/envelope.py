@@ -12,7 +12,6 @@ import torch.distributed.rpc as torch_rpc
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
-from dataparallel.distributed_autograd.endpoint import refuse_transformed
 from dataparallel.distributed_autograd.extension import Context, Worker
 
 
@@ -54,7 +53,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            refuse_transformed(obj)
+            _refuse_transformed(obj)
             return self._number("tensor", obj, self.tensors)
         if isinstance(obj, torch_rpc.PyRRef):  # type: ignore[attr-defined]
             return self._number("reference", obj, self.references)
@@ -139,6 +138,14 @@ def unseal(envelope: Envelope, context: Context | None) -> Any:
             context.add_receive(envelope.message, received)
     found = {"tensor": tensors, "reference": envelope.references}
     return _Unpickler(envelope.body, found).load()
+
+
+def _refuse_transformed(tensor: torch.Tensor) -> None:
+    if torch_internals.is_transformed(tensor):
+        raise TypeError(
+            "a tensor inside of torch.func.vmap, grad or jvp cannot be sent to another worker: "
+            "make the call outside of the transform"
+        )
 
 
 def _separate(tensors: list[torch.Tensor]) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dataparallel import devices
-from dataparallel.distributed_autograd.endpoint import Endpoint, current_endpoint
+from dataparallel.distributed_autograd.endpoint import current_endpoint
 from dataparallel.distributed_autograd.remote_reference import RRef
 
-#: Optimizers of one worker may have the same parameters, so they take turns.
-_turns: weakref.WeakKeyDictionary[Endpoint, threading.Lock] = weakref.WeakKeyDictionary()
-_turns_lock = threading.Lock()
+#: Optimizers of this worker may have the same parameters, so they take turns.
+_turn = threading.Lock()
 
 
 class LocalOptimizer:
@@ -42,8 +40,6 @@ class LocalOptimizer:
         self._shadows: list[torch.Tensor] = []
         made = [{**group, "params": self._add(group["params"])} for group in groups]
         self._optimizer = optimizer_class(made, *args, **kwargs)
-        with _turns_lock:
-            self._turn = _turns.setdefault(current_endpoint(), threading.Lock())
 
     def construct(self) -> None:
         """Nothing: that it can be called says that the optimizer was made."""
@@ -55,7 +51,7 @@ class LocalOptimizer:
             # No call of the context came here, so no gradient did.
             return
         pairs = list(zip(self._parameters, self._shadows, strict=True))
-        with self._turn:
+        with _turn:
             try:
                 for parameter, shadow in pairs:
                     # Somebody may have given the parameter other memory, as Module.to() does.
@@ -72,13 +68,13 @@ class LocalOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, on the CPU."""
-        with self._turn:
+        with _turn:
             state: dict[str, Any] = _on_cpu(self._optimizer.state_dict())
             return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
-        with self._turn:
+        with _turn:
             self._optimizer.load_state_dict(state)
 
     def _add(self, rrefs: Sequence[RRef[torch.Tensor]]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as torch_rpc
 
-from dataparallel.distributed_autograd.endpoint import current_endpoint, entered, find_context
+from dataparallel.distributed_autograd.endpoint import find_context, in_context
 from dataparallel.distributed_autograd.local_optimizer import LocalOptimizer
 from dataparallel.distributed_autograd.remote_reference import RRef, around, remote
 
@@ -58,8 +58,7 @@ class DistributedOptimizer:
     ) -> None:
         _refuse_closures(optimizer_class)
         by_owner = _groups_by_owner(params_rref)
-        endpoint = current_endpoint()
-        with entered(endpoint, None):
+        with in_context(None):
             self._optimizers: dict[str, RRef[LocalOptimizer]] = {
                 owner: remote(owner, LocalOptimizer, (optimizer_class, groups, args, kwargs))
                 for owner, groups in by_owner.items()
@@ -129,7 +128,7 @@ class DistributedOptimizer:
         results: dict[str, Any] = {}
         errors: dict[str, Exception] = {}
         futures: dict[str, torch.futures.Future[Any]] = {}
-        with entered(current_endpoint(), None):
+        with in_context(None):
             for owner, optimizer in self._optimizers.items():
                 try:
                     futures[owner] = getattr(optimizer.rpc_async(), method)(*args(owner))

@@ -5,24 +5,28 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed.rpc as torch_rpc
 
+from dataparallel import torch_internals
 from dataparallel.distributed_autograd.calls import rpc_async, rpc_sync
-from dataparallel.distributed_autograd.endpoint import Endpoint, current_endpoint
-from dataparallel.distributed_autograd.futures import chained, concurrent_future, throwing
-from dataparallel.distributed_autograd.owner_calls import (
-    fail,
-    get,
-    held,
-    make,
-    method,
-    wait_settled,
+from dataparallel.distributed_autograd.endpoint import (
+    Endpoint,
+    checked_timeout,
+    current_endpoint,
 )
-from dataparallel.distributed_autograd.remote_value import Failure, Reference, thrown
+from dataparallel.distributed_autograd.remote_value import (
+    Failure,
+    RemoteValue,
+    fail,
+    held,
+    invoke,
+    make,
+    thrown,
+)
 
 T = TypeVar("T")
 
@@ -59,15 +63,11 @@ class RRef(Generic[T]):
     """
 
     def __init__(self, value: T) -> None:
-        endpoint = current_endpoint()
-        self._begin(endpoint.hold(endpoint.worker.id()))
+        self._refer_to(_hold(current_endpoint().worker.id()))
         held(self._reference).fill(value)
 
-    def _begin(self, reference: Reference) -> None:
+    def _refer_to(self, reference: Any) -> None:
         self._reference = reference
-        # Done when the function that makes the value is, if it was called from here.
-        self._made: concurrent.futures.Future[frozenset[str]] | None = None
-        self._async_methods: frozenset[str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return around, (self._reference,)
@@ -110,7 +110,7 @@ class RRef(Generic[T]):
         Returns:
             True on the worker whose name is ``owner_name()``.
         """
-        return self._reference.is_owner()
+        return bool(self._reference.is_owner())
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this reference.
@@ -124,7 +124,7 @@ class RRef(Generic[T]):
         Returns:
             Always True on the owner.
         """
-        return self._reference.confirmed_by_owner()
+        return bool(self._reference.confirmed_by_owner())
 
     def local_value(self, timeout: float | None = None) -> T:
         """The value itself, on the worker that owns it.
@@ -151,8 +151,16 @@ class RRef(Generic[T]):
                 f"worker '{current_endpoint().worker.name()}' does not own this value, worker "
                 f"'{self.owner_name()}' does: call to_here() for a copy"
             )
-        self._settle(_Deadline(timeout))
-        return cast(T, thrown(held(self._reference).get()))
+        given = checked_timeout(timeout)
+        seconds = current_endpoint().default_timeout() if given is None else given
+        settled = held(self._reference).settled
+        concurrent.futures.wait([settled], seconds or None)
+        if not settled.done():
+            raise TimeoutError(
+                f"the value on worker '{self.owner_name()}' is not there after {seconds:g} s: the "
+                "function that makes it has not ended"
+            )
+        return cast(T, thrown(settled.result()))
 
     def to_here(self, timeout: float | None = None) -> T:
         """Copy the value to this worker; the owner gets the value itself.
@@ -176,15 +184,13 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: The owner did not answer in time, or is lost.
-            TimeoutError: The function that makes the value has not ended in time.
+            TimeoutError: This worker is the owner, and the value is not there in time.
             Exception: That function raised this on the owner; the text has its traceback.
         """
         if self.is_owner():
             return self.local_value(timeout)
-        deadline = _Deadline(timeout)
-        self._settle(deadline)
-        found = rpc_sync(self.owner(), get, (self._reference,), None, deadline.left())
-        return cast(T, thrown(found))
+        call: tuple[Any, ...] = ("", (), {}, self._reference)
+        return cast(T, thrown(rpc_sync(self.owner(), invoke, call, None, timeout)))
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner, and wait for the results.
@@ -201,7 +207,7 @@ class RRef(Generic[T]):
         Returns:
             An object whose methods are those of the value. In a context their calls are recorded.
         """
-        return _Methods(self._call_sync, timeout)
+        return _Methods(functools.partial(_call_sync, self._reference, timeout))
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner without waiting.
@@ -220,7 +226,7 @@ class RRef(Generic[T]):
             An object whose methods are those of the value, and return ``torch.futures.Future``. In
             a context their calls are recorded.
         """
-        return _Methods(self._call_async, timeout)
+        return _Methods(functools.partial(_call_async, self._reference, timeout))
 
     def remote(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner, and leave the results there.
@@ -237,64 +243,9 @@ class RRef(Generic[T]):
 
         Returns:
             An object whose methods are those of the value, and return ``RRef``. In a context their
-            calls are recorded. A call waits until the value itself has been made.
+            calls are recorded.
         """
-        return _Methods(self._call_remote, timeout)
-
-    def _settling(self, left: float) -> concurrent.futures.Future[frozenset[str]]:
-        """Done when the value is there or has failed; its result are the async methods."""
-        if self._made is not None:
-            return self._made
-        if self.is_owner():
-            return held(self._reference).settled
-        endpoint = current_endpoint()
-        # The wait ends first: that says what was waited for.
-        seconds = left + 1 if left else 0.0
-        args = (self._reference,)
-        to = endpoint.resolve(self.owner())
-        return concurrent_future(endpoint.call(to, wait_settled, args, {}, seconds, None))
-
-    def _settle(self, deadline: _Deadline) -> frozenset[str]:
-        if self._async_methods is None:
-            settling = self._settling(deadline.left())
-            concurrent.futures.wait([settling], deadline.left() or None)
-            if not settling.done():
-                raise TimeoutError(
-                    f"the value on worker '{self.owner_name()}' is not there after "
-                    f"{deadline.seconds:g} s: the function that makes it has not ended"
-                )
-            self._async_methods = settling.result()
-        return self._async_methods
-
-    def _call_sync(self, name: str, call: tuple[Any, ...], timeout: float | None) -> Any:
-        deadline = _Deadline(timeout)
-        function = method(name, self._settle(deadline))
-        args = (name, *call, self._reference)
-        return thrown(rpc_sync(self.owner(), function, args, None, deadline.left()))
-
-    def _call_remote(self, name: str, call: tuple[Any, ...], timeout: float | None) -> RRef[Any]:
-        deadline = _Deadline(timeout)
-        function = method(name, self._settle(deadline))
-        args = (name, *call, self._reference)
-        return remote(self.owner(), function, args, None, deadline.left())
-
-    def _call_async(
-        self, name: str, call: tuple[Any, ...], timeout: float | None
-    ) -> torch.futures.Future[Any]:
-        deadline = _Deadline(timeout)
-        args = (name, *call, self._reference)
-
-        def start(names: frozenset[str]) -> torch.futures.Future[Any]:
-            return throwing(
-                rpc_async(self.owner(), method(name, names), args, None, deadline.left())
-            )
-
-        if self._async_methods is None:
-            settling = self._settling(deadline.left())
-            if not settling.done():
-                return chained(settling, start)
-            self._async_methods = settling.result()
-        return start(self._async_methods)
+        return _Methods(functools.partial(_call_remote, self._reference, timeout))
 
 
 def remote(
@@ -336,56 +287,66 @@ def remote(
     if not callable(func):
         raise TypeError(f"func must be a function, not {type(func).__name__}")
     endpoint = current_endpoint()
-    reference = endpoint.hold(endpoint.resolve(to))
+    reference = _hold(endpoint.resolve(to))
     call = (func, tuple(args or ()), dict(kwargs or {}), reference)
-    result: RRef[Any] = around(reference)
-    result._made = concurrent_future(rpc_async(to, make, call, None, timeout))
-    result._made.add_done_callback(functools.partial(_tell_owner, endpoint, reference))
-    return result
+    made = rpc_async(to, make, call, None, timeout)
+    made.add_done_callback(functools.partial(_tell_owner, endpoint, reference))
+    return around(reference)
 
 
-def around(reference: Reference) -> RRef[Any]:
-    """An ``RRef`` of this package around what refers to a value, or around torch's ``RRef``."""
+def around(reference: Any) -> RRef[Any]:
+    """An ``RRef`` of this package around one of torch's."""
     rref: RRef[Any] = RRef.__new__(RRef)
-    rref._begin(reference)
+    rref._refer_to(reference)
     return rref
 
 
-def _tell_owner(
-    endpoint: Endpoint,
-    reference: Reference,
-    made: concurrent.futures.Future[frozenset[str]],
-) -> None:
+def _hold(to: int) -> Any:
+    """Make an empty ``RemoteValue`` on a worker; torch's ``RRef`` names it and keeps it alive."""
+    endpoint = current_endpoint()
+    if to == endpoint.worker.id():
+        return torch_rpc.RRef(RemoteValue())
+    # unsafe-load: a worker of a trusted network, see docs/security.md
+    return torch_rpc.remote(endpoint.agent.get_worker_info(to), RemoteValue)
+
+
+def _tell_owner(endpoint: Endpoint, reference: Any, made: torch.futures.Future[None]) -> None:
     """The call itself failed, or ran out of time: whoever waits for the value has to know."""
-    error = made.exception()
-    if error is not None:
-        failure = Failure.of(error, endpoint.worker.name())
+    try:
+        made.value()
+    except Exception as error:
+        failure = Failure.of(error)
         # If the owner is lost, whoever waits for it learns that by itself.
         with contextlib.suppress(Exception):
             endpoint.call(reference.owner().id, fail, (failure, reference), {}, None, None)
 
 
+def _call_sync(reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any) -> Any:
+    call = (name, args, kwargs, reference)
+    return thrown(rpc_sync(reference.owner(), invoke, call, None, timeout))
+
+
+def _call_async(
+    reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any
+) -> torch.futures.Future[Any]:
+    call = (name, args, kwargs, reference)
+    answer = rpc_async(reference.owner(), invoke, call, None, timeout)
+    result = answer.then(lambda done: done.value())
+    torch_internals.open_with(result, thrown)
+    return result
+
+
+def _call_remote(
+    reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    return remote(reference.owner(), invoke, (name, args, kwargs, reference), None, timeout)
+
+
 class _Methods:
     """Has every method that the value of a reference may have."""
 
-    def __init__(self, call: Callable[..., Any], timeout: float | None) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self.__call = call
-        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call, timeout = self.__call, self.__timeout
-        return lambda *args, **kwargs: call(name, (args, kwargs), timeout)
-
-
-class _Deadline:
-    """When the seconds that were given are over."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self.seconds = current_endpoint().default_timeout() if timeout is None else timeout
-        if self.seconds < 0:
-            raise ValueError(f"timeout is {timeout} s: it must be positive, or 0 for no limit")
-        self._end = time.monotonic() + self.seconds if self.seconds else None
-
-    def left(self) -> float:
-        """The seconds from now on, 0 if there is no limit."""
-        return max(self._end - time.monotonic(), 1e-3) if self._end is not None else 0.0
+        return functools.partial(self.__call, name)

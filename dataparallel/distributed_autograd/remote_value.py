@@ -1,22 +1,32 @@
-"""A value that a worker keeps for others, and how an error is told to them."""
+"""A value that a worker keeps for others, and what they call on its owner.
+
+In each call the reference comes last: torch counts a reference as sent when it is pickled, so what
+cannot be pickled has to fail before.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import contextvars
 import pickle
 import threading
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.rpc.functions import async_execution
 
-from dataparallel import torch_internals
+from dataparallel.distributed_autograd.endpoint import current_endpoint, expect_future, is_async
 
 
 @dataclass(frozen=True)
 class Failure:
     """An error as it can be sent: exceptions themselves are often no more picklable.
+
+    torch's RPC itself keeps the types of few errors, so those of values are sent as results.
 
     Args:
         kind: Its type.
@@ -27,8 +37,8 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, worker: str) -> Failure:
-        """Describe an error that was caught on a worker."""
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error that was caught on this worker."""
         kind = type(error)
         try:
             pickle.dumps(kind)
@@ -38,6 +48,7 @@ class Failure:
             # The caller must not exit because another worker was told to.
             kind = RuntimeError
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        worker = current_endpoint().worker.name()
         return cls(kind, f"{error}\n\nOn worker '{worker}':\n{lines}")
 
     def throw(self) -> NoReturn:
@@ -57,80 +68,105 @@ def thrown(value: Any) -> Any:
 
 
 class RemoteValue:
-    """A value that may not be there yet.
-
-    ``settled`` is done when the value or an error is there. Its result are the names of those
-    methods of the value that return a future, see ``torch.distributed.rpc.functions``.
-    """
+    """A value that may not be there yet; an error in its place is a ``Failure``."""
 
     def __init__(self) -> None:
-        self.settled: concurrent.futures.Future[frozenset[str]] = concurrent.futures.Future()
-        self._value: Any = None
-        self._failure: Failure | None = None
-        # Two may come at once: the end of the function and its timeout.
-        self._lock = threading.Lock()
-        self._taken = False
+        self.settled: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def fill(self, value: Any) -> None:
-        """Set the value, unless this has one or has failed. A ``Failure`` is an error."""
-        if isinstance(value, Failure):
-            self.fail(value)
-            return
-        names = async_methods(value)
-        if self._take(value, None):
-            self.settled.set_result(names)
-
-    def fail(self, failure: Failure) -> None:
-        """Set the error, unless this has a value or has failed."""
-        if self._take(None, failure):
-            self.settled.set_result(frozenset())
-
-    def get(self) -> Any:
-        """The value, or the error as a ``Failure``; one of them is there."""
-        return self._value if self._failure is None else self._failure
-
-    def _take(self, value: Any, failure: Failure | None) -> bool:
-        with self._lock:
-            if self._taken:
-                return False
-            self._taken = True
-            self._value, self._failure = value, failure
-            return True
+        """Set the value, unless there is one: the function may end after its timeout."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.settled.set_result(value)
 
 
-def is_async(function: Any) -> bool:
-    """Whether a function returns a future of its result."""
-    return hasattr(function, torch_internals.ASYNC_MARK)
+def held(reference: Any) -> RemoteValue:
+    """The value that a reference refers to, on its owner."""
+    value = reference.local_value()
+    if isinstance(value, RemoteValue):
+        return value
+    # Made with torch's own RRef, which waits until it is there.
+    wrapped = RemoteValue()
+    wrapped.fill(value)
+    return wrapped
 
 
-def expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
-    """What a function that is marked so has returned.
-
-    Raises:
-        TypeError: It is no future.
-    """
-    # What `then` returns is not of the class in Python.
-    if not isinstance(result, torch_internals.Future):
-        raise TypeError(
-            f"{name} is marked with async_execution, so it must return a torch.futures.Future, but "
-            f"it returned {result!r} of type {type(result).__name__}"
-        )
-    return cast("torch.futures.Future[Any]", result)
+@async_execution  # type: ignore[untyped-decorator]
+def make(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    reference: Any,
+) -> torch.futures.Future[None]:
+    """Run a function and keep its result, or its error, as the value."""
+    value = held(reference)
+    return _run(function, args, kwargs).then(lambda done: value.fill(done.value()))
 
 
-def async_methods(value: Any) -> frozenset[str]:
-    """The methods that return a future of their result."""
-    if isinstance(value, torch.Tensor | torch.jit.ScriptModule):
-        return frozenset()
-    kind = type(value)
-    return frozenset(name for name in dir(kind) if is_async(getattr(kind, name, None)))
+def fail(failure: Failure, reference: Any) -> None:
+    """Note that nothing will make the value."""
+    held(reference).fill(failure)
 
 
-class Reference(Protocol):
-    """What names a value on another worker in arguments, and keeps it alive: torch's ``RRef``,
-    or a ``LocalReference``."""
+@async_execution  # type: ignore[untyped-decorator]
+def invoke(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reference: Any
+) -> torch.futures.Future[Any]:
+    """Call a method of the value, or return the value for an empty name, once it is there."""
+    try:
+        settled = held(reference).settled
+    except Exception as error:
+        return _done(Failure.of(error))
+    if settled.done():
+        return _call(settled.result(), name, args, kwargs)
+    result: torch.futures.Future[Any] = torch.futures.Future()
+    variables = contextvars.copy_context()
 
-    def owner(self) -> Any: ...
-    def is_owner(self) -> bool: ...
-    def confirmed_by_owner(self) -> bool: ...
-    def local_value(self) -> Any: ...
+    def call() -> None:
+        called = _call(settled.result(), name, args, kwargs)
+        called.add_done_callback(lambda done: result.set_result(done.value()))
+
+    def start(_: object) -> None:
+        # In threads of their own, since one method may wait for what another one does.
+        threading.Thread(target=variables.run, args=(call,), daemon=True).start()
+
+    settled.add_done_callback(start)
+    return result
+
+
+def _call(
+    value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.futures.Future[Any]:
+    if isinstance(value, Failure) or not name:
+        return _done(value)
+    try:
+        method = getattr(value, name)
+    except Exception as error:
+        return _done(Failure.of(error))
+    return _run(method, args, kwargs)
+
+
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.futures.Future[Any]:
+    """Call a function; the future gets its result, or its error as a ``Failure``."""
+    try:
+        result = function(*args, **kwargs)
+        if is_async(function):
+            name = getattr(function, "__qualname__", repr(function))
+            return expect_future(result, name).then(_described)
+    except BaseException as error:
+        return _done(Failure.of(error))
+    return _done(result)
+
+
+def _described(done: torch.futures.Future[Any]) -> Any:
+    try:
+        return done.value()
+    except Exception as error:
+        return Failure.of(error)
+
+
+def _done(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import distributed_autograd
-from dataparallel.distributed_autograd.endpoint import current_endpoint, entered
+from dataparallel.distributed_autograd.endpoint import in_context
 from tests.distributed_autograd import random_graphs as graphs
 from tests.distributed_autograd.random_graphs import Body, Program
 
@@ -297,7 +297,7 @@ def _name(number: int) -> str:
 
 def _ask(number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a function outside of every context."""
-    with entered(current_endpoint(), None):
+    with in_context(None):
         return distributed_autograd.rpc_sync(_name(number), function, args)
 
 

@@ -298,12 +298,10 @@ def time_runs_out() -> None:
     rpc_sync(OTHER, reset_gate)
     x = torch.ones(3, requires_grad=True)
     rref = remote(OTHER, wait_for_gate, (x,))
-    with pytest.raises(TimeoutError, match=r"value on worker 'worker1' is not there after 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"more than set timeout \(100 ms\)"):
         rref.to_here(timeout=0.1)
-    with pytest.raises(TimeoutError, match=r"value on worker 'worker1' is not there after 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"more than set timeout \(100 ms\)"):
         rref.rpc_sync(timeout=0.1).sin()
-    with pytest.raises(RuntimeError, match=r"value on worker 'worker1' is not there after 0\.1 s"):
-        rpc_sync(THIRD, RRef.to_here, (rref, 0.1))
     with pytest.raises(RuntimeError, match=r"value on worker 'worker1' is not there after 0\.1 s"):
         rpc_sync(OTHER, RRef.local_value, (rref, 0.1))
     late = remote(OTHER, wait_for_gate, (x,), timeout=0.1)

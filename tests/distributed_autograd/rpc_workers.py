@@ -38,6 +38,7 @@ def rpc_world(
     timeout: float = 60.0,
     expect_errors: bool = False,
     lost: Collection[int] = (),
+    virtual: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in one process per rank, each a worker.
 
@@ -66,6 +67,7 @@ def rpc_world(
         expect_errors: Return exceptions in place of results. Default: raise the first one.
         lost: The ranks that will not come to the end, since the test kills them. The others do
             not wait for them, and need not be clean.
+        virtual: Whether the processes have virtual devices.
 
     Returns:
         The result of every rank.
@@ -78,12 +80,17 @@ def rpc_world(
     extension()
     with tempfile.TemporaryDirectory(prefix="rpc-") as directory:
         inputs = (function, directory, timeout, frozenset(lost), args)
-        if expect_errors:
-            run: list[Any] = cluster.run(
-                _serve, world_size, *inputs, timeout=timeout, expect_errors=True, init_group=False
-            )
-            return run
-        return cluster.run(_serve, world_size, *inputs, timeout=timeout, init_group=False)
+        run: Any = cluster.run
+        result: list[Any] = run(
+            _serve,
+            world_size,
+            *inputs,
+            timeout=timeout,
+            expect_errors=expect_errors,
+            init_group=False,
+            virtual=virtual,
+        )
+        return result
 
 
 def _serve(
@@ -174,7 +181,11 @@ def expect_clean_everywhere(
 
 
 def scenarios(
-    cluster: Cluster, world_size: int, *functions: Callable[[], None], timeout: float = 60.0
+    cluster: Cluster,
+    world_size: int,
+    *functions: Callable[[], None],
+    timeout: float = 60.0,
+    virtual: bool = False,
 ) -> None:
     """Run functions one after the other on worker 0, the other workers serving it.
 
@@ -184,7 +195,7 @@ def scenarios(
     Raises:
         AssertionError: Functions failed; it has the traceback of each.
     """
-    failed = rpc_world(cluster, _all, world_size, functions, timeout=timeout)[0]
+    failed = rpc_world(cluster, _all, world_size, functions, timeout=timeout, virtual=virtual)[0]
     assert not failed, "\n".join(failed)
 
 
@@ -202,5 +213,5 @@ def _all(rank: int, world_size: int, functions: tuple[Callable[[], None], ...]) 
 
 def _name(function: Callable[..., None]) -> str:
     if isinstance(function, functools.partial):
-        return " ".join(map(_name, (function.func, *filter(callable, function.args))))
+        return f"{function.func.__name__}{function.args}"
     return function.__name__

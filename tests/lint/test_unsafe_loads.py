@@ -180,8 +180,9 @@ def test_who_is_excused() -> None:
         {path.relative_to(ROOT).as_posix(): markers(path) for path in sources()}
     )
     assert +count == {
+        "dataparallel/distributed_autograd/endpoint.py": 2,
         "dataparallel/distributed_autograd/envelope.py": 1,
-        "dataparallel/distributed_autograd/process_endpoint.py": 3,
+        "dataparallel/distributed_autograd/remote_reference.py": 1,
         "dataparallel/threads/intra_op.py": 1,
         "kernels/native.py": 1,
         "examples/parameter_server.py": 1,

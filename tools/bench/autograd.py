@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
 import pathlib
+import statistics
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataparallel.tools.arguments import add_command, count
-from dataparallel.tools.bench.autograd_summary import (
-    AutogradRow,
-    all_called,
-    count_calls,
-    judge_mean,
-    judge_worst,
-    summarize,
-)
-from dataparallel.tools.bench.autograd_tasks import (
-    CALLS,
-    NESTED_CALLS,
-    PAYLOAD_CALLS,
-    TINY,
-    TRANSPORTS,
-    AutogradTask,
-    Form,
-    plan_cases,
-    plan_workers,
-)
-from dataparallel.tools.bench.collectives_tasks import sizes
-from dataparallel.tools.bench.output import Tell, environment, progress, teller, write_json
-from dataparallel.tools.bench.rounds import Outcome, measure
-from dataparallel.tools.bench.train import above_zero
-from dataparallel.tools.bench.verdict import Verdict
+from dataparallel.tools.bench.output import environment, write_json
 from dataparallel.tools.extras import needs_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from dataparallel.tools.arguments import Subparsers
+    from dataparallel.tools.bench.autograd_workers import Measured, Setting
 
-_WORKERS = (2, 4)
-_ROUNDS = 11
-_QUICK_ROUNDS, _QUICK_STEPS = 3, 2
+_WORKERS, _CALLS = (2, 4), (1, 4, 16, 64)
 
 
 def add_to(subjects: Subparsers) -> None:
@@ -54,9 +34,8 @@ def add_to(subjects: Subparsers) -> None:
         summary="Backward across worker processes, beside torch.distributed.autograd.",
         examples=[
             "dataparallel bench autograd",
-            "dataparallel bench autograd --bar 1.2 --bar-worst 1.2 --check",
             "dataparallel bench autograd --quick",
-            "dataparallel bench autograd --workers 2 --calls 1,64 --sizes 64KiB,1MiB,16MiB",
+            "dataparallel bench autograd --workers 2 --calls 1,64 --kib 64",
             "dataparallel bench autograd --transport uv --json results.json",
         ],
         run=_run,
@@ -64,172 +43,147 @@ def add_to(subjects: Subparsers) -> None:
     add = parser.add_argument
     add("--workers", type=_counts, default=list(_WORKERS), metavar="LIST",
         help="numbers of worker processes, each at least 2; the first worker calls the others in "
-        f"turn; default: {_words(_WORKERS)}")  # fmt: skip
-    add("--calls", type=_counts, default=list(CALLS), metavar="LIST",
-        help="lengths of the chains of calls with tiny tensors; "
-        f"default: {_words(CALLS)}")  # fmt: skip
-    add("--sizes", type=sizes, default=[2**20], metavar="LIST",
-        help=f"of the tensors of chains of {PAYLOAD_CALLS} calls, float32; default: "
-        "1MiB")  # fmt: skip
-    add("--transport", choices=TRANSPORTS, default=TRANSPORTS[0],
+        "turn; default: 2,4")  # fmt: skip
+    add("--calls", type=_counts, default=list(_CALLS), metavar="LIST",
+        help="lengths of the chains of calls with tiny tensors; default: 1,4,16,64")  # fmt: skip
+    add("--kib", type=count, default=1024, metavar="N",
+        help="of the tensors of one more chain of 4 calls; default: 1024")  # fmt: skip
+    add("--transport", choices=("default", "uv"), default="default",
         help="of torch's RPC: what it chooses itself (default; within a machine shared memory, "
         "for which every worker keeps a core busy), or uv: TCP")  # fmt: skip
-    add("--threads", type=count, default=1, metavar="N",
-        help="intra-op threads of each worker; default: 1")  # fmt: skip
     add("--rounds", type=count, default=None, metavar="N",
-        help=f"turns of each number of workers; default: {_ROUNDS}")  # fmt: skip
-    add("--steps", type=count, default=None, metavar="N",
-        help="repetitions of the longest chain per turn; shorter ones get more; default: about "
-        "half a second's worth")  # fmt: skip
+        help="turns through all chains; default: 11")  # fmt: skip
     add("--quick", action="store_true",
-        help=f"{_QUICK_ROUNDS} rounds of {_QUICK_STEPS} steps where these are not given: enough "
-        "to see that all works, too little for figures")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
-    bars = parser.add_argument_group(
-        "bars", "upper limits of ours / torch's time of backward, shown as met or missed"
-    )
-    add = bars.add_argument
-    add("--bar", type=above_zero, metavar="R",
-        help="geometric mean over the cases, for each number of workers")  # fmt: skip
-    add("--bar-worst", type=above_zero, metavar="R", help="each case")
-    add("--check", action="store_true", help="exit with status 1 if a bar is missed")
+        help="3 rounds of 2 repetitions: enough to see that all works, too little for "
+        "figures")  # fmt: skip
+    add("--json", metavar="FILE", help="write all rounds to FILE, or to - (stdout)")
 
 
 def _counts(text: str) -> list[int]:
     return sorted({count(word.strip()) for word in text.split(",")})
 
 
-def _words(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Comparison:
-    """All cases with one number of workers."""
-
-    workers: int
-    steps: int
-    outcome: Outcome
-    rows: list[AutogradRow]
-    calls: dict[Form, tuple[int, int]]
-    mean: Verdict
-    worst: Verdict
-
-    @property
-    def right(self) -> bool:
-        """Whether both forms made the calls that they should, and got the right gradients."""
-        return all(row.agrees for row in self.rows) and all_called(self.calls)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     with needs_extra("tools"):
         from rich.console import Console
-    _check(arguments)
-    arguments.rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else _ROUNDS)
-    arguments.steps = arguments.steps or (_QUICK_STEPS if arguments.quick else None)
-    # The tables must not mix with JSON on the standard output.
-    console = Console(stderr=arguments.json == "-")
-    with progress(console, arguments.rounds * len(arguments.workers)) as tell:
-        compared = [_compare(workers, arguments, tell) for workers in arguments.workers]
-    if arguments.json != "-":
-        _print(compared, arguments, console)
-    if arguments.json:
-        write_json(arguments.json, _record(compared, arguments))
-    right = all(each.right for each in compared)
-    missed = any(v.met is False for each in compared for v in (each.mean, each.worst))
-    return int(not right or (arguments.check and missed))
+    from dataparallel.tools.bench.autograd_workers import Chain, Setting
 
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.check and not (arguments.bar or arguments.bar_worst):
-        raise ValueError("--check needs a bar to check, for example --bar 1.2")
     if min(arguments.workers) < 2:
-        raise ValueError(
-            f"--workers needs 2 or more, one of which calls the others, but got "
-            f"{_words(arguments.workers)}"
-        )
-
-
-def _compare(workers: int, arguments: argparse.Namespace, tell: Tell) -> _Comparison:
-    with tempfile.TemporaryDirectory() as folder:
-        task = AutogradTask(
-            "ours",
-            ("cpu",),
-            threads=arguments.threads,
-            meeting_point=str(pathlib.Path(folder) / "meeting"),
-            calls=tuple(arguments.calls),
-            sizes=tuple(arguments.sizes),
-            transport=arguments.transport,
-        )
-        contestant = plan_workers(task, workers)
-        # One number of workers after the other: those that wait use the cores too.
-        on_turn = teller(tell, "autograd")
-        (outcome,), steps = measure([contestant], arguments.rounds, arguments.steps, on_turn)
-    rows = summarize(plan_cases(task), outcome)
-    return _Comparison(
-        workers=workers,
-        steps=steps,
-        outcome=outcome,
-        rows=rows,
-        calls=count_calls(outcome),
-        mean=judge_mean(rows, arguments.bar),
-        worst=judge_worst(rows, arguments.bar_worst),
+        raise ValueError(f"--workers needs 2 or more, but got {min(arguments.workers)}")
+    chains = [Chain(calls, 4) for calls in arguments.calls]
+    setting = Setting(
+        chains=(*chains, Chain(4, arguments.kib * 256)),
+        rounds=arguments.rounds or (3 if arguments.quick else 11),
+        repetitions=2 if arguments.quick else 20,
+        transport=arguments.transport,
     )
+    # The table must not mix with JSON on the standard output.
+    console = Console(stderr=arguments.json == "-")
+    measured: dict[int, list[Measured]] = {}
+    for workers in arguments.workers:
+        with console.status(f"{workers} workers"):
+            measured[workers] = measure(workers, setting)
+    console.print(build_table(measured))
+    console.print(
+        f"[dim]medians of {setting.rounds} rounds; ours and torch's in turn in the same processes\n"
+        "✓ every element of every gradient is right"
+    )
+    if arguments.json:
+        write_json(arguments.json, _record(measured, setting))
+    return int(not all(each.right for found in measured.values() for each in found))
 
 
-def _print(
-    compared: Sequence[_Comparison], arguments: argparse.Namespace, console: Console
-) -> None:
-    from dataparallel.tools.bench.autograd_report import build_backward, build_calls, build_rates
-    from dataparallel.tools.bench.collectives_report import conclusion
-    from dataparallel.tools.bench.report import print_notes, print_table
+def measure(workers: int, setting: Setting) -> list[Measured]:
+    """Start worker processes and let the first one measure all chains.
 
-    for each in compared:
-        print_table(build_backward(each.rows, f"backward, {each.workers} workers"), console)
-        console.print(conclusion(each.mean))
-        console.print(conclusion(each.worst, f"largest, {each.worst.case}"))
-        console.print()
-    large = [row for each in compared for row in each.rows if row.size > TINY]
-    print_table(build_rates(large, "gradients carried by a backward of large tensors"), console)
-    for each in compared:
-        print_table(build_calls(each.rows, f"forward, {each.workers} workers: one call"), console)
-    print_notes(_notes(compared, arguments), console)
+    Raises:
+        RuntimeError: A worker has failed; it has printed why.
+    """
+    from dataparallel.tools.bench.autograd_workers import Chain, Measured, work
+
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(pathlib.Path(folder) / "meeting")
+        processes = [
+            context.Process(
+                target=work,
+                args=(rank, workers, meeting, setting, sender if rank == 0 else None),
+                daemon=True,
+            )
+            for rank in range(workers)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            ended = [process.sentinel for process in processes]
+            ready = multiprocessing.connection.wait([answer, *ended])
+            if answer not in ready:
+                raise RuntimeError("a worker of the benchmark failed; see what it has printed")
+            found = [
+                Measured(Chain(**each["chain"]), each["right"], each["seconds"])
+                for each in json.loads(answer.recv_bytes())
+            ]
+            for process in processes:
+                process.join(60)
+            return found
+        finally:
+            for process in processes:
+                process.kill()
 
 
-def _notes(compared: Sequence[_Comparison], arguments: argparse.Namespace) -> Sequence[str]:
-    notes = [
-        f"medians of {arguments.rounds} rounds; ours and torch's in turn in the same processes",
-        f"chain: the first worker calls the others in turn; tensors of {TINY} bytes",
-        f"nested: each of {NESTED_CALLS} workers calls the next; {PAYLOAD_CALLS} x: a chain with "
-        "large tensors",
-        "MiB/s: a gradient crosses twice per call, for the argument and for the result",
-        f"✓ every element of every gradient is right; transport: {arguments.transport}",
-        f"intra-op threads of each worker: {arguments.threads}",
-    ]
-    for each in compared:
-        made = "; ".join(f"{form} {a} made, {b} served" for form, (a, b) in each.calls.items())
-        notes.append(f"calls, {each.workers} workers: {made}")
-    return notes
+def build_table(measured: dict[int, list[Measured]]) -> Table:
+    """One line for each number of workers and chain; 80 columns wide."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="backward across workers, and one call of the forward",
+        title_justify="left",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("", no_wrap=True)
+    headings = (
+        "ours\nms",
+        "torch\nms",
+        "ours\n/torch",
+        "min..max",
+        "call\n/torch",
+        "min..max",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for workers, found in measured.items():
+        table.add_section()
+        table.add_row(f"[bold]{workers} workers")
+        for each in found:
+            backward, call = each.ratios("backward"), each.ratios("forward")
+            table.add_row(
+                f"  {each.chain.name} {'✓' if each.right else '✗'}",
+                *(f"{statistics.median(each.seconds[f'{form} backward']) * 1e3:.2f}"
+                  for form in ("ours", "torch")),
+                *_ratio(backward),
+                *_ratio(call),
+            )  # fmt: skip
+    return table
 
 
-def _record(compared: Sequence[_Comparison], arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("workers", "calls", "sizes", "transport", "threads", "rounds", "quick")
+def _ratio(ratios: Sequence[float]) -> tuple[str, str]:
+    return f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}..{max(ratios):.2f}"
+
+
+def _record(measured: dict[int, list[Measured]], setting: Setting) -> dict[str, Any]:
     return {
-        "setting": {**environment(), **{name: getattr(arguments, name) for name in names}},
-        "comparisons": [
+        "setting": {**environment(), **dataclasses.asdict(setting)},
+        "rows": [
             {
-                "workers": each.workers,
-                "steps_per_round": each.steps,
-                "rows": [{**dataclasses.asdict(row), "agrees": row.agrees} for row in each.rows],
-                "calls": {
-                    form: {"made": made, "served": served}
-                    for form, (made, served) in each.calls.items()
-                },
-                "mean": {**dataclasses.asdict(each.mean), "met": each.mean.met},
-                "worst": {**dataclasses.asdict(each.worst), "met": each.worst.met},
+                "workers": workers,
+                "chain": each.chain.name,
                 "right": each.right,
-                "seconds": each.outcome.seconds,
+                "seconds": each.seconds,
             }
-            for each in compared
+            for workers, found in measured.items()
+            for each in found
         ],
     }

@@ -1,14 +1,15 @@
-"""One of several processes that call each other, with our distributed autograd and with torch's."""
+"""Processes that call each other, with our distributed autograd and with torch's."""
 
 from __future__ import annotations
 
-import math
-import threading
+import dataclasses
+import json
+import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Literal
 
 import torch
 import torch.distributed.autograd
@@ -17,18 +18,9 @@ from torch import Tensor
 
 from dataparallel import distributed_autograd as ours
 from dataparallel import torch_internals
-from dataparallel.tools.bench.autograd_tasks import (
-    FORMS,
-    PARTS,
-    AutogradTask,
-    Case,
-    Form,
-    phase,
-    plan_cases,
-    repetitions,
-    route,
-)
-from dataparallel.tools.bench.summary import largest
+
+Form = Literal["ours", "torch"]
+Part = Literal["forward", "backward"]
 
 #: Seconds that one call, and the end of all workers, may take.
 _TIMEOUT = 120.0
@@ -37,7 +29,45 @@ _FACTOR = 1.125
 
 
 @dataclass(frozen=True)
-class _Engine:
+class Chain:
+    """Calls of the other workers in turn, each with what the last one returned."""
+
+    calls: int
+    elements: int
+
+    @property
+    def name(self) -> str:
+        """What is shown."""
+        kib = self.elements // 256
+        return f"{self.calls} x {kib} KiB" if kib else f"{self.calls} calls"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured, and how often; the longest chain has so many repetitions."""
+
+    chains: tuple[Chain, ...]
+    rounds: int
+    repetitions: int
+    transport: str
+
+
+@dataclass
+class Measured:
+    """Seconds of one chain, by form and part: for each round the median of its repetitions."""
+
+    chain: Chain
+    right: bool = True
+    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def ratios(self, part: Part) -> list[float]:
+        """Ours / torch's, round by round: what slows a whole round cancels."""
+        pairs = zip(self.seconds[f"ours {part}"], self.seconds[f"torch {part}"], strict=True)
+        return [mine / theirs for mine, theirs in pairs]
+
+
+@dataclass(frozen=True)
+class Engine:
     """The functions of one of the two, by the same names for both."""
 
     context: Callable[[], Any]
@@ -48,174 +78,86 @@ class _Engine:
 
 # Its stubs do not export all of its functions.
 _theirs: Any = torch.distributed.autograd
-_ENGINES: dict[Form, _Engine] = {
-    "ours": _Engine(ours.context, ours.rpc_sync, ours.backward, ours.get_gradients),
+ENGINES: dict[Form, Engine] = {
+    "ours": Engine(ours.context, ours.rpc_sync, ours.backward, ours.get_gradients),
     # unsafe-load: between processes that the benchmark has started
-    "torch": _Engine(_theirs.context, torch_rpc.rpc_sync, _theirs.backward, _theirs.get_gradients),
+    "torch": Engine(_theirs.context, torch_rpc.rpc_sync, _theirs.backward, _theirs.get_gradients),
 }
 
-_served: Counter[Form] = Counter()
-_serving = threading.Lock()
+
+def work(
+    rank: int, world_size: int, meeting: str, setting: Setting, answer: Connection | None
+) -> None:
+    """Be one of the workers; the first one measures, and the others serve its calls."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {}
+    if setting.transport != "default":
+        options = torch_internals.rpc_transport(setting.transport)
+    # unsafe-load: between processes that the benchmark has started
+    torch_rpc.init_rpc(  # type: ignore[no-untyped-call]
+        f"worker{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=torch_rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{meeting}", rpc_timeout=_TIMEOUT, **options
+        ),
+    )
+    # Loads the extension, which may have to be compiled, before anybody waits for a call.
+    ours.debug_info()
+    if answer is not None:
+        found = [Measured(chain) for chain in setting.chains]
+        longest = max(chain.calls for chain in setting.chains)
+        for number in range(-1, setting.rounds):
+            for each in found:
+                times = min(50, setting.repetitions * max(1, longest // (4 * each.chain.calls)))
+                take_turns(each, world_size, times if number >= 0 else 2, keep=number >= 0)
+        answer.send_bytes(json.dumps([dataclasses.asdict(each) for each in found]).encode())
+    torch_rpc.shutdown(graceful=True, timeout=_TIMEOUT)
 
 
-def multiply(x: Tensor, form: Form, rest: list[int]) -> Tensor:
-    """What a worker does when it is called.
+def take_turns(measured: Measured, world_size: int, times: int, keep: bool) -> None:
+    """One round of a chain: ours and torch's in turn, and nobody always second.
 
     Args:
-        x: What to multiply.
-        form: Who called, and how the next one is called.
-        rest: The ranks through which the product goes on before it returns.
+        measured: Of the chain; gets the medians, and whether all gradients were right.
+        world_size: How many workers there are.
+        times: Repetitions.
+        keep: Whether the times count: not those of the first calls.
     """
-    with _serving:
-        _served[form] += 1
-    product = x * _FACTOR
-    return _call(form, rest[0], product, rest[1:]) if rest else product
+    forms: list[Form] = ["ours", "torch"]
+    seconds: dict[str, list[float]] = {}
+    for _ in range(times):
+        for form in forms:
+            measured.right &= _run_once(form, measured.chain, world_size, seconds)
+        forms.reverse()
+    for key, own in seconds.items() if keep else ():
+        measured.seconds.setdefault(key, []).append(statistics.median(own))
 
 
-def _call(form: Form, rank: int, x: Tensor, rest: list[int]) -> Tensor:
-    y: Tensor = _ENGINES[form].rpc_sync(f"worker{rank}", multiply, args=(x, form, rest))
-    return y
-
-
-def _settle() -> None:
-    """Nothing: an answer shows that what was sent before has been served."""
-
-
-class Workers:
-    """One of the workers. The first one directs; the others serve its calls.
-
-    Args:
-        task: What to measure.
-    """
-
-    def __init__(self, task: AutogradTask) -> None:
-        self.task = task
-        self.cases = plan_cases(task)
-        self.made: Counter[Form] = Counter()
-        torch.set_num_threads(task.threads)
-        options: dict[str, Any] = {}
-        if task.transport != "default":
-            options = torch_internals.rpc_transport(task.transport)
-        # unsafe-load: between processes that the benchmark has started
-        torch_rpc.init_rpc(  # type: ignore[no-untyped-call]
-            f"worker{task.rank}",
-            rank=task.rank,
-            world_size=task.world_size,
-            rpc_backend_options=torch_rpc.TensorPipeRpcBackendOptions(
-                init_method=f"file://{task.meeting_point}", rpc_timeout=_TIMEOUT, **options
-            ),
-        )
-        # Loads the extension, which may have to be compiled, before anybody waits for a call.
-        ours.debug_info()
-
-    def check(self, steps: int) -> dict[str, Any]:
-        """Go through each case some times, and look at every element of the gradients.
-
-        Returns:
-            By form and case, the largest error of an element; nothing from those that serve.
-        """
-        errors: dict[str, float] = {}
-        if self.task.rank == 0:
-            for case in self.cases:
-                expected = _expected_gradient(case)
-                for form in FORMS:
-                    found = [self._error(form, case, expected) for _ in range(steps)]
-                    errors[phase(form, "backward", case.name)] = largest(found)
-        return {"errors": errors}
-
-    def _error(self, form: Form, case: Case, expected: Tensor) -> float:
-        x = torch.ones(case.elements, requires_grad=True)
-        gradients = self._repeat(form, case, x, {})
-        found = gradients.get(x)
-        if found is None or found.shape != x.shape or x.grad is not None or len(gradients) > 1:
-            return math.inf
-        return (found - expected).abs().max().item()
-
-    def run(self, steps: int) -> dict[str, list[float]]:
-        """Repeat; ours and torch's take turns.
-
-        Args:
-            steps: Of the longest chain; see :func:`repetitions`.
-
-        Returns:
-            By phase, seconds of each repetition; zeros from those that serve.
-        """
-        seconds: dict[str, list[float]] = {}
-        for case in self.cases:
-            times = repetitions(case, self.cases, steps)
-            if self.task.rank == 0:
-                seconds |= self._take_turns(case, times)
-            else:
-                seconds |= dict.fromkeys(_phases(case), [0.0] * times)
-        return seconds
-
-    def _take_turns(self, case: Case, times: int) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {key: [] for key in _phases(case)}
-        order = list(FORMS)
-        for _ in range(times):
-            for form in order:
-                self._repeat(form, case, torch.ones(case.elements, requires_grad=True), seconds)
-            # Nobody is always the one who comes after the other.
-            order.reverse()
-        return seconds
-
-    def _repeat(
-        self, form: Form, case: Case, x: Tensor, seconds: dict[str, list[float]]
-    ) -> dict[Tensor, Tensor]:
-        engine = _ENGINES[form]
-        weights = _weights(case)
-        ranks = route(case, self.task.world_size)
-        self.made[form] += case.calls
-        with engine.context() as context_id:
-            begin = time.perf_counter()
-            y = x
-            if case.nested:
-                y = _call(form, ranks[0], y, ranks[1:])
-            else:
-                for rank in ranks:
-                    y = _call(form, rank, y, [])
-            end = time.perf_counter()
-            seconds.setdefault(phase(form, "forward", case.name), []).append(end - begin)
-            # The gradient of a sum would travel as one number that stands for all.
-            loss = torch.dot(y, weights)
-            begin = time.perf_counter()
-            engine.backward(context_id, [loss])
-            end = time.perf_counter()
-            seconds.setdefault(phase(form, "backward", case.name), []).append(end - begin)
-            gradients = engine.get_gradients(context_id)
-        # The messages that end a context must not become a part of the other's time.
-        for rank in range(1, self.task.world_size):
-            # unsafe-load: between processes that the benchmark has started
-            torch_rpc.rpc_sync(f"worker{rank}", _settle)
-        return gradients
-
-    def finish(self) -> dict[str, Any]:
-        """Check once more, and leave the other workers when all are done.
-
-        Returns:
-            What :meth:`check` returns, and the numbers of calls made and served, by form.
-        """
-        answer = self.check(1)
-        torch_rpc.shutdown(graceful=True, timeout=_TIMEOUT)
-        with _serving:
-            counts = {form: _served[form] for form in FORMS}
-        return {**answer, "made": {form: self.made[form] for form in FORMS}, "served": counts}
-
-
-def _phases(case: Case) -> list[str]:
-    return [phase(form, part, case.name) for form in FORMS for part in PARTS]
-
-
-def _weights(case: Case) -> Tensor:
+def _run_once(form: Form, chain: Chain, world_size: int, seconds: dict[str, list[float]]) -> bool:
+    """Whether the gradient is right, and the only one."""
+    engine = ENGINES[form]
+    x = torch.ones(chain.elements, requires_grad=True)
     # All elements differ, so that none can stand for another.
-    return torch.arange(1.0, case.elements + 1.0)
-
-
-def _expected_gradient(case: Case) -> Tensor:
-    """The same products in one process, with ordinary autograd."""
-    x = torch.ones(case.elements, requires_grad=True)
-    y = x
-    for _ in range(case.calls):
-        y = y * _FACTOR
-    (gradient,) = torch.autograd.grad(torch.dot(y, _weights(case)), x)
-    return gradient
+    weights = torch.arange(1.0, chain.elements + 1.0)
+    with engine.context() as context_id:
+        begin = time.perf_counter()
+        y = x
+        for index in range(chain.calls):
+            y = engine.rpc_sync(f"worker{1 + index % (world_size - 1)}", torch.mul, (y, _FACTOR))
+        middle = time.perf_counter()
+        # The gradient of a sum would travel as one number that stands for all.
+        loss = torch.dot(y, weights)
+        start = time.perf_counter()
+        engine.backward(context_id, [loss])
+        end = time.perf_counter()
+        gradients = engine.get_gradients(context_id)
+    seconds.setdefault(f"{form} forward", []).append((middle - begin) / chain.calls)
+    seconds.setdefault(f"{form} backward", []).append(end - start)
+    # The messages that end a context must not become a part of the other's time.
+    for rank in range(1, world_size):
+        # unsafe-load: between processes that the benchmark has started
+        torch_rpc.rpc_sync(f"worker{rank}", int)
+    expected = weights * _FACTOR**chain.calls
+    found = gradients.get(x)
+    return len(gradients) == 1 and found is not None and torch.allclose(found, expected)

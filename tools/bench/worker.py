@@ -25,7 +25,7 @@ def begin(subject: str, task: dict[str, Any]) -> Measurement:
     """Set up what a task asks for.
 
     Args:
-        subject: ``"train"``, ``"reducer"``, ``"collectives"`` or ``"autograd"``.
+        subject: ``"train"``, ``"reducer"`` or ``"collectives"``.
         task: The fields of the subject's task.
     """
     if subject == "train":
@@ -38,11 +38,6 @@ def begin(subject: str, task: dict[str, Any]) -> Measurement:
         from dataparallel.tools.bench.collectives_tasks import CollectivesTask
 
         return take_seat(CollectivesTask(**task))
-    if subject == "autograd":
-        from dataparallel.tools.bench.autograd_tasks import AutogradTask
-        from dataparallel.tools.bench.autograd_workers import Workers
-
-        return Workers(AutogradTask(**task))
     from dataparallel.tools.bench.contestants import ReducerTask
     from dataparallel.tools.bench.reduction import Reduction
 

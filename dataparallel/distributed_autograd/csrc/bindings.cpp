@@ -4,9 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "local_link.h"
 #include "pass.h"
-#include "rpc_link.h"
 #include "threads.h"
 #include "worker.h"
 
@@ -58,12 +56,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
   });
 
-  py::class_<Link, std::shared_ptr<Link>>(module, "Link");
-  py::class_<RpcLink, Link, std::shared_ptr<RpcLink>>(module, "RpcLink").def(py::init<>());
-  py::class_<LocalLink, Link, std::shared_ptr<LocalLink>>(module, "LocalLink")
-      .def(py::init<>())
-      .def("join", &LocalLink::join, NoGil());
-
   py::class_<Pass, std::shared_ptr<Pass>>(module, "Pass")
       .def("wait", &Pass::wait, NoGil())
       .def("missing", &Pass::missing, NoGil())
@@ -88,7 +80,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
       .def("id", &Context::id)
-      .def("worker", [](const Context& context) { return context.worker().shared_from_this(); })
       .def("add_send", &Context::add_send, NoGil())
       .def("add_receive", &Context::add_receive, NoGil())
       .def("meet", &Context::meet, NoGil())
@@ -133,7 +124,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           NoGil());
 
   py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker")
-      .def(py::init(&Worker::make))
+      .def(py::init<std::string, WorkerId>())
       .def("name", &Worker::name)
       .def("id", &Worker::id)
       .def("new_context", &Worker::new_context, NoGil())
@@ -144,13 +135,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](Worker& worker, ContextId id, double timeout) { worker.release(id, timeout); },
           NoGil())
       .def("tell_released", &Worker::tell_released, NoGil())
-      .def("close", &Worker::close, NoGil())
       .def("debug_info", &Worker::debug_info, NoGil())
       .def(
           "ping",
           [](const std::shared_ptr<Worker>& worker, WorkerId to, double timeout,
              std::function<void(std::string)> done) {
-            worker->link().notify(
+            notify(
                 to, {worker->id(), 0, 0, Notice::kAlive, "", {}}, timeout,
                 [done](const std::string& error) {
                   done(error);
@@ -163,7 +153,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("__enter__", [](OutsidePasses& block) { block.guard = std::make_unique<NoPass>(); })
       .def("__exit__", [](OutsidePasses& block, const py::args&) { block.guard.reset(); });
   module.def("no_pass", [] { return std::make_unique<OutsidePasses>(); });
-  module.def("close_all_workers", &Worker::close_all, NoGil());
   module.def("wait_for_threads", &wait_for_threads, NoGil());
   module.def("set_process_worker", &set_process_worker, NoGil());
   module.def("current_pass", &Pass::current, NoGil());

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
-#include "link.h"
+#include "messages.h"
 #include "node_pointer.h"
 
 namespace dataparallel {

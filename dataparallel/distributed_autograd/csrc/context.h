@@ -5,7 +5,7 @@
 
 #include <c10/core/Event.h>
 
-#include "reach.h"
+#include "ancestry.h"
 
 namespace dataparallel {
 

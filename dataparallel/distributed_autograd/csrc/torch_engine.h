@@ -19,7 +19,7 @@
 // members future_result_, future_completed_, has_error_ and caller_current_streams_. How a torch
 // holds nodes, which changed in 2.12, is in node_pointer.h. pass.cpp fills in what
 // Engine::compute_dependencies and init_to_execute would: dependencies_, exec_info_ and
-// outstanding_tasks_; pass_messages.cpp pushes NodeTasks and looks at final_callbacks_. Torch 2.11
+// outstanding_tasks_, pushes NodeTasks and looks at final_callbacks_. Torch 2.11
 // to 2.15 have all of them. Where one is missing or has another signature, the extension does not
 // compile, and the error names the version of torch; nothing of it is found out at run time.
 #pragma once

@@ -11,39 +11,28 @@ constexpr size_t kRemembered = 4096;
 // One counter for the process, so that a worker made anew does not repeat numbers.
 std::atomic<int64_t> counter{0};
 
-std::mutex all_mutex;
-std::vector<std::weak_ptr<Worker>> all_workers;
+std::mutex process_worker_mutex;
+std::shared_ptr<Worker> of_process;
 } // namespace
 
-std::shared_ptr<Worker> Worker::make(
-    std::string name,
-    WorkerId id,
-    std::shared_ptr<Link> link) {
-  auto worker = std::make_shared<Worker>(std::move(name), id, std::move(link));
-  std::lock_guard<std::mutex> lock(all_mutex);
-  all_workers.erase(
-      std::remove_if(
-          all_workers.begin(), all_workers.end(), [](const auto& old) { return old.expired(); }),
-      all_workers.end());
-  all_workers.push_back(worker);
-  return worker;
+std::shared_ptr<Worker> process_worker() {
+  std::lock_guard<std::mutex> lock(process_worker_mutex);
+  TORCH_CHECK(
+      of_process,
+      "this process takes no part in distributed autograd: it has not imported "
+      "dataparallel.distributed_autograd, or its RPC was shut down");
+  return of_process;
 }
 
-void Worker::close_all() {
-  std::vector<std::weak_ptr<Worker>> workers;
+void set_process_worker(std::shared_ptr<Worker> worker) {
   {
-    std::lock_guard<std::mutex> lock(all_mutex);
-    workers = all_workers;
+    std::lock_guard<std::mutex> lock(process_worker_mutex);
+    of_process.swap(worker);
   }
-  for (const auto& entry : workers) {
-    if (const auto worker = entry.lock()) {
-      worker->close();
-    }
+  if (worker) {
+    worker->close();
   }
 }
-
-Worker::Worker(std::string name, WorkerId id, std::shared_ptr<Link> link)
-    : name_(std::move(name)), id_(id), link_(std::move(link)) {}
 
 int64_t Worker::next_number(int64_t count) {
   return (id_ << kCounterBits) | (counter.fetch_add(count) + 1);
@@ -109,7 +98,7 @@ void Worker::tell_released(ContextId id, WorkerId peer, double timeout) {
     // A worker that is gone holds nothing any more.
     owner->message_arrived();
   };
-  link_->notify(peer, {id_, id, 0, Notice::kReleased, "", {}}, timeout, std::move(done));
+  notify(peer, {id_, id, 0, Notice::kReleased, "", {}}, timeout, std::move(done));
 }
 
 void Worker::close() {

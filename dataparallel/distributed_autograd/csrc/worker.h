@@ -1,4 +1,4 @@
-// A worker: a process, or a thread with its own device, that takes part in distributed autograd.
+// A worker: a process that takes part in distributed autograd.
 #pragma once
 
 #include <deque>
@@ -9,19 +9,13 @@ namespace dataparallel {
 
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
-  static std::shared_ptr<Worker> make(std::string name, WorkerId id, std::shared_ptr<Link> link);
-  Worker(std::string name, WorkerId id, std::shared_ptr<Link> link);
-  // Close every worker of this process, at its end.
-  static void close_all();
+  Worker(std::string name, WorkerId id) : name_(std::move(name)), id_(id) {}
 
   const std::string& name() const {
     return name_;
   }
   WorkerId id() const {
     return id_;
-  }
-  Link& link() const {
-    return *link_;
   }
   // The first of `count` numbers that nothing else has.
   int64_t next_number(int64_t count = 1);
@@ -58,7 +52,6 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   const std::string name_;
   const WorkerId id_;
-  const std::shared_ptr<Link> link_;
   std::atomic<int64_t> outstanding_{0};
 
   mutable std::mutex mutex_;
@@ -68,5 +61,10 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::unordered_set<ContextId> released_;
   std::deque<ContextId> released_order_;
 };
+
+// The worker that this process is; an error where there is none.
+std::shared_ptr<Worker> process_worker();
+// Let another worker, or none, be that one; what was it before is closed.
+void set_process_worker(std::shared_ptr<Worker> worker);
 
 } // namespace dataparallel

@@ -1,4 +1,4 @@
-// What travels between workers during and after a backward pass, and who carries it.
+// What travels between workers during and after a backward pass, through torch.distributed.rpc.
 #pragma once
 
 #include <cstdint>
@@ -56,13 +56,15 @@ struct Notification {
 // Called with an empty text once the other side has taken a message, else with the error.
 using Acknowledge = std::function<void(const std::string&)>;
 
-class Link {
- public:
-  virtual ~Link() = default;
-  virtual void deliver(WorkerId to, Delivery delivery, double timeout, Acknowledge done) = 0;
-  virtual void notify(WorkerId to, Notification notification, double timeout, Acknowledge done) = 0;
-  // For messages: the number, where the name is not known any more.
-  virtual std::string name(WorkerId id) const = 0;
-};
+// Note [Gradients as calls of operators]
+// torch's RPC takes a call of a registered operator in without Python: the receiving process runs
+// it in a thread of its pool and never asks for the interpreter. So the messages of a backward
+// pass are operators, and a pass needs Python only for nodes and hooks written in it. The RPC
+// layer accepts operators of the namespace `aten` alone, which is why ours are there, under names
+// that nobody will take for torch's.
+void deliver(WorkerId to, Delivery delivery, double timeout, Acknowledge done);
+void notify(WorkerId to, Notification notification, double timeout, Acknowledge done);
+// For errors: the number, where the name is not known any more.
+std::string worker_name(WorkerId id);
 
 } // namespace dataparallel

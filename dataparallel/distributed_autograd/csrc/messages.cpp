@@ -1,6 +1,5 @@
-#include "rpc_link.h"
+#include "messages.h"
 
-#include <mutex>
 #include <unordered_set>
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
@@ -16,18 +15,6 @@ namespace dataparallel {
 namespace rpc = torch::distributed::rpc;
 
 namespace {
-
-std::mutex process_worker_mutex;
-std::shared_ptr<Worker> process_worker;
-
-std::shared_ptr<Worker> receiver() {
-  std::lock_guard<std::mutex> lock(process_worker_mutex);
-  TORCH_CHECK(
-      process_worker,
-      "this process takes no part in distributed autograd: it has not imported "
-      "dataparallel.distributed_autograd, or its RPC was shut down");
-  return process_worker;
-}
 
 // Plain lists of one type are what the RPC layer reads fast, so all numbers of a message go into
 // one list, each part of it after its length. A gradient that is undefined, which is legal, is left
@@ -75,7 +62,7 @@ int64_t deliver_operator(std::vector<int64_t> all, std::vector<at::Tensor> gradi
     }
     delivery.gradients.at(present[index]) = std::move(gradient);
   }
-  receiver()->take(std::move(delivery));
+  process_worker()->take(std::move(delivery));
   return 0;
 }
 
@@ -88,7 +75,7 @@ int64_t notify_operator(std::vector<int64_t> all, std::string text) {
   notification.notice = static_cast<Notice>(numbers.take());
   notification.finished = numbers.take_part();
   notification.text = std::move(text);
-  receiver()->take(notification);
+  process_worker()->take(notification);
   return 0;
 }
 
@@ -137,12 +124,7 @@ void call(
 
 } // namespace
 
-void set_process_worker(std::shared_ptr<Worker> worker) {
-  std::lock_guard<std::mutex> lock(process_worker_mutex);
-  process_worker.swap(worker);
-}
-
-std::string RpcLink::name(WorkerId id) const {
+std::string worker_name(WorkerId id) {
   if (!rpc::RpcAgent::isCurrentRpcAgentSet()) {
     return std::to_string(id);
   }
@@ -150,7 +132,7 @@ std::string RpcLink::name(WorkerId id) const {
   return agent->getWorkerInfo(static_cast<rpc::worker_id_t>(id)).name_;
 }
 
-void RpcLink::deliver(WorkerId to, Delivery delivery, double timeout, Acknowledge done) {
+void deliver(WorkerId to, Delivery delivery, double timeout, Acknowledge done) {
   std::vector<at::Tensor> gradients;
   std::vector<int64_t> present;
   for (size_t index = 0; index < delivery.gradients.size(); ++index) {
@@ -174,7 +156,7 @@ void RpcLink::deliver(WorkerId to, Delivery delivery, double timeout, Acknowledg
       std::move(done));
 }
 
-void RpcLink::notify(WorkerId to, Notification notification, double timeout, Acknowledge done) {
+void notify(WorkerId to, Notification notification, double timeout, Acknowledge done) {
   Numbers numbers{
       {notification.sender, notification.context, notification.pass,
        static_cast<int64_t>(notification.notice)}};
