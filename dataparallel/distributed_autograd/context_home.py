@@ -14,11 +14,7 @@ from dataparallel.graph.gradient_home import IN_GRAD, BackwardPasses, GradientHo
 
 
 class ContextHome(GradientHome):
-    """Gradients that are in a distributed autograd context.
-
-    Args:
-        context: The context.
-    """
+    """Gradients that are in a distributed autograd context."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

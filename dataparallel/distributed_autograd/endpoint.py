@@ -156,11 +156,7 @@ _current: Endpoint | None = None
 
 
 def current_endpoint() -> Endpoint:
-    """The worker that this process is.
-
-    Raises:
-        RuntimeError: It is none: ``init_rpc`` was not called, or its RPC was shut down.
-    """
+    """The worker that this process is; a RuntimeError before ``init_rpc`` and after its end."""
     global _current
     interpreter_end.come_by()
     # Some builds of torch have no RPC.
@@ -192,11 +188,7 @@ def in_context(context: Context | None) -> Iterator[None]:
 
 
 def find_context(context_id: int) -> Context:
-    """The context with this id on this worker.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The context with this id on this worker, or a ValueError."""
     worker = current_endpoint().worker
     context = worker.find(context_id)
     if context is None:
@@ -209,12 +201,7 @@ def find_context(context_id: int) -> Context:
 
 
 def checked_timeout(timeout: float | None) -> float | None:
-    """A timeout that a user gave, in seconds; 0 for none.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative or no number of seconds.
-    """
+    """A timeout that a user gave, in seconds; 0 for none."""
     if timeout is None:
         return None
     if not isinstance(timeout, (int, float)):
@@ -231,11 +218,7 @@ def is_async(function: Any) -> bool:
 
 
 def expect_future(result: Any, name: str) -> torch.futures.Future[Any]:
-    """What a function that is marked so has returned.
-
-    Raises:
-        TypeError: It is no future.
-    """
+    """What a function that is marked so has returned, or a TypeError."""
     # What `then` returns is not of the class in Python.
     if not isinstance(result, torch_internals.Future):
         raise TypeError(

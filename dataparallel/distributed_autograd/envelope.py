@@ -17,28 +17,22 @@ from dataparallel.distributed_autograd.extension import Context, Worker
 
 @dataclass(frozen=True)
 class Envelope:
-    """What travels: built of what torch's RPC can send.
-
-    Args:
-        sender: The id of the worker that sent it.
-        context: The id of the distributed autograd context.
-        message: The number of its send, or -1 if none of its tensors requires grad.
-        body: The pickled object, with numbers in place of tensors and remote references.
-        tensors: The tensors, detached.
-        devices: The device of each tensor at the sender if it was copied to the host, else "".
-        attached: Which of the tensors require grad, as indices.
-        references: The remote references.
-        news: What the sender tells of the messages of the context, see Note [Live sends].
-    """
+    """What travels: built of what torch's RPC can send."""
 
     sender: int
     context: int
+    #: The number of its send, or -1 if none of its tensors requires grad.
     message: int
+    #: The pickled object, with numbers in place of tensors and remote references.
     body: bytes
+    #: Detached.
     tensors: list[torch.Tensor]
+    #: Of each tensor at the sender if it was copied to the host, else "".
     devices: list[str]
+    #: Which of the tensors require grad, as indices.
     attached: list[int]
     references: list[Any]
+    #: What the sender tells of the messages of the context, see Note [Live sends].
     news: list[int]
 
 
@@ -79,14 +73,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def seal(obj: Any, worker: Worker, context: Context | None, to: int) -> Envelope:
-    """Pack an object for worker ``to`` and record the send of its tensors in the context.
-
-    Args:
-        obj: Anything that can be pickled.
-        worker: Who sends it.
-        context: Where its send is recorded; None, or a context that has ended, records nothing.
-        to: The id of the receiver.
-    """
+    """Pack an object for worker ``to``; a context that has not ended records its tensors."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(obj)
@@ -116,16 +103,7 @@ def seal(obj: Any, worker: Worker, context: Context | None, to: int) -> Envelope
 
 
 def unseal(envelope: Envelope, context: Context | None) -> Any:
-    """The object of an envelope, its tensors connected to those that were sent.
-
-    Args:
-        envelope: What arrived.
-        context: The context that it belongs to; None, if that has ended, leaves the tensors
-            without connection.
-
-    Returns:
-        The object.
-    """
+    """The object of an envelope; in a context, its tensors connected to those that were sent."""
     tensors = [
         tensor.to(device) if device else tensor
         for tensor, device in zip(envelope.tensors, envelope.devices, strict=True)

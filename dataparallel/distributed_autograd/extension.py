@@ -91,11 +91,7 @@ _loaded: Extension | None = None
 
 
 def extension() -> Extension:
-    """The extension, compiled at the first use on a machine.
-
-    Raises:
-        RuntimeError: It has to be compiled and cannot be; the message names what is missing.
-    """
+    """The extension, compiled at the first use on a machine."""
     global _loaded
     if _loaded is None:
         _loaded = cast(Extension, _EXTENSION.load())

@@ -21,12 +21,6 @@ class LocalOptimizer:
 
     Its optimizer works on tensors that share the memory and the version of the parameters and have
     a ``.grad`` of their own: that of the parameters is neither read nor written.
-
-    Args:
-        optimizer_class: What makes the optimizer.
-        groups: Its parameter groups, with references to parameters of this worker.
-        args: More arguments for it.
-        kwargs: More arguments for it.
     """
 
     def __init__(

@@ -27,10 +27,6 @@ class Failure:
     """An error as it can be sent: exceptions themselves are often no more picklable.
 
     torch's RPC itself keeps the types of few errors, so those of values are sent as results.
-
-    Args:
-        kind: Its type.
-        text: Its message, with the worker and the traceback.
     """
 
     kind: type[Exception]
