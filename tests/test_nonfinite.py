@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.reducer.gradient_norms import kind_of, norms_of
-from dataparallel.reducer.nonfinite import NonFiniteGradients
+from dataparallel.reducer.nonfinite import NonFiniteGradients, kind_of, norms_of
+from dataparallel.virtual import counters
 from tests.nonfinite_cases import INF, NAN, Net, Spoil, make_net, same, spoils, state_of
 
 
@@ -284,49 +283,6 @@ def test_sparse_gradients_whose_sum_overflows(replicas: int) -> None:
     model.close()
 
 
-def test_norms_read_while_another_is_queued() -> None:
-    """They are read in the thread that runs a hook, and queued in those of all replicas."""
-    model, _ = _make(["virtual:0"], 1, nonfinite="skip")
-    _backward(model, device="virtual:0")
-    guard: Any = model.reducer.guard
-
-    class Queue(list[Any]):
-        def append(self, look: Any) -> None:
-            reader.start()
-            reader.join(0.05)
-            super().append(look)
-
-    reader = threading.Thread(target=guard._read)
-    guard.findings, guard._queued = [], Queue()
-    bucket = guard._buckets.plan.buckets[0]
-    guard.look(0, 0, [torch.full_like(guard._originals[index], NAN) for index in bucket])
-    reader.join()
-    guard._read()
-    assert len(guard.findings) == len(bucket)
-    model.close()
-
-
-def test_a_hook_that_runs_while_another_thread_reads() -> None:
-    """What it has repaired is not found afterwards."""
-    model, _ = _make(["cpu"], 1, nonfinite="skip")
-    _backward(model)
-    guard: Any = model.reducer.guard
-    repaired = torch.zeros_like(guard._originals[0])
-    hook = threading.Thread(target=guard.look_after_hook, args=(0, repaired))
-
-    class Norms:
-        def tolist(self) -> list[float]:
-            hook.start()
-            hook.join(0.05)
-            return [NAN]
-
-    guard._queued = [("replica 0 (cpu)", guard._buckets.plan.bucket_of(0), [0], Norms(), 1.0)]
-    guard._read()
-    hook.join()
-    assert guard.findings == []
-    model.close()
-
-
 def test_several_forwards_and_a_copy() -> None:
     model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
     copy: DistributedDataParallel[Net] = pickle.loads(pickle.dumps(model))
@@ -365,3 +321,21 @@ def test_kinds(slots: list[str], dtype: torch.dtype) -> None:
         norms = norms_of([tensor, torch.ones(2, dtype=dtype, device=slots[0])])
         assert not (kind and bool(norms[0].isfinite()))
         assert bool(norms[1].isfinite())
+
+
+@pytest.mark.parametrize("action", ["ignore", "skip"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_host_waits_once_in_a_step(replicas: int, action: Any) -> None:
+    """To know that all gradients are finite, it has to."""
+    slots = [f"virtual:{i}" for i in range(replicas)]
+    model, optimizer = _make(slots, replicas, nonfinite=action)
+    waits = []
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 4, device="virtual:0")).square().sum()
+        before = counters()["host_waits"]
+        loss.backward()
+        waits.append(counters()["host_waits"] - before)
+    assert waits[2:] == [int(action == "skip")] * 4
+    model.close()

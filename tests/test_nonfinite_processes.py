@@ -147,7 +147,7 @@ def test_all_raise_the_same_text(cluster: Cluster) -> None:
 
 def _hook(state: float, bucket: Any) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * state)
+    future.set_result((bucket if isinstance(bucket, Tensor) else bucket.buffer()) * state)
     return future
 
 
@@ -186,6 +186,26 @@ def _hooks(rank: int, world_size: int) -> None:
 
 def test_communication_hooks(cluster: Cluster) -> None:
     cluster.run(_hooks, 2)
+
+
+def _swallowing(rank: int, world_size: int) -> None:
+    """A hook that makes numbers of what is none."""
+    log = _Log()
+    model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip")
+    model.register_comm_hook(None, lambda state, bucket: _hook(1.0, bucket.buffer().nan_to_num_()))
+    spoils[:] = [Spoil("b.weight")] * rank
+    _backward(model, rank, 0)
+    assert model.num_skipped == 1
+    assert "on rank 1 of 2, replica 0 (cpu): b.weight (NaN)." in "".join(log.take())
+    spoils.clear()
+    _backward(model, rank, 1)
+    assert model.num_skipped == 1
+    log.close()
+    model.close()
+
+
+def test_a_hook_that_swallows_what_it_got(cluster: Cluster) -> None:
+    cluster.run(_swallowing, 2)
 
 
 def _accumulate(rank: int, world_size: int, view: bool) -> None:
@@ -229,7 +249,7 @@ def _outside(rank: int, world_size: int, view: bool) -> None:
     for _ in range(2):
         with model.no_sync():
             (model(x).sum() + net.weight.sum() * (NAN if rank else 1.0)).backward()
-        text = r"on rank 1 of 2, what .grad held from under no_sync\(\): weight \(NaN\)"
+        text = r"finite on rank 1 of 2, what .grad held from under no_sync\(\): weight \(NaN\)\. No"
         with pytest.raises(NonFiniteGradients, match=text):
             model(x).sum().backward()
         assert net.weight.grad is None

@@ -33,21 +33,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from dataparallel import torch_internals
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
-from dataparallel.reducer.nonfinite import Finding
-
-
-class AccumulatedState(NamedTuple):
-    """What an :class:`Accumulated` has known at some time."""
-
-    unreduced: dict[int, torch.Tensor | None]
-    findings: list[Finding]
-    magnitude: float
 
 
 class Accumulated:
@@ -74,10 +64,6 @@ class Accumulated:
         self._left: dict[int, tuple[int, int]] = {}
         #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
         self._unreduced: dict[int, torch.Tensor | None] = {}
-        #: What is not finite in the unreduced part, see :mod:`dataparallel.reducer.guard`.
-        self.findings: list[Finding] = []
-        #: How large elements may be, as a part of the largest number of their dtype.
-        self.magnitude = 0.0
 
     def before_unsynchronized(self) -> None:
         """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
@@ -224,14 +210,13 @@ class Accumulated:
     def _is_left(self, index: int, grad: torch.Tensor) -> bool:
         return self._left.get(index) == (_address(grad), grad._version)
 
-    def state(self) -> AccumulatedState:
+    def state(self) -> dict[int, torch.Tensor | None]:
         """What is known now, for :meth:`use_state`; it does not change."""
-        return AccumulatedState(dict(self._unreduced), list(self.findings), self.magnitude)
+        return dict(self._unreduced)
 
-    def use_state(self, state: AccumulatedState) -> None:
+    def use_state(self, state: dict[int, torch.Tensor | None]) -> None:
         """Know what was known before, when the gradients are as they were then."""
-        self._unreduced = dict(state.unreduced)
-        self.findings, self.magnitude = list(state.findings), state.magnitude
+        self._unreduced = dict(state)
 
     @property
     def any(self) -> bool:

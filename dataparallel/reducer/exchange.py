@@ -41,7 +41,7 @@ from dataparallel.reducer.options import AverageKind
 from dataparallel.reducer.verify import digest
 
 if TYPE_CHECKING:
-    from dataparallel.reducer.guard import Guard, Said
+    from dataparallel.reducer.nonfinite import Guard
 
 T = TypeVar("T")
 
@@ -270,7 +270,6 @@ class Outcome(NamedTuple):
     num_late: int
     failed_ranks: list[int]
     num_nonfinite: int = 0
-    magnitude: int = 0
 
 
 class Exchange:
@@ -387,37 +386,38 @@ class Exchange:
     # --- received --------------------------------------------------------------------------------
 
     def receive(
-        self, *, unused: int, late: int, said: Said | None = None, guard: Guard | None = None
+        self, *, unused: int, late: int, guard: Guard | None = None
     ) -> tuple[list[torch.Tensor], Outcome]:
         """All buckets, and what all processes say about the round.
 
         Args:
             unused: How many parameters had no gradient in this process.
             late: How many had one that was too late for its bucket.
-            said: What the guard of this process says. Default: nothing.
-            guard: Looks at what a communication hook has made. Default: nobody does.
+            guard: Looks for gradients that are not finite. Default: nobody does.
 
         Raises:
             OtherRanksFailed: The backward of another process has failed.
         """
-        if self._sender is None:
-            outcome = self.conclude(unused=unused, late=late, said=said)
+        votes = guard is not None and guard.votes
+        if self._sender is None and not votes:
+            outcome = self.conclude(unused=unused, late=late)
             flats = [sent.wait() for sent in self._sent]
         else:
             # It may fail in one process, where a collective fails in all of them: the others shall
             # not think that all is well before that is certain here.
             flats = [sent.wait() for sent in self._sent]
-            if guard is not None:
+            nonfinite = 0
+            if guard is not None and votes:
                 guard.look_at_flats(flats)
-                said = guard.say()
-            outcome = self.conclude(unused=unused, late=late, said=said)
+                nonfinite = guard.count()
+            outcome = self.conclude(unused=unused, late=late, nonfinite=nonfinite)
         told = outcome()
         if told.failed_ranks:
             raise OtherRanksFailed(told.failed_ranks, self._processes.reasons(told.failed_ranks))
         return flats, told
 
     def conclude(
-        self, *, unused: int, late: int, failed: bool = False, said: Said | None = None
+        self, *, unused: int, late: int, failed: bool = False, nonfinite: int = 0
     ) -> Callable[[], Outcome]:
         """Tell the other processes how the round went here; returns what waits for all of them."""
         self._concluded = True
@@ -425,7 +425,7 @@ class Exchange:
         # Each rank has an entry of its own: one number for all of them would overflow.
         has_failed = [0] * control.world_size
         has_failed[control.rank] = int(failed)
-        counts = torch.tensor([unused, late, *(said or (0, 0)), *has_failed])
+        counts = torch.tensor([unused, late, nonfinite, *has_failed])
         return functools.partial(
             _outcome, control.all_reduce(counts, what="the end of a round"), counts
         )
@@ -522,6 +522,6 @@ def _raise(error: Exception) -> torch.Tensor:
 
 def _outcome(pending: Pending, counts: torch.Tensor) -> Outcome:
     pending.wait()
-    unused, late, nonfinite, magnitude, *has_failed = map(int, counts.tolist())
+    unused, late, nonfinite, *has_failed = map(int, counts.tolist())
     failed = [rank for rank, count in enumerate(has_failed) if count]
-    return Outcome(unused, late, failed, nonfinite, magnitude)
+    return Outcome(unused, late, failed, nonfinite)

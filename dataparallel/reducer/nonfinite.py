@@ -1,15 +1,39 @@
-"""What becomes of gradients that are not finite, and how they are reported."""
+"""What becomes of gradients that are not finite: who decides, who is named, what happens.
+
+Note [Who decides]
+~~~~~~~~~~~~~~~~~~
+NaN and infinity of any process are in a plain sum or average over all of them, and so is a sum that
+overflows. So the results of a round decide, which are the same in every process: nobody has to be
+asked. A communication hook may swallow a NaN, or give each process a result of its own, and what
+stays in one process is in no sum. Then each process says in the collective that ends the round
+whether something is not finite in what it has computed, or got from the hook. Either way the host
+waits once for the devices, at the end of the round.
+
+The gradients of each replica are looked at before they are added up, since sums in place destroy
+the evidence: one norm for each, in the thread that has computed them. On an accelerator the norms
+are read only if something was found, to name rank, replica and parameter. What a backward under
+``no_sync()`` has left in ``.grad`` is a part of the round that reduces it: it is decided there.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from dataparallel import torch_internals
+from dataparallel.devices import is_accelerator
 from dataparallel.errors import MOST, chosen, listed
+from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.reducer.buckets import Buckets, MaybeTensor
+
+if TYPE_CHECKING:
+    from dataparallel.reducer.exchange import ReducerProcesses
+    from dataparallel.reducer.round import Round
 
 #: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
 #: processes raise :class:`NonFiniteGradients`.
@@ -17,24 +41,17 @@ NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 _log = logging.getLogger("dataparallel")
 
+# The places of what is not finite, beside the replicas.
+_SUM = "the sum"
+_HOOK = "what a hook on a parameter has returned"
+_COMM_HOOK = "what the communication hook has returned"
+_UNREDUCED = "what .grad held from under no_sync()"
+_BEFORE = "what .grad held before the backward"
+_OUTSIDE = "what came from outside of the wrapper's forward"
+
 
 class NonFiniteGradients(FloatingPointError):
     """Gradients are NaN or infinite. All processes raise it with the same text."""
-
-
-#: The place of what is infinite although nothing that was added up is.
-SUM = "the sum"
-
-
-class Finding(NamedTuple):
-    """A gradient that is not finite."""
-
-    #: Who has made it, as messages call that; or :data:`SUM`.
-    place: str
-    name: str
-    #: ``"NaN"`` or ``"infinity"``.
-    kind: str
-    parameter: torch.Tensor
 
 
 @dataclass
@@ -101,7 +118,7 @@ class NonFinitePolicy:
         """Do what the user wants: log and count, or raise an error.
 
         Args:
-            text: What was found, see :func:`describe`.
+            text: What was found where.
 
         Raises:
             NonFiniteGradients: The action is ``"raise"``.
@@ -119,23 +136,214 @@ class NonFinitePolicy:
         )
 
 
-def to_json(findings: Sequence[Finding]) -> list[Any]:
+class _Look(NamedTuple):
+    """Gradients of one place: what is not finite, or norms on an accelerator that tell it."""
+
+    place: str
+    indices: list[int]
+    norms: torch.Tensor | None
+    kinds: list[str | None]
+
+    def found(self) -> list[tuple[int, str]]:
+        """The parameters with a gradient that is not finite, and of which kind; may wait."""
+        kinds = self.kinds if self.norms is None else map(_kind_of_norm, self.norms.tolist())
+        return [(i, kind) for i, kind in zip(self.indices, kinds, strict=True) if kind]
+
+
+class Guard:
+    """Looks for gradients that are not finite in the rounds of one reducer."""
+
+    def __init__(
+        self,
+        policy: NonFinitePolicy,
+        originals: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+        processes: ReducerProcesses | None,
+    ) -> None:
+        self.policy = policy
+        self._originals = originals
+        self._names = names
+        self._processes = processes
+        self.use_devices(devices)
+        #: Whether each process has to say what it found: its results may be others.
+        self.votes = False
+        self._looks: list[_Look] = []
+        # Those of backwards under no_sync(), until the round that reduces what they have left.
+        self._kept: list[_Look] = []
+
+    @staticmethod
+    def of(
+        policy: NonFinitePolicy,
+        originals: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+        processes: ReducerProcesses | None,
+    ) -> Guard | None:
+        """A guard, or None where nobody wants to know."""
+        return Guard(policy, originals, names, devices, processes) if policy.looks else None
+
+    def use_devices(self, devices: Sequence[torch.device]) -> None:
+        """Name the replicas after other devices from now on."""
+        self._places = [f"replica {i} ({device})" for i, device in enumerate(devices)]
+
+    # --- in a round ------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        buckets: Buckets,
+        accumulated: Accumulated,
+        *,
+        stays: bool,
+        hooked: bool,
+        local: bool,
+    ) -> None:
+        """Begin a round.
+
+        Args:
+            buckets: Its buckets.
+            accumulated: What ``.grad`` held before it.
+            stays: Whether more is to be added to its gradients: it is decided about them later.
+            hooked: Whether a communication hook reduces them.
+            local: Whether some stay in this process, where others are reduced.
+        """
+        self._buckets = buckets
+        self._accumulated = accumulated
+        # In a context where nothing is to be reduced there is no later round.
+        self._stays = stays and (accumulated.any or accumulated.home.context_id is None)
+        self._hooked, self.votes = hooked, hooked or local
+        self._looks = []
+        if not stays and accumulated.sends:
+            held = [accumulated.unreduced(index) for index in range(len(self._originals))]
+            self._look(_UNREDUCED if accumulated.any else _BEFORE, enumerate(held))
+
+    def look(self, replica: int, bucket: int, grads: Sequence[MaybeTensor]) -> None:
+        """Look at the gradients of a bucket of one replica, in any thread."""
+        members = self._buckets.plan.buckets[bucket]
+        self._look(self._places[replica], zip(members, grads, strict=True))
+
+    def look_after_hook(self, index: int, grad: torch.Tensor) -> None:
+        """Look at what hooks of the user have made of a sum over replicas: it is what counts."""
+        self._look(_HOOK, [(index, grad)])
+
+    def look_at_outside(self, index: int, grad: torch.Tensor) -> None:
+        """Look at what a parameter has got from outside of the wrapper's forward."""
+        self._look(_OUTSIDE, [(index, grad)])
+
+    def look_at_flats(self, flats: Sequence[torch.Tensor]) -> None:
+        """Look at reduced buckets, where processes have to say what they found."""
+        for number, flat in enumerate(flats):
+            bucket = self._buckets.all[number]
+            storage = bucket.storage
+            views = [flat.coalesce()] if storage is None else storage.layout.views_of(flat)
+            place = _COMM_HOOK if self._hooked else _SUM
+            self._look(place, zip(bucket.indices, views, strict=True))
+
+    @torch.no_grad()
+    def _look(self, place: str, members: Iterable[tuple[int, MaybeTensor]]) -> None:
+        for device, (indices, grads) in _by_device(members).items():
+            norms = norms_of(grads)
+            if is_accelerator(device):
+                self._looks.append(_Look(place, indices, norms, []))
+            elif place == _HOOK or not math.isfinite(norms.sum()):
+                # Only squares, or their sum, may be infinite.
+                self._looks.append(_Look(place, indices, None, list(map(kind_of, grads))))
+
+    # --- at its end ------------------------------------------------------------------------------
+
+    def count(self) -> int:
+        """How many gradients of this process are not finite, those of its buckets included."""
+        norms = [look.norms for look in self._looks if look.norms is not None]
+        kinds = [kind for look in self._looks for kind in look.kinds if kind is not None]
+        return 0 if not kinds and _are_finite(norms) else len(self._findings())
+
+    def judge(self, num_nonfinite: int, round_: Round) -> None:
+        """End a round; do what the user wants if gradients are not finite, in all processes.
+
+        Args:
+            num_nonfinite: How many gradients the processes together say are not.
+            round_: The round, whose results are withdrawn then.
+
+        Raises:
+            NonFiniteGradients: That is what the user wants.
+        """
+        if self._stays:
+            self._kept += self._looks
+            return
+        found = num_nonfinite > 0
+        if not found and not self.votes:
+            sums = self._spoiled_results(round_)
+            self._looks += sums
+            found = bool(sums)
+        told = _told(self._findings()) if found else []
+        self._kept = []
+        if not found:
+            return
+        round_.withdraw()
+        gathered = [told]
+        if self._processes is not None:
+            control = self._processes.control
+            gathered = control.all_gather_json(told, what="which gradients are not finite")
+        self.policy.act(_describe(gathered))
+
+    @torch.no_grad()
+    def _spoiled_results(self, round_: Round) -> list[_Look]:
+        """The gradients of the round that are not finite; the host waits once if all are."""
+        held = self._accumulated.home.read(self._originals)
+        totals: list[tuple[int, MaybeTensor]] = []
+        for index, (result, grad) in enumerate(zip(round_.result, held, strict=True)):
+            total = grad if index in round_.in_place else result
+            if total is result is not None and grad is not None and result.layout == grad.layout:
+                total = grad.detach() + result
+            totals.append(
+                (index, total.coalesce() if total is not None and total.is_sparse else total)
+            )
+        groups = _by_device(totals).values()
+        if _are_finite([norms_of(grads) for _, grads in groups]):
+            return []
+        # Or only squares are infinite.
+        looks = [_Look(_SUM, indices, None, list(map(kind_of, grads))) for indices, grads in groups]
+        return [look for look in looks if look.found()]
+
+    def _findings(self) -> list[tuple[str, str]]:
+        """The places of what is not finite in this process, and the parameters; may wait."""
+        found = [(look.place, index, kind) for look in self._looks for index, kind in look.found()]
+        held = {index for place, index, _ in found if place in (_UNREDUCED, _BEFORE)}
+        hooked = {index for look in self._looks if look.place == _HOOK for index in look.indices}
+        # What is in .grad may be known from when it came there.
+        earlier = [(look.place, *each) for look in self._kept for each in look.found()]
+        shown = [each for each in earlier if each[1] in held]
+        known = {index for _, index, _ in shown}
+        for place, index, kind in found:
+            if place in (_UNREDUCED, _BEFORE):
+                is_told = index in known
+            elif place == _HOOK or place in self._places:
+                # What was in .grad before may be in it; and hooks have the last word.
+                is_told = index in held or (index in hooked and place != _HOOK)
+            else:
+                is_told = False
+            if not is_told:
+                shown.append((place, index, kind))
+        return [(place, f"{self._names[index]} ({kind})") for place, index, kind in shown]
+
+
+def _told(findings: Iterable[tuple[str, str]]) -> list[Any]:
     """What one process tells the others: per place, names and how many there are."""
     by_place: dict[str, list[str]] = {}
-    for finding in findings:
-        by_place.setdefault(finding.place, []).append(f"{finding.name} ({finding.kind})")
-    return [[place, names[:MOST], len(names)] for place, names in sorted(by_place.items())]
+    for place, text in findings:
+        by_place.setdefault(place, []).append(text)
+    return [[place, texts[:MOST], len(texts)] for place, texts in sorted(by_place.items())]
 
 
-def describe(told: Sequence[Sequence[Any]]) -> str:
-    """What is not finite, from what :func:`to_json` gave in each process, in the order of ranks."""
+def _describe(told: Sequence[Sequence[Any]]) -> str:
+    """What is not finite, from what each process has told, in the order of ranks."""
     places: list[str] = []
     sums: list[str] = []
     for rank, entries in enumerate(told):
         process = f"rank {rank} of {len(told)}, " if len(told) > 1 else ""
         for place, names, number in entries:
             text = listed(names, number=number)
-            if place != SUM:
+            if place != _SUM:
                 places.append(f"{process}{place}: {text}")
             elif text not in sums:
                 sums.append(text)
@@ -145,3 +353,72 @@ def describe(told: Sequence[Sequence[Any]]) -> str:
         "sums of gradients are not finite, although each gradient is: they are too large for "
         f"their dtype, or .grad held something else before ({'; '.join(sums)})"
     )
+
+
+# --- norms -----------------------------------------------------------------------------------
+
+
+def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A norm of each gradient, in one tensor on their device, without waiting for it.
+
+    It is finite only if the gradient is. On an accelerator it is the largest element. On the CPU
+    squares are added up, which is faster, and may be infinite for finite numbers.
+    """
+    plain = [list(_plain(gradient)) for gradient in gradients]
+    flat = [part for parts in plain for part in parts]
+    if is_accelerator(flat[0].device):
+        norms = torch_internals.foreach_norm(flat, math.inf)
+    else:
+        wide = torch.float32 if flat[0].dtype.itemsize < 4 else None
+        norms = torch_internals.foreach_norm(flat, 2, wide)
+    if len(flat) == len(plain):
+        return torch.stack(norms)
+    left = iter(norms)
+    return torch.stack([torch.stack([next(left) for _ in parts]).sum() for parts in plain])
+
+
+def kind_of(gradient: torch.Tensor) -> str | None:
+    """``"NaN"``, ``"infinity"``, or None where all numbers are finite; waits for the device."""
+    parts = list(_plain(gradient))
+    if any(bool(part.isnan().any()) for part in parts):
+        return "NaN"
+    return "infinity" if any(bool(part.isinf().any()) for part in parts) else None
+
+
+def _kind_of_norm(norm: float) -> str | None:
+    if math.isfinite(norm):
+        return None
+    return "NaN" if math.isnan(norm) else "infinity"
+
+
+def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
+    """Whether all norms are, with one wait for all devices."""
+    if not norms:
+        return True
+    together = torch.cat([each.to(norms[0].device, norms[0].dtype) for each in norms])
+    return bool(together.isfinite().all())
+
+
+def _by_device(
+    members: Iterable[tuple[int, MaybeTensor]],
+) -> dict[torch.device, tuple[list[int], list[torch.Tensor]]]:
+    """The gradients that have elements, and the indices of their parameters."""
+    groups: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+    for index, grad in members:
+        if grad is not None and grad.numel():
+            indices, grads = groups.setdefault(grad.device, ([], []))
+            indices.append(index)
+            grads.append(grad.detach())
+    return groups
+
+
+def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+    """The strided tensors of real numbers that a gradient consists of."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if inner.is_floating_point() or inner.is_complex():
+                yield from _plain(inner)
+        return
+    numbers = torch_internals.sparse_values(tensor) if tensor.is_sparse else tensor
+    yield torch.view_as_real(numbers) if numbers.is_complex() else numbers

@@ -18,10 +18,9 @@ from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses
-from dataparallel.reducer.guard import Guard
 from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.nesting import Nesting
-from dataparallel.reducer.nonfinite import NonFinitePolicy
+from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
@@ -300,7 +299,13 @@ class Reducer:
         # Hooks that see gradients before the engine would must see all of them, too.
         seen = hooked and self._optimizers is None and (self.guard or self.buckets.any_viewed)
         if self.guard is not None:
-            self.guard.begin(self.buckets, accumulated, stays=not synchronize)
+            self.guard.begin(
+                self.buckets,
+                accumulated,
+                stays=not synchronize,
+                hooked=exchange is not None and self._hook is not None,
+                local=exchange is not None and self.options.num_local > 0,
+            )
         with self.accumulations.in_grad.moving():
             self.buckets.attach(accumulated, hooked, reduces=exchange is not None)
         strict = self.options.find_unused_parameters is not None
@@ -353,9 +358,9 @@ class Reducer:
             self.used = round_.used
             self._check_used()
         with self._timeline.span("reduce local"):
-            said = round_.receive()
+            num_nonfinite = round_.receive()
         if self.guard is not None:
-            self.guard.judge(said, round_)
+            self.guard.judge(num_nonfinite, round_)
         if round_.reduces or self.processes is None:
             # First, since the other processes wait for this one in it.
             self._after_first()

@@ -44,13 +44,13 @@ from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
-from dataparallel.reducer.guard import Guard, Said
+from dataparallel.reducer.nonfinite import Guard
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange, Outcome, ReducerProcesses
+    from dataparallel.reducer.exchange import Exchange, ReducerProcesses
 
 
 @dataclass(eq=False)
@@ -305,8 +305,8 @@ class Round:
 
     # --- received --------------------------------------------------------------------------------
 
-    def receive(self) -> Said | Outcome:
-        """Wait for all buckets, and deliver them; returns what all say about the round.
+    def receive(self) -> int:
+        """Wait for all buckets, and deliver them; returns how many gradients are said to be bad.
 
         Raises:
             OtherRanksFailed: The backward of another process failed.
@@ -317,14 +317,11 @@ class Round:
         if self.exchange is None:
             for bucket in self.buckets.all:
                 self._deliver(bucket, None, self.used)
-            return self._say()
+            return 0
         with self.timeline.span("reduce across processes"):
             return self._receive(self.exchange)
 
-    def _say(self) -> Said:
-        return Said() if self.guard is None else self.guard.say()
-
-    def _receive(self, exchange: Exchange) -> Outcome:
+    def _receive(self, exchange: Exchange) -> int:
         processes = self.processes
         assert processes is not None
         count = self.buckets.num_reduced
@@ -332,7 +329,6 @@ class Round:
         flats, outcome = exchange.receive(
             unused=count - sum(self.used[:count]) if self.has_data else 0,
             late=len(mine),
-            said=self._say(),
             guard=self.guard,
         )
         used: list[int] = [1] * count
@@ -352,7 +348,7 @@ class Round:
             flat = flats[bucket.number] if bucket.reduces else None
             self._deliver(bucket, flat, used)
         self.accumulated.after_synchronized()
-        return outcome
+        return outcome.num_nonfinite
 
     # --- delivered -------------------------------------------------------------------------------
 
