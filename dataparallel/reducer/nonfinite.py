@@ -56,27 +56,15 @@ class NonFiniteGradients(FloatingPointError):
 
 @dataclass
 class NonFinitePolicy:
-    """What one wrapper does about gradients that are not finite; outlives its reducers.
-
-    Example::
-
-        policy = NonFinitePolicy.of("skip")
-
-    Attributes:
-        action: See :data:`NonFiniteAction`.
-        num_skipped: How many backwards were skipped so far.
-    """
+    """What one wrapper does about gradients that are not finite; outlives its reducers."""
 
     action: NonFiniteAction = "ignore"
+    #: How many backwards were skipped so far.
     num_skipped: int = 0
 
     @staticmethod
     def of(action: object) -> NonFinitePolicy:
-        """The policy for what a user has passed.
-
-        Raises:
-            ValueError: There is no such action.
-        """
+        """The policy for what a user has passed; a ValueError if there is no such action."""
         return NonFinitePolicy(chosen("nonfinite", action, get_args(NonFiniteAction)))
 
     @property
@@ -85,11 +73,7 @@ class NonFinitePolicy:
         return self.action != "ignore"
 
     def refuse_steps_in_backward(self) -> None:
-        """Raise an error: optimizers step in backward, bucket by bucket.
-
-        Raises:
-            ValueError: Gradients are looked at.
-        """
+        """Raise a ValueError where gradients are looked at: optimizers step before that."""
         if self.looks:
             raise ValueError(
                 f"nonfinite={self.action!r} and optimizers in backward do not go together: when a "
@@ -98,14 +82,7 @@ class NonFinitePolicy:
             )
 
     def refuse_kept_nan(self, hook: str) -> None:
-        """Raise an error: a communication hook remembers a NaN for ever.
-
-        Args:
-            hook: What messages call it.
-
-        Raises:
-            ValueError: Training is to go on after a NaN.
-        """
+        """Raise a ValueError where training is to go on after a NaN, which a hook remembers."""
         if self.action == "skip":
             raise ValueError(
                 f"nonfinite='skip' and the communication hook {hook} do not go together: it adds "
@@ -115,14 +92,7 @@ class NonFinitePolicy:
             )
 
     def act(self, text: str) -> None:
-        """Do what the user wants: log and count, or raise an error.
-
-        Args:
-            text: What was found where.
-
-        Raises:
-            NonFiniteGradients: The action is ``"raise"``.
-        """
+        """Do what the user wants with what was found where: log and count, or raise an error."""
         if self.action == "raise":
             raise NonFiniteGradients(
                 f"{text}. No gradient of this step was kept, in no process, and .grad is None; all "
@@ -172,17 +142,6 @@ class Guard:
         # Those of backwards under no_sync(), until the round that reduces what they have left.
         self._kept: list[_Look] = []
 
-    @staticmethod
-    def of(
-        policy: NonFinitePolicy,
-        originals: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        devices: Sequence[torch.device],
-        processes: ReducerProcesses | None,
-    ) -> Guard | None:
-        """A guard, or None where nobody wants to know."""
-        return Guard(policy, originals, names, devices, processes) if policy.looks else None
-
     def use_devices(self, devices: Sequence[torch.device]) -> None:
         """Name the replicas after other devices from now on."""
         self._places = [f"replica {i} ({device})" for i, device in enumerate(devices)]
@@ -203,7 +162,7 @@ class Guard:
         Args:
             buckets: Its buckets.
             accumulated: What ``.grad`` held before it.
-            stays: Whether more is to be added to its gradients: it is decided about them later.
+            stays: Whether more is to be added to its gradients: a later round decides about them.
             hooked: Whether a communication hook reduces them.
             local: Whether some stay in this process, where others are reduced.
         """
@@ -213,7 +172,9 @@ class Guard:
         self._stays = stays and (accumulated.any or accumulated.home.context_id is None)
         self._hooked, self.votes = hooked, hooked or local
         self._looks = []
-        if not stays and accumulated.sends:
+        if all([grad is None for grad in accumulated.home.read(self._originals)]):
+            self._kept = []
+        elif not stays and accumulated.sends:
             held = [accumulated.unreduced(index) for index in range(len(self._originals))]
             self._look(_UNREDUCED if accumulated.any else _BEFORE, enumerate(held))
 
@@ -258,14 +219,11 @@ class Guard:
         return 0 if not kinds and _are_finite(norms) else len(self._findings())
 
     def judge(self, num_nonfinite: int, round_: Round) -> None:
-        """End a round; do what the user wants if gradients are not finite, in all processes.
+        """End a round; drop its gradients in all processes if some are not finite.
 
         Args:
             num_nonfinite: How many gradients the processes together say are not.
-            round_: The round, whose results are withdrawn then.
-
-        Raises:
-            NonFiniteGradients: That is what the user wants.
+            round_: The round, with its results.
         """
         if self._stays:
             self._kept += self._looks
@@ -291,13 +249,15 @@ class Guard:
         """The gradients of the round that are not finite; the host waits once if all are."""
         held = self._accumulated.home.read(self._originals)
         totals: list[tuple[int, MaybeTensor]] = []
-        for index, (result, grad) in enumerate(zip(round_.result, held, strict=True)):
-            total = grad if index in round_.in_place else result
-            if total is result is not None and grad is not None and result.layout == grad.layout:
-                total = grad.detach() + result
-            totals.append(
-                (index, total.coalesce() if total is not None and total.is_sparse else total)
-            )
+        for index, (total, grad) in enumerate(zip(round_.result, held, strict=True)):
+            if index in round_.in_place:
+                total = grad
+            elif total is not None and grad is not None and total.layout == grad.layout:
+                total = grad.detach() + total
+            if total is not None and total.is_sparse:
+                # What a row got several times may be too large together.
+                total = total.coalesce()
+            totals.append((index, total))
         groups = _by_device(totals).values()
         if _are_finite([norms_of(grads) for _, grads in groups]):
             return []

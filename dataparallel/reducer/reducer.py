@@ -114,7 +114,9 @@ class Reducer:
         self._timeline = timeline or Timeline(places)
         self.statistics = Statistics(self._timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
-        self.guard = Guard.of(nonfinite, self._originals, self.names, places, processes)
+        self.guard = None
+        if nonfinite.looks:
+            self.guard = Guard(nonfinite, self._originals, self.names, places, processes)
         self._at_end: Callable[[], None] = lambda: None
         self._make_buckets()
 
