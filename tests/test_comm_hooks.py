@@ -379,8 +379,8 @@ def test_torchs_hooks_that_launch_from_callbacks_get_one_bucket_at_a_time() -> N
     hook = functools.partial(quantization_hooks.quantization_pertensor_hook)
     model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)
     model.register_comm_hook(None, hook)
-    assert model._hook is not None
-    assert model._hook.one_bucket_at_a_time
+    assert model.options.hook is not None
+    assert model.options.hook.one_bucket_at_a_time
     model.close()
 
 

@@ -81,7 +81,7 @@ def test_overlapped_optimizers_of_torch(cluster: Cluster) -> None:
 
 def test_what_is_no_hook() -> None:
     with pytest.raises(TypeError, match="must be callable"):
-        wrap(2)._check_comm_hook(3)
+        wrap(2).register_comm_hook(None, 3)
 
 
 def _regrouped(rank: int, world_size: int) -> list[Tensor]:

@@ -189,7 +189,7 @@ def test_it_is_decided_at_the_end_of_a_step(
         if not zeroed:
             assert f"replica {replicas - 1} (cpu): a.weight (NaN)" in caplog.messages[0]
         model.zero_grad()
-        model._nonfinite.num_skipped = 0
+        model.options.nonfinite.num_skipped = 0
         caplog.clear()
     model.close()
 

@@ -9,13 +9,12 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.comm.processes import ProcessLink
-from dataparallel.parallel import tensor_broadcast
-from dataparallel.parallel.tensor_broadcast import Broadcast
+from dataparallel.parallel import buffers
 from tests.cluster import Cluster
 
 
 def _broadcast(rank: int, world_size: int, message_bytes: int) -> tuple[int, list[Any]]:
-    tensor_broadcast._MESSAGE_BYTES = message_bytes
+    buffers._MESSAGE_BYTES = message_bytes
     values = torch.arange(12.0) + 100 * rank
     pair = TwoTensor(values[:3].clone(), values[3:5].clone().double().float()[[0, 1, 1]])
     tensors: dict[str, Any] = {
@@ -26,7 +25,7 @@ def _broadcast(rank: int, world_size: int, message_bytes: int) -> tuple[int, lis
         "scalar": values[7].clone(),
     }
     link = ProcessLink(purpose="test")
-    Broadcast().run(tensors, 1, link, what="tensors")
+    buffers.broadcast(tensors, 1, link, what="tensors")
     count = link.launched["broadcast"]
     link.close()
     pair = tensors.pop("pair")
@@ -49,11 +48,11 @@ def test_messages_of_a_size(cluster: Cluster, message_bytes: int, count: int) ->
 
 
 def _other_sizes(rank: int, world_size: int) -> list[list[float]]:
-    link, broadcast = ProcessLink(purpose="test"), Broadcast()
+    link = ProcessLink(purpose="test")
     found = []
     for size in (2, 2, 3):
         tensor = torch.full((size,), float(rank + size))
-        broadcast.run({"tensor": tensor}, 0, link, what="a tensor")
+        buffers.broadcast({"tensor": tensor}, 0, link, what="a tensor")
         found.append(tensor.tolist())
     link.close()
     return found

@@ -1,26 +1,52 @@
-"""What becomes of the buffers that the replicas wrote in one forward."""
+"""What becomes of buffers: those that replicas wrote, and those of several processes.
+
+Note [Whose buffers]
+~~~~~~~~~~~~~~~~~~~~
+Before a forward the buffers of rank 0 replace those of all other processes, or a hook does what the
+user wants with them. It is so in a forward that follows one whose gradients are reduced, as in
+torch: between two optimizer steps nothing is sent. Replicas of one process are another matter, see
+:data:`BufferPolicy`; they start from the buffers that arrived.
+
+An earlier forward may have saved a buffer for its backward. What arrives is mostly what was there,
+so its version counter is left alone, as torch does it, and that backward is no error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+from torch import nn
 
-from dataparallel import comm
-from dataparallel.errors import chosen
+from dataparallel import comm, torch_internals
+from dataparallel.comm.processes import ProcessLink
+from dataparallel.errors import chosen, lines
+from dataparallel.reducer.trained import ignored_names
+from dataparallel.reducer.verify import differences, gather_if_different
 from dataparallel.replicas.clones import ModuleClones
+from dataparallel.torch_internals import BufferCommHookLocation
 
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
 #: statistics of the whole batch, so that all replicas write the same.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
+#: Called with a state of the user's and the buffers by name; may return futures that are waited for
+#: at the end of backward.
+BufferCommHook: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Any]
+
+# As in torch; more is sent in several messages.
+_MESSAGE_BYTES = 250 * 2**20
+
 
 def check_policy(policy: str) -> BufferPolicy:
     """Return ``policy`` if there is such a policy, else raise a ValueError that lists them."""
     found: BufferPolicy = chosen("buffers", policy, get_args(BufferPolicy))
     return found
+
+
+# --- replicas --------------------------------------------------------------------------------
 
 
 def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
@@ -51,3 +77,214 @@ def _mean(
     total = sum(samples)
     shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
     return comm.reduce_add(shares, device)
+
+
+# --- processes -------------------------------------------------------------------------------
+
+
+class _Hook(NamedTuple):
+    """A hook for buffers."""
+
+    state: Any
+    function: BufferCommHook
+    location: BufferCommHookLocation
+
+
+class Buffers:
+    """What a distributed wrapper does with its module's buffers. See Note [Whose buffers].
+
+    Args:
+        module: The module.
+        sends: Whether buffers are sent before forwards.
+
+    Attributes:
+        due: Whether they are in the next forward; False after one whose gradients stay here.
+        ignored: Names of the parameters and buffers that each process keeps to itself.
+    """
+
+    def __init__(self, module: nn.Module, *, sends: bool) -> None:
+        self.follow(module)
+        self.sends = sends
+        self.due = True
+        self._hook: _Hook | None = None
+        self._futures: list[Any] = []
+
+    def follow(self, module: nn.Module) -> None:
+        """Be about another module from now on."""
+        self._module = module
+        self.ignored = ignored_names(module)
+
+    def register(
+        self, state: Any, function: BufferCommHook, location: BufferCommHookLocation
+    ) -> None:
+        """Let a hook bring the buffers together; see the method of the wrapper."""
+        if not callable(function):
+            raise TypeError(
+                f"a hook for buffers is called as hook(state, buffers), but got {function!r}"
+            )
+        if not isinstance(location, BufferCommHookLocation):
+            raise TypeError(
+                "comm_hook_location is _BufferCommHookLocation.PRE_FORWARD or POST_FORWARD of "
+                f"torch.nn.parallel.distributed, but got {location!r}"
+            )
+        self._hook = _Hook(state, function, location)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a hook brings the buffers together."""
+        return self._hook is not None
+
+    def send(self, sends: bool) -> None:
+        """Send buffers before forwards from now on, or do not."""
+        self.sends = sends
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The buffers that are sent; anew each time, since a module may assign others."""
+        return {n: b for n, b in self._module.named_buffers() if n not in self.ignored}
+
+    def will_sync(self) -> bool:
+        """Whether the next forward brings buffers together."""
+        return self.due and self.sends and bool(self.named())
+
+    def come_before(self, link: object | None) -> bool:
+        """Whether they do so before the forward; ``link`` is None without other processes."""
+        hook = self._hook
+        if hook is None:
+            return link is not None and self.will_sync()
+        return hook.location == BufferCommHookLocation.PRE_FORWARD and self.will_sync()
+
+    def come_after(self) -> bool:
+        """Whether they do so after the forward."""
+        hook = self._hook
+        at_end = hook is not None and hook.location == BufferCommHookLocation.POST_FORWARD
+        return at_end and self.will_sync()
+
+    def note_forward(self, *, reduces: bool) -> None:
+        """A forward is done, whose gradients are reduced or stay in this process."""
+        self.due = reduces
+
+    def sync(self, link: ProcessLink | None, source: int) -> None:
+        """Bring the buffers together: by the hook, or those of rank ``source`` are sent to all."""
+        self.wait(link)
+        named = self.named()
+        counted = tuple(b for b in named.values() if not b.is_inference())
+        with torch.no_grad(), torch_internals.keep_versions(counted):
+            if self._hook is not None:
+                returned = self._hook.function(self._hook.state, named)
+                one = isinstance(returned, torch_internals.Future)
+                self._futures += [returned] if one else returned or ()
+            elif link is not None:
+                broadcast(named, source, link, what=f"buffers of rank {source}")
+        if link is None:
+            # There may be no round at whose end it would be waited for.
+            self.wait(None)
+
+    def wait(self, link: ProcessLink | None) -> None:
+        """Wait until what a hook has begun is done."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            if link is None:
+                future.wait()
+            else:
+                link.wait_for(future, what="a future of the hook for buffers")
+
+    def send_states(self, link: ProcessLink, source: int, *, buffers: bool) -> None:
+        """Let all processes have the parameters of one, and its buffers if wanted."""
+        states = self._states(buffers)
+        broadcast(states, source, link, what=f"parameters and buffers of rank {source}")
+
+    def check_states(self, link: ProcessLink, *, buffers: bool) -> None:
+        """Raise a ValueError in all processes if they have different modules."""
+        what = "the comparison of parameters and buffers"
+        check_same(self._states(buffers), link, what=what)
+
+    def _states(self, buffers: bool) -> dict[str, torch.Tensor]:
+        states = dict[str, torch.Tensor](self._module.named_parameters())
+        if buffers:
+            states.update(self._module.named_buffers())
+        return {n: t for n, t in states.items() if n not in self.ignored}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_futures": []}
+
+
+def broadcast(
+    tensors: Mapping[str, torch.Tensor], source: int, link: ProcessLink, *, what: str
+) -> None:
+    """Replace tensors in all processes by those of one; a collective call.
+
+    Tensors of any dtypes travel together, as bytes: one message for each device and 250 MiB.
+
+    Args:
+        tensors: By name, with the same names, shapes and dtypes in all processes; written in place.
+        source: The rank whose tensors all processes get.
+        link: The processes.
+        what: What the tensors are, for messages.
+
+    Raises:
+        ValueError: A tensor is sparse or quantized.
+        CollectiveTimeout: Another process did not come in time.
+    """
+    # Made in inference mode the views could not be used outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        found = [part for name, tensor in tensors.items() for part in _plain(name, tensor)]
+        for parts in _messages([part.detach() for part in found if part.numel()]):
+            size = sum(part.nbytes for part in parts)
+            flat = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
+            pieces = torch.split(flat, [part.nbytes for part in parts])
+            views = [
+                piece.view(part.dtype).view(part.shape)
+                for piece, part in zip(pieces, parts, strict=True)
+            ]
+            if link.rank == source:
+                torch_internals.foreach_copy_(views, parts)
+            link.broadcast(flat, source, what=what).wait()
+            if link.rank != source:
+                torch_internals.foreach_copy_(parts, views)
+
+
+def _messages(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one device that travel together, those of large elements first.
+
+    Each then begins at a multiple of its elements' size.
+    """
+    places: dict[torch.device, list[torch.Tensor]] = {}
+    for part in sorted(parts, key=lambda part: -part.element_size()):
+        message = places.setdefault(part.device, [])
+        if message and sum(p.nbytes for p in message) + part.nbytes > _MESSAGE_BYTES:
+            yield message
+            places[part.device] = message = []
+        message.append(part)
+    yield from places.values()
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, or the tensors of which it consists."""
+    if torch_internals.is_wrapper(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
+        return
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ValueError(
+            f"{name!r} is {kind}, and only dense tensors are sent to other processes; make it "
+            "dense, or let each process keep its own with DistributedDataParallel."
+            f"_set_params_and_buffers_to_ignore_for_model(module, [{name!r}])"
+        )
+    yield tensor
+
+
+def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: str) -> None:
+    """Raise a ValueError in all processes if names, shapes or dtypes differ; a collective call."""
+    looks = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
+    gathered = gather_if_different(list(looks.items()), link, what=what)
+    if gathered is None:
+        return
+    ranks = {f"rank {rank}": dict(entries) for rank, entries in enumerate(gathered)}
+    found = [f"{name!r}: {text}" for name, text in differences(ranks).items()]
+    difference = lines(found) or "\n  only the order in which they are registered"
+    raise ValueError(
+        f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
+        "same model in every process; or let each process keep its own tensor with "
+        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+    )

@@ -120,6 +120,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
     """
 
     module: ModuleT
+    # Attributes of `options` that are the wrapper's, too.
+    _SHOWN_OPTIONS: frozenset[str] = frozenset()
     # Whether a single replica may be on several devices itself.
     _keeps_spread = False
 
@@ -424,6 +426,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in self._SHOWN_OPTIONS:
+                return getattr(self.__dict__["options"], name)
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise

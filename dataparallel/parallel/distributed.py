@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.batch.joining import ScalarsOption
+from dataparallel.comm.processes import ProcessLink
 from dataparallel.devices import DeviceLike
 from dataparallel.errors import suggesting
 from dataparallel.optim.in_backward import InBackwardOptimizers
-from dataparallel.parallel.buffers import BufferPolicy
+from dataparallel.parallel.buffers import BufferCommHook, BufferPolicy, Buffers
 from dataparallel.parallel.copied_state import CopiedGroup, CopiedHook
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
-from dataparallel.parallel.distributed_names import TorchNames
-from dataparallel.parallel.gradient_clipping import GradientClipping
+from dataparallel.parallel.join import LimitedJoin, UnevenInputs
 from dataparallel.parallel.loss import LossCall
 from dataparallel.parallel.mixed_precision import MixedPrecision
-from dataparallel.parallel.process_choice import chosen_caps, chosen_devices, chosen_group
+from dataparallel.parallel.process_choice import (
+    check_alone,
+    chosen_buffers,
+    chosen_caps,
+    chosen_devices,
+    chosen_group,
+)
 from dataparallel.parallel.step import Call, Lent, Runner
 from dataparallel.parallel.training import Options, Training
+from dataparallel.reducer.comm_hooks import resolve_hook
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reducer.options import AverageKind, check_average
+from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.trained import ignored_names, trained_parameters
+from dataparallel.reducer.verify import check_replicas
+from dataparallel.torch_internals import BufferCommHookLocation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# The wrapper whose forward runs here; replicas' threads see it, too.
+_active: ContextVar[Any] = ContextVar("active_wrapper", default=None)
 
 
 class _OfThread(threading.local):
@@ -42,7 +61,7 @@ class _OfThread(threading.local):
 
 
 @suggesting
-class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClipping):
+class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """Train a module on the devices of this process, and of all processes of a group.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. A process may have several
@@ -115,10 +134,20 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             process group; see ``process_group``.
     """
 
+    #: As in torch; so much is sent at once at most, where parameters or buffers are broadcast.
+    broadcast_bucket_size = 250 * 2**20
+
+    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {"delayed", "hook", "optimizers"}
     _keeps_spread = True
     _synchronizes = True
-    #: Made at the first use; a copy has none before.
-    _built: Training | None = None
+    # Made at the first use; a copy has none before, nor has a wrapper that was closed.
+    _made: Training | None = None
+    # Whether this process trains by itself on purpose.
+    _is_separate = False
+    # Whether this is loaded from a pickle that could not hold the process group of the wrapper.
+    _lost_group = False
+    # Why the processes can never reduce together again; empty if they can.
+    _stuck = ""
 
     def __init__(
         self,
@@ -155,10 +184,9 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         split_lists: bool = False,
     ) -> None:
         group = chosen_group(process_group, device_mesh)
-        device_ids = chosen_devices(device_ids, module, group)
         super().__init__(
             module,
-            device_ids,
+            chosen_devices(device_ids, module, group),
             output_device,
             dim,
             buffers=buffers,
@@ -167,98 +195,165 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
             out_dims=out_dims,
             split_lists=split_lists,
         )
-        self._set_processes(group, device_mesh, is_separate=process_group is False)
-        self.average: AverageKind = check_average(average)
-        self.bucket_cap_mb = chosen_caps(bucket_cap_mb, bucket_cap_mb_list)
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
-        self.deterministic, self.timeout = deterministic, timeout
-        self._delayed = frozenset(name for name, _ in delay_all_reduce_named_params or ())
-        self.mixed_precision = MixedPrecision.of(mixed_precision)
-        self.mixed_precision.convert_buffers(module)
-        self._nonfinite = NonFinitePolicy.of(nonfinite)
-        self._optimizers = InBackwardOptimizers.of(module.parameters())
-        self._forwards, self._own = threading.RLock(), _OfThread()
+        self.options = Options(
+            process_group=group,
+            bucket_cap_mb=chosen_caps(bucket_cap_mb, bucket_cap_mb_list),
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
+            average=check_average(average),
+            deterministic=deterministic,
+            timeout=timeout,
+            mixed_precision=MixedPrecision.of(mixed_precision),
+            nonfinite=NonFinitePolicy.of(nonfinite),
+            optimizers=InBackwardOptimizers.of(module.parameters()),
+        )
+        self.options.mixed_precision.convert_buffers(module)
+        self._is_separate = process_group is False
+        if device_mesh is not None:
+            # As in torch, there is no such attribute otherwise.
+            self.device_mesh = device_mesh
+        self._begin_life()
         self._start(broadcast_buffers, forward_sync_buffers, init_sync)
 
-    # --- the reduction ---------------------------------------------------------------------------
-
-    def _set_processes(
-        self, group: dist.ProcessGroup | None, mesh: Any, *, is_separate: bool
-    ) -> None:
-        self.process_group = group
-        self._is_separate = is_separate
-        if mesh is not None:
-            # As in torch, there is no such attribute otherwise.
-            self.device_mesh = mesh
+    def _begin_life(self) -> None:
+        """Make what no copy takes over."""
+        self._forwards, self._own = threading.RLock(), _OfThread()
+        self._uneven = UnevenInputs(self)
+        Joinable.__init__(self)
 
     def _start(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
     ) -> None:
         """See that all processes train the same; a collective call."""
         _refuse_frozen(self.module)
-        self._build()
+        sends = chosen_buffers(broadcast_buffers, forward_sync_buffers)
+        self.buffer_sync = Buffers(self.module, sends=sends)
         self._training.connect()
-        self._init_sync(broadcast_buffers, forward_sync_buffers, init_sync)
+        processes = self._training.processes
+        if init_sync and processes is not None:
+            both = sends or forward_sync_buffers is not None
+            self.buffer_sync.check_states(processes.control, buffers=both)
+            self.buffer_sync.send_states(processes.buckets, 0, buffers=both)
+
+    # --- what it is trained with -----------------------------------------------------------------
 
     @property
     def _training(self) -> Training:
         """What reduces. It has links to other processes once a forward has needed them."""
-        if self._built is None:
-            self._build()
-        assert self._built is not None
-        return self._built
+        if self._made is None:
+            with self._forwards:
+                if self._made is None:
+                    self._build()
+        assert self._made is not None
+        return self._made
 
     def _build(self) -> None:
-        """Make all that belongs to the module as it is now."""
-        options = Options(
-            process_group=self.process_group,
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            delayed=self._delayed,
-            average=self.average,
-            deterministic=self.deterministic,
-            timeout=self.timeout,
-            mixed_precision=self.mixed_precision,
-            nonfinite=self._nonfinite,
-            hook=self._hook,
-            optimizers=self._optimizers,
-        )
-        self._built = Training(
+        self.buffer_sync.follow(self.module)
+        self._made = Training(
             self.module,
             self.buffer_policy,
-            options,
+            self.options,
             self._runner,
             self.timeline,
             spread=self._spread,
         )
-        self._wait_for_buffers()
-        self._closed = False
-
-    def _open(self) -> None:
-        """Make what :meth:`close` has ended anew, and what a copy has not."""
-        if self._closed:
-            self._build()
+        self._watch_buffers()
 
     def _rebuild(self) -> None:
-        """Make everything anew, for other processes or other parameters."""
-        if self._built is not None:
-            self._built.close()
+        """Make everything anew, for other processes, options or parameters."""
+        if self._made is not None:
+            self._made.close()
         self._build()
+
+    def _change(self, **options: Any) -> None:
+        """Take other options, which need everything made anew."""
+        self.options = replace(self.options, **options)
+        self._rebuild()
 
     def _use_runner(self, runner: Runner) -> None:
         super()._use_runner(runner)
-        if not self._closed:
-            self._built = self._training.on(runner)
+        if self._made is not None:
+            self._made = self._made.on(runner)
+
+    def _watch_buffers(self) -> None:
+        """Let each round end when what a hook for buffers has begun has ended."""
+        if self.buffer_sync.has_hook:
+            self._training.reducer.call_at_end(self._wait_for_buffers)
+
+    def _wait_for_buffers(self) -> None:
+        self.buffer_sync.wait(self._link)
+
+    @property
+    def _link(self) -> ProcessLink | None:
+        """The processes that get buffers; None where there are no others."""
+        processes = self._training.processes
+        return None if processes is None else processes.buckets
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The processes."""
+        return self.options.process_group
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces the gradients, see :class:`dataparallel.reducer.reducer.Reducer`."""
+        return self._training.reducer
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def _turn(self) -> AbstractContextManager[Any]:
-        """The clones are there once, so forwards of several threads come one after another."""
-        alone = self._training.direct and not self._closed
-        return nullcontext() if alone else self._forwards
+    @contextmanager
+    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
+        weight, self._own.weight = self._own.weight, None
+        # The clones are there once, so forwards of several threads come one after another.
+        with nullcontext() if self._training.direct else self._forwards:
+            buffers, uneven = self.buffer_sync, self._uneven
+            reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
+            if reduces:
+                _refuse_outer(self)
+            training = self._up_to_date(reduces)
+            joins = self._join_config.enable
+            if joins:
+                uneven.notify()
+            if buffers.come_before(training.processes):
+                buffers.sync(self._link, uneven.source())
+            if joins:
+                uneven.tell(reduces=reduces)
+            several = training.processes is not None and training.processes.world_size > 1
+            call = Call(
+                training,
+                weight,
+                weighs=self.options.average == "samples" and several and reduces and weight is None,
+                synchronize=self.require_backward_grad_sync,
+                loss=loss,
+            )
+            with self._inside_ddp_forward(), training.telling("forward", reduces=reduces):
+                yield call
+            if buffers.come_after():
+                buffers.sync(self._link, uneven.source())
+            buffers.note_forward(reduces=reduces)
+
+    def _up_to_date(self, reduces: bool) -> Training:
+        """What the next forward is trained with, made anew and connected where that is needed."""
+        self._check_can_go_on()
+        training, buffers = self._training, self.buffer_sync
+        sends = buffers.come_before(training.processes) or buffers.come_after()
+        needs_others = reduces or sends or self._join_config.enable
+        if training.processes is not None and training.is_lost(needs_others=needs_others):
+            self._rebuild()
+        elif not training.fits(self.module):
+            # Nothing collective has happened, but that those which have joined hear of an error.
+            count = self._uneven.notify()
+            with training.telling("forward", reduces=True):
+                self._uneven.refuse_other_parameters(count)
+            self._rebuild()
+        training = self._training
+        if needs_others and training.processes is not None:
+            self._connect()
+        if reduces:
+            training.reducer.statistics.begin()
+        return training
 
     @property
     def _is_whole(self) -> bool:
@@ -269,78 +364,55 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         standing = training.clones if module is self.module else None
         return self._runner.lend(module, num_replicas, standing, training.batch_group)
 
-    def _needs_others(self, reduces: bool) -> bool:
-        """Whether a forward, or its backward, communicates with other processes."""
-        sends = self._check_sync_bufs_pre_fwd() or self._check_sync_bufs_post_fwd()
-        return reduces or sends or self._join_config.enable
-
-    def _is_lost(self, reduces: bool) -> bool:
-        """Whether a forward needs other processes, and the links to them are broken."""
-        processes = self._training.processes
-        if processes is None:
-            return False
-        # New links would let it be forgotten that gradients of an earlier step are wrong.
-        processes.late.look()
-        # The others may have ended, and what is left to do here is an evaluation.
-        return processes.is_broken and self._needs_others(reduces)
-
     def _connect(self) -> None:
         """Make the links to other processes where there are none; a collective call then.
 
         Raises:
             RuntimeError: It is not known which processes these are.
         """
-        if self._lost_group and self._processes is not None:
+        if self._lost_group and self._training.processes is not None:
             raise RuntimeError(
                 "this wrapper was loaded from a pickle, which does not hold the process group that "
-                f"it was saved with, and the default group has {self._processes.world_size} "
+                f"it was saved with, and the default group has {self.options.world_size} "
                 "processes; call update_process_group(group) in all processes of the group over "
                 "which its gradients are to be reduced, or evaluate its .module"
             )
         self._training.connect()
 
-    def _follow_parameters(self) -> None:
-        """Make everything anew for other parameters; those that have joined hear of an error."""
-        count = self._notify_join_context()
-        with self._training.telling("forward", reduces=True):
-            self._refuse_while_joined(count)
-        self._rebuild()
+    def _check_alone(self) -> None:
+        """Refuse to go on without a process group where there are several processes."""
+        if self.options.process_group is None and not self._is_separate:
+            check_alone()
+
+    def _check_can_go_on(self) -> None:
+        """Refuse a forward whose gradients could not be reduced, at once and in all processes."""
+        self._check_alone()
+        processes = self._training.processes
+        if processes is not None and not self._stuck:
+            self._stuck = processes.stuck
+        if self._stuck:
+            raise RuntimeError(
+                f"this wrapper cannot go on, and no process can: {self._stuck.rstrip()}\n"
+                "Since then the processes are at different collectives of the hook, whose results "
+                "would be mixed up. Start the processes again from a checkpoint; or call "
+                "torch.distributed.destroy_process_group() and dp.init_process_group() in every "
+                "process, and wrap .module again"
+            )
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """The wrapper whose forward runs in this thread, or for which a replica runs in it."""
+        return _active.get()
 
     @contextmanager
-    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
-        weight, self._own.weight = self._own.weight, None
-        with self._turn():
-            self._check_can_go_on()
-            self._open()
-            reduces = self._will_reduce
-            if reduces:
-                _refuse_outer(self)
-            if self._is_lost(reduces):
-                self._rebuild()
-            elif not self._training.fits(self.module):
-                self._follow_parameters()
-            if self._needs_others(reduces):
-                self._connect()
-            training = self._training
-            if reduces:
-                training.reducer.statistics.begin()
-            self._notify_join_context()
-            if self._check_sync_bufs_pre_fwd():
-                self._sync_buffers()
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-            several = training.processes is not None and training.processes.world_size > 1
-            call = Call(
-                training,
-                weight,
-                weighs=self.average == "samples" and several and reduces and weight is None,
-                synchronize=self.require_backward_grad_sync,
-                loss=loss,
-            )
-            with self._inside_ddp_forward(), training.telling("forward", reduces=reduces):
-                yield call
-            if self._check_sync_bufs_post_fwd():
-                self._sync_buffers()
-            self.require_forward_param_sync = reduces
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    # --- what its users say ----------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -371,6 +443,513 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         else:
             self._own.synchronizes = value
 
+    def set_weight(self, weight: float) -> None:
+        """Give this process's weight in ``average="samples"`` for this thread's next forward.
+
+        Example::
+
+            model.set_weight(num_tokens)
+            loss = model.loss(criterion, x, y)
+
+        Args:
+            weight: Any finite number that is not negative, such as the number of tokens; with 0
+                this process adds nothing, whatever its gradients are. Default, where this is not
+                called: the number of samples, or in a forward the sum of its chunks' weights if
+                ``scalars`` is a function.
+
+        Raises:
+            ValueError: It is no such number, or ``average`` is another one.
+        """
+        average = self.options.average
+        if average != "samples":
+            raise ValueError(
+                f"a weight counts with average='samples', but this wrapper has {average!r}"
+            )
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(
+                f"a weight must be finite and not negative, but got {weight}; pass the number of "
+                "samples or tokens of this process"
+            )
+        self._own.weight = float(weight)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Let a hook reduce the buckets over the processes, in place of an all-reduce.
+
+        The hook gets buckets that are summed over the local replicas. Hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unmodified.
+
+        Example::
+
+            model.register_comm_hook(None, "bf16_compress")
+            model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+
+        Args:
+            state: What the hook is called with; for a name, the process group.
+            hook: ``hook(state, bucket)`` that returns a future of the bucket's content, or the name
+                of one; see :func:`dataparallel.reducer.comm_hooks.resolve_hook`.
+
+        Raises:
+            TypeError, ValueError: The hook cannot be one, or there is no process group; or the hook
+                is one of PowerSGD, and ``nonfinite="skip"``.
+            RuntimeError: There is a hook already.
+        """
+        resolved = resolve_hook(hook, state)
+        if self.process_group is None:
+            raise ValueError(
+                "a communication hook reduces over processes, but there is no process group; call "
+                "torch.distributed.init_process_group() before the module is wrapped"
+            )
+        if self.options.hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once"
+            )
+        if self.options.deterministic:
+            raise ValueError(
+                "deterministic=True makes the sum over processes in rank order, which a "
+                "communication hook replaces; use one of them"
+            )
+        if resolved.is_power_sgd:
+            self.options.nonfinite.refuse_kept_nan(resolved.name)
+        self.options = replace(self.options, hook=resolved)
+        if self._training.processes is None:
+            self._rebuild()
+        else:
+            self.reducer.use_hook(resolved)
+
+    def register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Let one of torch's hooks reduce the buckets; see :meth:`register_comm_hook`.
+
+        Example::
+
+            model.register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+
+        Args:
+            comm_hook_type: Torch's ``BuiltinCommHookType``, or a name.
+        """
+        self.register_comm_hook(self.process_group, comm_hook_type)
+
+    _register_builtin_comm_hook = register_builtin_comm_hook
+
+    def step_in_backward(
+        self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any
+    ) -> InBackwardOptimizers:
+        """Take an optimizer's step for each bucket as soon as it is reduced, within backward.
+
+        Gradients are freed at once, so they never take as much memory as the parameters. What
+        torch's ``_apply_optimizer_in_backward`` left on the parameters is picked up without this.
+
+        Example::
+
+            optimizers = model.step_in_backward(torch.optim.SGD, lr=0.1)
+            model.loss(criterion, x, y).backward()        # and that is the whole step
+
+        Args:
+            optimizer_class: Any whose parameters are stepped one by one.
+            arguments: Its further arguments.
+
+        Returns:
+            The optimizers, for learning rate schedules and checkpoints.
+
+        Raises:
+            RuntimeError: There are such optimizers already.
+            ValueError: The wrapper looks for gradients that are not finite.
+        """
+        self.options.nonfinite.refuse_steps_in_backward()
+        if self.options.optimizers is not None:
+            raise RuntimeError("the parameters of this wrapper are stepped in backward already")
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        made = InBackwardOptimizers.make(optimizer_class, trained, **arguments)
+        self._change(optimizers=made)
+        return made
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Take an optimizer's steps in a hook; see :meth:`step_in_backward` for another way."""
+        overlapped = torch_internals.overlapped_optimizer(optim, optim_params, *args, **kwargs)
+        overlapped.register_ddp(self)
+
+    def set_static_graph(self) -> None:
+        """Say that every backward uses the same parameters; every process calls it.
+
+        It is what ``static_graph=True`` is at construction.
+
+        Example::
+
+            model.set_static_graph()
+
+        Raises:
+            RuntimeError: There was a backward already.
+        """
+        if self.options.static_graph:
+            return
+        if self.reducer.num_rounds:
+            raise RuntimeError(
+                "set_static_graph() must come before the first backward, but there were "
+                f"{self.reducer.num_rounds}; pass static_graph=True to the wrapper"
+            )
+        self._change(static_graph=True)
+
+    _set_static_graph = set_static_graph
+
+    def check_replicas(self) -> None:
+        """Compare parameters over replicas and processes, and buffers over processes, bit for bit.
+
+        Every process calls it. Nothing but fingerprints travels as long as all are the same.
+
+        Raises:
+            ReplicaMismatch: Something differs; the message names tensors, replicas and ranks.
+            RuntimeError: There are several processes, but the wrapper has no process group.
+        """
+        self._check_alone()
+        leaves, processes = self._training.leaves, self._training.processes
+        # What was changed on purpose is carried over first; it must not repair what was not.
+        leaves.refresh(read_values=False)
+        originals = dict(self.module.named_parameters())
+        buffers = dict(self.module.named_buffers())
+        replicas = []
+        for i in range(len(self.device_ids)):
+            replica: dict[str, torch.Tensor] = {**originals, **buffers}
+            for (name, original), leaf in zip(originals.items(), leaves.of(i), strict=True):
+                same = leaf.dtype == original.dtype
+                replica[name if same else f"{name} as {leaf.dtype}"] = leaf
+            replicas.append(replica)
+        link = None if processes is None else processes.buckets
+        check_replicas(replicas[0], replicas[1:], link)
+
+    def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        """Reduce over other processes from now on; every process of the new group calls it."""
+        self._is_separate = False
+        self._lost_group = False
+        self._change(process_group=chosen_group(process_group, None))
+        self._training.connect()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """As :meth:`update_process_group`; nothing in a process that is not in the group."""
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.update_process_group(new_process_group)
+
+    def reset_state(self) -> None:
+        """Forget a backward that was left unfinished by an error."""
+        self._training.reset()
+
+    @property
+    def num_skipped(self) -> int:
+        """How many backwards were skipped with ``nonfinite="skip"``, the same in all processes.
+
+        An optimizer does not tell whether it has changed anything. A learning rate schedule that
+        is not to go on with a skipped step compares this number.
+
+        Example::
+
+            model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"], nonfinite="skip")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            skipped = model.num_skipped
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            if model.num_skipped == skipped:
+                scheduler.step()
+        """
+        return self.options.nonfinite.num_skipped
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of all parameters of the module together, in place.
+
+        The same as ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)``. Nothing is sent:
+        after a synchronized backward gradients are the same in all processes.
+
+        Example::
+
+            model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"], nonfinite="skip")
+            model(torch.ones(2, 3)).sum().backward()
+            total = model.clip_grad_norm(1.0)
+
+        Args:
+            max_norm: The largest norm that gradients may have together.
+            norm_type: The order of the norm; infinity for the largest element. Default: 2.
+            error_if_nonfinite: Whether a norm that is not finite is an error. Default: False.
+            foreach: Whether torch takes all gradients at once. Default: where it has kernels for
+                that.
+
+        Returns:
+            The norm that all gradients had together, 0-d, on the device of the first of them.
+
+        Raises:
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` was passed.
+        """
+        total: Tensor = torch.nn.utils.clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return total
+
+    clip_grad_norm_ = clip_grad_norm
+
+    # --- uneven inputs ---------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        step: Callable[[], object] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Train although processes have different numbers of batches.
+
+        A process that has no more takes part in the steps of the others with zeros, so that none
+        waits for it. At the end all have the parameters of a process that came last.
+
+        Example::
+
+            with model.join(step=optimizer.step):
+                for x, y in loader:
+                    criterion(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        An optimizer with a state (momentum, Adam) needs ``step``: parameters are equal at the end
+        anyway, but the state of an optimizer that has made fewer steps is not, and from the next
+        step on the processes would go apart. Without it, make a new optimizer after the block, or
+        use one that joins itself, with torch's ``Join([model, optimizer])``.
+
+        What a process computed under ``no_sync()`` after its last reduced backward is applied
+        nowhere: it stays in its ``.grad``, as in torch. Call ``zero_grad()`` after the block, or
+        let the last backward of each process be a reduced one.
+
+        Args:
+            divide_by_initial_world_size: Whether gradients are always divided by the number of all
+                processes. False: by the number of those that have inputs, with communication hooks,
+                too. It says nothing for ``average="samples"`` and ``"none"``. Default: True.
+            enable: Whether inputs may be uneven at all. Default: True.
+            throw_on_early_termination: Whether all processes raise a RuntimeError as soon as one
+                has no more. Default: False.
+            step: Called in a process that has no more after each backward of the others whose
+                gradients are reduced, with these alone in ``.grad``. It does what the loop does
+                after each of them: clipping, the optimizer's step, that of a scheduler. Default:
+                nothing is called.
+
+        Returns:
+            The context manager for the training loop. Each forward in it is followed by one
+            backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
+
+        Raises:
+            ValueError: A batch norm layer takes statistics over all processes, and
+                ``throw_on_early_termination`` is False.
+            RuntimeError: At its end, or in a forward, with ``throw_on_early_termination``.
+            CollectiveTimeout: Another process did not come in time.
+        """
+        if self._training.processes is None or not enable:
+            return nullcontext()
+        self._connect()
+        if not throw_on_early_termination:
+            self._uneven.refuse_shared_statistics()
+        return LimitedJoin(
+            self._uneven, throw_on_early_termination, divide_by_initial_world_size, step
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's ``Join`` calls in a process that has no more inputs.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size`` and ``step``, see :meth:`join`; others are for
+                others.
+        """
+        divides = kwargs.get("divide_by_initial_world_size", True)
+        return self._uneven.hook(divides=divides, step=kwargs.get("step"))
+
+    @property
+    def join_device(self) -> torch.device:
+        """A device whose tensors the process group takes."""
+        taken = {device.type for device in torch_internals.group_devices(self.process_group)}
+        return self.device if self.device.type in taken else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The processes that join."""
+        return self.process_group
+
+    # --- buffers ---------------------------------------------------------------------------------
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are sent before forwards."""
+        return self.buffer_sync.sends
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.buffer_sync.send(value)
+
+    #: The older name.
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the last forward was one whose gradients are reduced."""
+        return self.buffer_sync.due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self.buffer_sync.note_forward(reduces=value)
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that each process keeps to itself."""
+        return self.buffer_sync.ignored
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with the buffers of rank 0."""
+        return self.buffer_sync.will_sync()
+
+    def register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: BufferCommHook,
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let a hook bring the buffers of all processes together, in place of a broadcast.
+
+        Example::
+
+            def mean(state, buffers):
+                for buffer in buffers.values():
+                    torch.distributed.all_reduce(buffer.div_(world_size))
+
+            model.register_buffer_comm_hook(None, mean)
+
+        Args:
+            state: What the hook is called with.
+            hook: ``hook(state, buffers)`` with a dictionary of buffers by name, to be changed in
+                place. It may return a list of futures, which are waited for at the end of backward.
+            comm_hook_location: Torch's ``_BufferCommHookLocation``, whether the hook is called
+                before a forward or after it. Default: after it.
+
+        Raises:
+            TypeError: The hook is not callable, or the location is none.
+        """
+        self.buffer_sync.register(state, hook, comm_hook_location)
+        self._watch_buffers()
+
+    _register_buffer_comm_hook = register_buffer_comm_hook
+
+    # --- further names of torch's wrapper --------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return next(iter(self.module.parameters())).device
+
+    @property
+    def _distributed_rank(self) -> int:
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+
+    @staticmethod
+    def get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of a module that are not left to each process.
+
+        Example::
+
+            optimizer = torch.optim.SGD(model.get_data_parallel_params(model.module), lr=0.1)
+
+        Args:
+            module: Any module.
+            named_params: Whether to give pairs of name and parameter. Default: False.
+        """
+        for name, parameter in module.named_parameters():
+            if not torch_internals.is_ignored(parameter):
+                yield (name, parameter) if named_params else parameter
+
+    _get_data_parallel_params = get_data_parallel_params
+
+    @staticmethod
+    def set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave parameters and buffers to each process: they are neither reduced nor sent.
+
+        Example::
+
+            DistributedDataParallel.set_params_and_buffers_to_ignore_for_model(net, ["table"])
+            model = DistributedDataParallel(net)
+
+        Args:
+            module: The module, before it is wrapped.
+            params_and_buffers_to_ignore: Names as in ``named_parameters()``, ``named_buffers()``.
+        """
+        torch_internals.ignore_names(module, params_and_buffers_to_ignore)
+
+    _set_params_and_buffers_to_ignore_for_model = set_params_and_buffers_to_ignore_for_model
+
+    def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
+        """How the wrapper was made, what has become of its buckets, and what was measured.
+
+        The names are torch's. Lists are joined by ``", "``, truth values are 0 and 1, sizes are in
+        bytes and times in nanoseconds. An index of -1 is the CPU. Accelerators are waited for, as
+        far as something is measured there.
+
+        Example::
+
+            model.get_ddp_logging_data()["avg_backward_compute_comm_overlap_time"]
+        """
+        hook = self.options.hook
+        return logging_data(
+            self.reducer,
+            self.module,
+            trained_parameters(self.module, without=self.parameters_to_ignore),
+            group=self.process_group,
+            devices=[*self.device_ids, self.output_device],
+            broadcast_buffers=int(self.forward_sync_buffers),
+            join_uneven_inputs=int(self._uneven.was_used),
+            comm_hook="" if hook is None else hook.name,
+        )
+
+    _get_ddp_logging_data = get_ddp_logging_data
+
+    def set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure more or fewer iterations from the next one on.
+
+        Example::
+
+            model.set_ddp_runtime_logging_sample_rate(10)
+
+        Args:
+            sample_rate: After the first ten, one iteration in so many; 1 or more.
+
+        Raises:
+            ValueError: It is no such number.
+        """
+        self.reducer.statistics.set_sample_rate(sample_rate)
+
+    _set_ddp_runtime_logging_sample_rate = set_ddp_runtime_logging_sample_rate
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Check that the last backward has come to its end.
+
+        Example::
+
+            model.check_reducer_finalized()
+
+        Raises:
+            RuntimeError: It has not: it failed outside of the replicas.
+        """
+        if self.reducer.unfinished:
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new "
+                "one: the last backward began a round and did not end it, since it failed outside "
+                "of the replicas; call reset_state() and repeat it"
+            )
+
+    # --- life ------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """End the worker threads, remove all hooks and give the process groups back.
 
@@ -378,39 +957,30 @@ class DistributedDataParallel(DataParallel[ModuleT], TorchNames, GradientClippin
         like making it.
         """
         super().close()
-        if self._built is not None:
-            self._built.close()
-        self._closed = True
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        for name in (
-            "_built",
-            "_buffer_futures",
-            "_buffer_broadcast",
-            "_forwards",
-            "_own",
-            "device_mesh",
-        ):
+        for name in ("_made", "_forwards", "_own", "_uneven", "_join_config", "device_mesh"):
             state.pop(name, None)
-        for name in ("modules_buffers", "named_module_buffers", *self._OF_JOIN):
-            del state[name]
+        group = CopiedGroup(self.process_group, is_lost=self._lost_group)
         return {
             **state,
-            "process_group": CopiedGroup(self.process_group, is_lost=self._lost_group),
-            "_hook": CopiedHook(self._hook),
+            "options": replace(self.options, process_group=None, hook=None),
+            "_copied": (group, CopiedHook(self.options.hook)),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        group = state.pop("process_group")
-        super().__setstate__({**state, "_hook": state["_hook"].hook})
-        self.process_group, self._lost_group = group.group, group.is_lost
-        self._forwards, self._own = threading.RLock(), _OfThread()
-        self._closed = True
-        self._restore_sync()
+        group, hook = state.pop("_copied")
+        super().__setstate__(state)
+        self.options = replace(self.options, process_group=group.group, hook=hook.hook)
+        self._lost_group = group.is_lost
+        self._begin_life()
 
 
 def _refuse_frozen(module: nn.Module) -> None:

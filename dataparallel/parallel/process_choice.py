@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -118,6 +119,19 @@ def chosen_caps(
     if chosen is not None and (not sizes or min(sizes) < 0):
         raise ValueError(f"bucket_cap_mb is one size or several, in MiB, but got {chosen!r}")
     return chosen
+
+
+def chosen_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether buffers are sent before forwards; warns where both arguments were passed."""
+    if forward_sync_buffers is not None and broadcast_buffers is not None:
+        warnings.warn(
+            "both broadcast_buffers and forward_sync_buffers were passed; forward_sync_buffers "
+            f"counts, which is {forward_sync_buffers}. Pass one of them",
+            FutureWarning,
+            stacklevel=4,
+        )
+    chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    return chosen is not False
 
 
 def _shares_machine(group: dist.ProcessGroup) -> bool:

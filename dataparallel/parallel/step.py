@@ -22,9 +22,9 @@ from dataparallel.batch.joining import Joining, join_scalars
 from dataparallel.batch.scatter_gather import move
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.replica_batch_norm import synchronize
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
-from dataparallel.parallel.batch_norm import synchronize
 from dataparallel.parallel.buffers import BufferPolicy, merge_mean
 from dataparallel.parallel.loss import LossCall
 from dataparallel.replicas.clones import ModuleClones

@@ -294,6 +294,15 @@ class Training:
         if self.processes is not None:
             self.processes.connect()
 
+    def is_lost(self, *, needs_others: bool) -> bool:
+        """Whether a forward needs other processes, and the links to them are broken."""
+        if self.processes is None:
+            return False
+        # New links would let it be forgotten that gradients of an earlier step are wrong.
+        self.processes.late.look()
+        # The others may have ended, and what is left to do here is an evaluation.
+        return self.processes.is_broken and needs_others
+
     @contextlib.contextmanager
     def telling(self, doing: str, *, reduces: bool) -> Iterator[None]:
         """Let the other processes know of an exception, if they will wait for this process."""

@@ -31,7 +31,7 @@ def check_repeatable(model: DataParallel[Any]) -> None:
             "have to do together; catch the error of backward in each of them (a RuntimeError, of "
             "which torch.OutOfMemoryError is one), drop the gradients and run the step again"
         )
-    if isinstance(model, DistributedDataParallel) and model._optimizers is not None:
+    if isinstance(model, DistributedDataParallel) and model.options.optimizers is not None:
         raise RuntimeError(
             "optimizers that step in backward have stepped some parameters already when backward "
             "fails, so the step cannot be run again; use an ordinary optimizer"
@@ -71,7 +71,8 @@ class StepRollback:
         self._gradients = GradientRollback(model.parameters() if parameters is None else parameters)
         # A round that has succeeded takes what is unreduced for reduced, and counts what it skips.
         self._accumulated = [(one, one.state()) for one in _accumulated_by(model)]
-        self._policy: NonFinitePolicy | None = getattr(model, "_nonfinite", None)
+        options = getattr(model, "options", None)
+        self._policy: NonFinitePolicy | None = None if options is None else options.nonfinite
         self._num_skipped = 0 if self._policy is None else self._policy.num_skipped
 
     def undo(self) -> None:
