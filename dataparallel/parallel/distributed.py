@@ -207,15 +207,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
             nonfinite=NonFinitePolicy.of(nonfinite),
-            optimizers=InBackwardOptimizers.of(module.parameters()),
         )
-        self.options.mixed_precision.convert_buffers(module)
-        self._is_separate = process_group is False
-        if device_mesh is not None:
-            # As in torch, there is no such attribute otherwise.
-            self.device_mesh = device_mesh
-        self._begin_life()
-        self._start(broadcast_buffers, forward_sync_buffers, init_sync)
+        self._start(process_group, device_mesh, broadcast_buffers, forward_sync_buffers, init_sync)
 
     def _begin_life(self) -> None:
         """Make what no copy takes over."""
@@ -224,12 +217,26 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         Joinable.__init__(self)
 
     def _start(
-        self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
+        self,
+        process_group: object,
+        device_mesh: Any,
+        broadcast_buffers: bool | None,
+        forward_sync_buffers: bool | None,
+        init_sync: bool,
     ) -> None:
         """See that all processes train the same; a collective call."""
-        _refuse_frozen(self.module)
+        module = self.module
+        self.options.mixed_precision.convert_buffers(module)
+        optimizers = InBackwardOptimizers.of(module.parameters())
+        self.options = replace(self.options, optimizers=optimizers)
+        self._is_separate = process_group is False
+        if device_mesh is not None:
+            # As in torch, there is no such attribute otherwise.
+            self.device_mesh = device_mesh
+        self._begin_life()
+        _refuse_frozen(module)
         sends = chosen_buffers(broadcast_buffers, forward_sync_buffers)
-        self.buffer_sync = Buffers(self.module, sends=sends)
+        self.buffer_sync = Buffers(module, sends=sends)
         self._training.connect()
         processes = self._training.processes
         if init_sync and processes is not None:
