@@ -56,21 +56,8 @@ def default_devices() -> tuple[torch.device, ...]:
 def parse_device(spec: DeviceLike) -> torch.device:
     """Turn one device specification into a ``torch.device`` that exists here.
 
-    Example::
-
-        parse_device(1)        # device(type='cuda', index=1) on a machine with two GPUs
-        parse_device("cpu")    # device(type='cpu')
-
-    Args:
-        spec: An int (index of an accelerator), a string, or a ``torch.device``. Without an index
-            the current device of that type is meant.
-
-    Returns:
-        The device, with an index unless it is the CPU.
-
-    Raises:
-        TypeError: ``spec`` is of another type.
-        ValueError: There is no such device; the message lists those that exist.
+    Without an index the current device of that type is meant. An int is the index of an
+    accelerator. Raises TypeError for another type, and ValueError where there is no such device.
     """
     if spec == _CPU:
         return _CPU
@@ -99,25 +86,11 @@ def parse_device(spec: DeviceLike) -> torch.device:
 
 
 def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Turn a device list into device slots, one per replica.
+    """Turn a device list into device slots, one per replica, in the order given.
 
-    Example::
-
-        parse_devices(None)             # all accelerators, or one CPU slot
-        parse_devices(["cpu", "cpu"])   # two replicas that share the CPU
-        parse_devices([0, "cuda:1"])
-
-    Args:
-        device_ids: Ints, strings and ``torch.device`` in any mixture. A device may be named
-            several times: its replicas then share parameter storage. Default: every accelerator,
-            or the CPU once.
-
-    Returns:
-        One device per slot, in the order given.
-
-    Raises:
-        TypeError: The list or an entry is of another type.
-        ValueError: The list is empty, or names devices that don't exist (all of them are listed).
+    A device may be named several times: its replicas then share parameter storage. ``None`` means
+    every accelerator, or the CPU once. Raises TypeError for another type, and ValueError where the
+    list is empty or names devices that don't exist (all of them are listed).
     """
     if device_ids is None:
         return default_devices()
@@ -330,9 +303,7 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def timing_event(device: torch.device) -> torch.Event | None:
     """An event that tells when the work has happened that this thread has queued so far.
 
-    Returns:
-        The event, recorded on the current stream of ``device``; None for the CPU, where everything
-        has happened already.
+    None for the CPU, where everything has happened already.
     """
     if device.type == "cpu":
         return None
@@ -354,16 +325,7 @@ def synchronize(device: torch.device) -> None:
 def intra_op_shares(devices: Sequence[torch.device]) -> tuple[int | None, ...]:
     """How many intra-op threads each slot may use, so that CPU slots together use what one would.
 
-    Example::
-
-        # torch.get_num_threads() == 8
-        intra_op_shares([cpu, cpu, cpu])   # (3, 3, 2)
-
-    Args:
-        devices: One device per slot.
-
-    Returns:
-        A count per slot, at least 1; ``None`` for accelerators, whose threads need no limit.
+    At least 1, as (3, 3, 2) of 8; ``None`` for accelerators, whose threads need no limit.
     """
     slots = [i for i, device in enumerate(devices) if device.type == "cpu"]
     shares: list[int | None] = [None] * len(devices)

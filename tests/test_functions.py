@@ -182,6 +182,14 @@ def test_gather_returns_gradients_to_where_the_parts_are() -> None:
     ]
 
 
+def test_the_gradient_of_a_gather_is_not_copied_on_its_own_device(slots: list[str]) -> None:
+    parts = [torch.ones(n, device=slots[0], requires_grad=True) for n in (2, 3)]
+    grad = torch.arange(5.0).to(slots[0])
+    found = torch.autograd.grad(apply_function(Gather, slots[0], 0, *parts), parts, grad)
+    assert [part.tolist() for part in found] == [[0, 1], [2, 3, 4]]
+    assert {part.untyped_storage().data_ptr() for part in found} == {grad.data_ptr()}
+
+
 def test_half_used_scatter(slots: list[str]) -> None:
     batch = torch.randn(6, 2).to(slots[0]).requires_grad_()
     chunks = apply_function(Scatter, slots[:3], [1, 3, 2], 0, batch)
