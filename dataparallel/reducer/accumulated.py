@@ -41,13 +41,7 @@ from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
 
 
 class Accumulated:
-    """Keeps apart the reduced and the unreduced part of gradients.
-
-    Args:
-        originals: The parameters.
-        summed: Whether the processes' gradients are added up and not averaged.
-        home: Where the gradients are. Default: in ``.grad``.
-    """
+    """Keeps apart the reduced and the unreduced part of gradients."""
 
     def __init__(
         self,
@@ -79,10 +73,7 @@ class Accumulated:
             if reduced is None:
                 continue
             grad = self._gradient(index)
-            if (
-                grad is None
-                or not (torch_internals.sparse_values(grad) if grad.is_sparse else grad).any()
-            ):
+            if grad is None or not _has_content(grad):
                 self._unreduced[index] = None
 
     def has_unreduced(self, index: int) -> bool:
@@ -105,16 +96,13 @@ class Accumulated:
     @property
     def sends(self) -> bool:
         """Whether some ``.grad`` may hold something that is to be sent."""
-        if self._summed:
-            return bool(self._unreduced)
-        grads = self.home.read(self._originals) if self._aside is None else self._aside
-        return any([grad is not None for grad in grads])
+        return bool(self._unreduced) if self._summed else any(self.sent())
 
     def sent(self) -> list[bool]:
         """Per parameter, whether its ``.grad`` may hold something that is to be sent."""
-        if self._summed:
-            return [self.has_unreduced(index) for index in range(len(self._originals))]
-        return [grad is not None for grad in self.home.read(self._originals)]
+        grads = self.home.read(self._originals) if self._aside is None else self._aside
+        known = self._unreduced if self._summed else range(len(grads))
+        return [grad is not None and index in known for index, grad in enumerate(grads)]
 
     def changed(self) -> list[int]:
         """For sums, parameters of which nobody knows how much of ``.grad`` is reduced."""
@@ -126,7 +114,7 @@ class Accumulated:
             if grad is not None
             and index not in self._unreduced
             and not self._is_left(index, grad)
-            and bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
+            and _has_content(grad)
         ]
 
     # --- while a round is under way --------------------------------------------------------------
@@ -171,17 +159,10 @@ class Accumulated:
         self.home.write(self._originals[index], grad)
 
     def set_aside(self, index: int, view: torch.Tensor) -> torch.Tensor | None:
-        """The reduced part of a ``.grad``, if it must not be sent again.
-
-        Args:
-            index: Which parameter's.
-            view: What ``.grad`` holds, in a bucket.
-        """
+        """The reduced part of a ``.grad``, if it must not be sent again."""
         if not self._summed:
             return None
-        if index in self._unreduced:
-            return self._unreduced[index]
-        return view.clone()
+        return self._unreduced[index] if index in self._unreduced else view.clone()
 
     def after_synchronized(self) -> None:
         """Everything is reduced now."""
@@ -234,17 +215,16 @@ class Accumulated:
         return self.home.read([self._originals[index]])[0]
 
 
+def _has_content(grad: torch.Tensor) -> bool:
+    return bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
+
+
 def _address(grad: torch.Tensor) -> int:
     return id(grad) if grad.is_sparse else grad.data_ptr()
 
 
 class Accumulations:
-    """What is accumulated, for ``.grad`` and for each context in which something is unreduced.
-
-    Args:
-        originals: The parameters.
-        summed: Whether the processes' gradients are added up and not averaged.
-    """
+    """What is accumulated, for ``.grad`` and for each context in which something is unreduced."""
 
     def __init__(self, originals: Sequence[torch.nn.Parameter], summed: bool) -> None:
         self._originals = originals
@@ -265,8 +245,8 @@ class Accumulations:
         """What is accumulated in ``.grad``."""
         return self._in_grad
 
-    def after_round(self) -> Accumulated:
-        """Forget what no further round needs; returns what is accumulated in ``.grad``."""
+    def after_round(self) -> None:
+        """Forget what no further round needs."""
         for accumulated in self._in_contexts.values():
             accumulated.home.settle()
         if self._in_contexts:
@@ -275,4 +255,3 @@ class Accumulations:
                 for context, accumulated in self._in_contexts.items()
                 if accumulated.remembers and not accumulated.home.has_ended
             }
-        return self._in_grad

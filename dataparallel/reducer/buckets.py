@@ -35,17 +35,7 @@ Gradients: TypeAlias = list[MaybeTensor]
 
 
 class BucketStorage:
-    """A flat tensor and views of it, one per parameter.
-
-    Example::
-
-        storage = BucketStorage([weight, bias])
-        storage.views[1].shape == bias.shape
-
-    Args:
-        parameters: What the views are for, of one dtype and on one device.
-        dtype: Of the flat tensor. Default: that of the parameters.
-    """
+    """A flat tensor and views of it, one per parameter."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None
@@ -75,17 +65,7 @@ def _make_views(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together; they are tensors of the engine.
-
-    Args:
-        number: Its number in the plan.
-        indices: The indices of its parameters.
-        originals: The parameters.
-        leaves: Per replica, what that computes with in their place.
-        name: What messages call it.
-        storage: Its flat tensor; None for a sparse gradient and where none is needed.
-        reduces: Whether it is reduced over processes, and not over replicas alone.
-    """
+    """Parameters whose gradients are reduced together; they are tensors of the engine."""
 
     is_viewed = False
 
@@ -145,13 +125,7 @@ class Bucket:
 
     @torch.no_grad()
     def complete(self, sums: Gradients, accumulated: Accumulated, *, in_place: bool) -> Gradients:
-        """The sums, with what ``.grad`` held before and is to be reduced with them.
-
-        Args:
-            sums: As :meth:`add_up` gave them, or what hooks have made of them.
-            accumulated: Knows what ``.grad`` held.
-            in_place: Whether the sums may be written over.
-        """
+        """The sums, with what ``.grad`` held before and is to be reduced with them."""
         if not self.reduces:
             return sums
         before = [accumulated.unreduced(index) for index in self.indices]
@@ -293,12 +267,7 @@ class ViewedBucket(Bucket):
 
     @torch.no_grad()
     def attach(self, accumulated: Accumulated | None, hooked: Collection[int]) -> None:
-        """Hold what the originals' ``.grad`` held, zeros for None, and be ``.grad`` of the leaves.
-
-        Args:
-            accumulated: Tells what of that must not be reduced again; None if nothing is reduced.
-            hooked: Parameters with hooks, whose new gradient must be apart until :meth:`complete`.
-        """
+        """Hold what the originals' ``.grad`` held, or zeros, and be ``.grad`` of the leaves."""
         self._aside, self._before = {}, {}
         if all([grad is None for grad in self._grads]):
             self._of_replicas[0].flat.zero_()
@@ -447,17 +416,7 @@ class ViewedBucket(Bucket):
 
 
 class Buckets:
-    """The buckets of one plan, in its order.
-
-    Args:
-        originals: The parameters that the optimizer has.
-        names: Their names.
-        leaves: Per replica, what it computes with in their place.
-        options: See :class:`ReducerOptions`.
-        sends: Whether there are other processes.
-        expect_sparse: Per parameter, whether its gradient will be sparse.
-        order: The order in which gradients arrive. Default: not known.
-    """
+    """The buckets of one plan, in its order."""
 
     def __init__(
         self,
@@ -555,13 +514,7 @@ class Buckets:
     def attach(
         self, accumulated: Accumulated, hooked: Collection[int] = (), *, reduces: bool
     ) -> None:
-        """Make everything ready for a round.
-
-        Args:
-            accumulated: The gradients that the originals have.
-            hooked: Parameters with hooks of the user.
-            reduces: Whether the round reduces over processes.
-        """
+        """Make everything ready for a round."""
         for bucket in self._viewed:
             bucket.keep(self._memory, accumulated.home)
         for bucket in self._viewed:
@@ -615,20 +568,7 @@ def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
 
 
 def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
-    """Add up what the replicas computed for the parameters of one bucket.
-
-    Example::
-
-        local_sum([[w0, None], [w1, b1]], home)   # [w0 + w1, b1]
-
-    Args:
-        rows: Per replica one gradient for each parameter, or None where there is none. Those on
-            ``home`` belong to the callee: sums are written over them.
-        home: Where the sums are.
-
-    Returns:
-        One sum per parameter; None where no replica has a gradient. See Note [Order of a sum].
-    """
+    """Add up what the replicas computed for the parameters of one bucket."""
     if len(rows) == 1:
         return list(rows[0])
     every = [grad for row in rows for grad in row if grad is not None]

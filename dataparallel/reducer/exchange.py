@@ -72,10 +72,6 @@ class ReducerProcesses:
     """The links of one reducer: one for buckets, one for what is said about rounds.
 
     They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
-
-    Args:
-        group: The user's process group.
-        timeout: Seconds to wait for other processes. None: the time limit of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
@@ -142,11 +138,7 @@ class ReducerProcesses:
     # --- a round ---------------------------------------------------------------------------------
 
     def begin_round(self, buckets: Sequence[Bucket], how: str) -> None:
-        """See that all processes are about to reduce the same buckets in the same way.
-
-        Raises:
-            CollectiveMismatch: They are not.
-        """
+        """See that all processes are about to reduce the same buckets in the same way."""
         self._num_rounds += 1
         key = [id(bucket) for bucket in buckets], how
         if key != self._plan[0]:
@@ -273,18 +265,7 @@ class Outcome(NamedTuple):
 
 
 class Exchange:
-    """The collectives of one round. See Note [Order of collectives].
-
-    Args:
-        processes: The processes.
-        buckets: What is reduced.
-        average: How the processes' gradients are put together.
-        weight: The weight of this process in an average over samples.
-        sender: A communication hook that reduces dense buckets. Default: they are summed.
-        in_rank_order: Whether sums are made in rank order, so that bucket sizes don't show: an
-            all-reduce of more than two processes adds in an order that depends on the place of an
-            element in the tensor. See Note [Order of a sum]. Default: False.
-    """
+    """The collectives of one round. See Note [Order of collectives]."""
 
     def __init__(
         self,
@@ -388,16 +369,7 @@ class Exchange:
     def receive(
         self, *, unused: int, late: int, guard: Guard | None = None
     ) -> tuple[list[torch.Tensor], Outcome]:
-        """All buckets, and what all processes say about the round.
-
-        Args:
-            unused: How many parameters had no gradient in this process.
-            late: How many had one that was too late for its bucket.
-            guard: Looks for gradients that are not finite. Default: nobody does.
-
-        Raises:
-            OtherRanksFailed: The backward of another process has failed.
-        """
+        """All buckets, and what all processes say about the round."""
         votes = guard is not None and guard.votes
         if self._sender is None and not votes:
             outcome = self.conclude(unused=unused, late=late)
@@ -433,15 +405,7 @@ class Exchange:
     def reduce_late(
         self, extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Reduce gradients that came after their bucket was sent, in some process.
-
-        Args:
-            extra: What came late in this process, by the index of the parameter.
-            originals: All parameters.
-
-        Returns:
-            What came late in all of them, by the index.
-        """
+        """Reduce gradients that came after their bucket was sent, in some process."""
         found = self._processes.used_anywhere([index in extra for index in range(len(originals))])
         scale = self.scale() / self._times
         result: dict[int, torch.Tensor] = {}

@@ -39,13 +39,7 @@ class Nesting:
         self._ending: weakref.ref[Ending] | None = None
 
     def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None) -> bool:
-        """Begin the backward of one cut; returns whether it belongs to the round under way.
-
-        Args:
-            task: Number of the engine's backward.
-            last: Whether no other cut follows in it.
-            ending: Of an outer backward, in which the forward of this one ran, if there is one.
-        """
+        """Begin the backward of one cut; returns whether it belongs to the round under way."""
         outer = None if ending is None else ending()
         if outer is not None:
             task = outer.task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses
-from dataparallel.reducer.leaf_hooks import LeafHooks
 from dataparallel.reducer.nesting import Nesting
 from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions
@@ -97,7 +96,7 @@ class Reducer:
             )
             processes.verify_with(verify)
         self.accumulations = Accumulations(self._originals, options.average == "none")
-        self._hooks = LeafHooks(self)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._round: Round | None = None
         self._nesting = Nesting()
         self._user_hooks = OriginalHooks(self._originals)
@@ -133,9 +132,13 @@ class Reducer:
         self.remove_hooks()
         for replica, leaves in enumerate(self._leaves):
             for index in self.buckets.sentinels(leaves):
-                self._hooks.add(leaves[index], Reducer._arrived, replica, index)
+                hook = functools.partial(_tell, weakref.ref(self), replica, index)
+                # torch declares no types for it.
+                register: Any = leaves[index].register_post_accumulate_grad_hook
+                self._hooks.append(register(hook))
 
-    def _arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
+    def arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
+        """A leaf has got its gradient; called by its hook."""
         if self._round is None:
             self._take_astray()
             raise RuntimeError(messages.outside_of_a_round(self.names, index))
@@ -154,11 +157,7 @@ class Reducer:
         self._at_end = function
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Reduce over other replicas from now on; the other processes need not know.
-
-        Args:
-            leaves: Per replica, what it computes with in place of the originals.
-        """
+        """Reduce over other replicas from now on; the other processes need not know."""
         self.reset()
         verify_replicas(leaves, self.names, self._expect_sparse)
         self._leaves = [list(replica) for replica in leaves]
@@ -185,7 +184,9 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
-        self._hooks.remove_all()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
 
     def close(self) -> None:
         """Remove all hooks, and give the process groups back."""
@@ -443,3 +444,10 @@ class Reducer:
         if self._round is not None:
             self._round.drop()
             self._round = None
+
+
+def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.Tensor) -> None:
+    # The garbage collector does not see what a hook of a tensor holds, so it holds it weakly.
+    found = reducer()
+    if found is not None:
+        found.arrived(replica, index, leaf)

@@ -133,11 +133,7 @@ class Round:
         return self.exchange is not None
 
     def set_aside(self) -> None:
-        """Set gradients from before the round aside; an error here is told to the other ranks.
-
-        Raises:
-            RuntimeError: They are to be added up, and nobody knows which part is reduced already.
-        """
+        """Set gradients from before the round aside; an error here is told to the other ranks."""
         if self.accumulated.is_aside:
             return
         changed = self.accumulated.changed() if self.reduces else []
@@ -306,11 +302,7 @@ class Round:
     # --- received --------------------------------------------------------------------------------
 
     def receive(self) -> int:
-        """Wait for all buckets, and deliver them; returns how many gradients are said to be bad.
-
-        Raises:
-            OtherRanksFailed: The backward of another process failed.
-        """
+        """Wait for all buckets, and deliver them; returns how many gradients are said to be bad."""
         stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) in self._stepped]
         if stepped:
             raise RuntimeError(messages.late_in_step([self.names[i] for i in stepped]))

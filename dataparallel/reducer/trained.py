@@ -12,14 +12,7 @@ from dataparallel.torch_internals import IGNORED_NAMES
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """The parameters that require grad, each once.
-
-    Attributes:
-        parameters: In the order of ``module.parameters()``.
-        names: Their names.
-        indices: Their indices in ``module.parameters()``.
-        sparse: Whether the gradient of each will be sparse, as of ``nn.Embedding(sparse=True)``.
-    """
+    """The parameters that require grad, each once."""
 
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
@@ -43,14 +36,7 @@ def trained_parameters(
     without: Collection[str] = (),
     frozen: bool = False,
 ) -> TrainedParameters:
-    """Find the parameters of a module that a reducer is to have.
-
-    Args:
-        module: The module.
-        only: Names of those to consider. Default: all.
-        without: Names of those to leave out.
-        frozen: Whether those that do not require grad are wanted, too. Default: False.
-    """
+    """Find the parameters of a module that a reducer is to have."""
     sparse = {
         id(part.weight)
         for part in module.modules()
