@@ -313,6 +313,16 @@ def timing_event(device: torch.device) -> torch.Event | None:
     return event
 
 
+def to_host_later(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    """A copy of a tensor of an accelerator on the host, and the event after which it is there."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    with use_device(tensor.device):
+        event.record(device_module(tensor.device).current_stream(tensor.device))
+    return copy, event
+
+
 def synchronize(device: torch.device) -> None:
     """Block the host until all work queued on ``device`` has happened."""
     if device.type != "cpu":

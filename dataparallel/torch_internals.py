@@ -434,13 +434,14 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_
 num_sparse_values: Callable[[torch.Tensor], int] = operator.methodcaller("_nnz")
 
 
-def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Have ``isinstance(tensor, nn.Parameter)`` say yes, also of a tensor that is no leaf.
+def mark_as_parameters(tensors: Iterable[torch.Tensor]) -> None:
+    """Have ``isinstance(tensor, nn.Parameter)`` say yes, also of tensors that are no leaves.
 
     Torch sets the same attribute for parameters of subclasses. Where it no longer looks at it,
     modules that ask find no parameters in replicas.
     """
-    tensor._is_param = True
+    for tensor in tensors:
+        tensor._is_param = True
 
 
 #: Set by ``torch.nn.parallel.replicate`` on clones, which ``named_parameters()`` and others of

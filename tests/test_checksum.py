@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel.comm.checksum import checksum
 from dataparallel.kernels import backend
-from dataparallel.replicas.tensor_copies import TensorCopies
+from dataparallel.replicas.values import Values
 from tests.kernels.host_backend import HostBackend
 
 module = sys.modules["dataparallel.comm.checksum"]
@@ -105,7 +105,7 @@ def test_no_tensors() -> None:
 def test_copies_are_kept_until_a_write(source: str, target: str) -> None:
     """Between a device that kernels serve and one that they do not."""
     tensors = [torch.randn(5, device=source), torch.randn(3, 2, device=source)]
-    copies = TensorCopies([torch.device(source), torch.device(target)])
+    copies = Values([torch.device(source), torch.device(target)])
     made = [copies.update(tensors, 2)[1] for _ in range(3)]
     assert made[0][0] is made[1][0] is made[2][0]
     tensors[1].data[2, 1] += 1

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel.optim.in_backward import InBackwardOptimizers
-from dataparallel.replicas.tensor_copies import last_step_of
+from dataparallel.replicas.values import Steps
 from tests.optimizer_cases import (
     ADAMW,
     BOTH,
@@ -92,11 +92,13 @@ def test_a_step_counts_as_a_change_of_the_bucket_alone(kind: Callable[..., Backw
     twins = kind()
     twins.set_gradients(without=[2])
     first, second, *others = twins.module.parameters()
-    before = [last_step_of(p) for p in others]
+    steps = Steps()
+    steps.follow(twins.module.parameters())
+    before = [steps.last[id(p)] for p in others]
     twins.optimizers.step([first, second])
     twins.optimizers.step(others[:1])
-    assert last_step_of(first) is not None
-    assert [last_step_of(p) for p in others] == before
+    assert steps.last[id(first)] > 0
+    assert [steps.last[id(p)] for p in others] == before
 
 
 def test_groups_are_kept_and_added() -> None:

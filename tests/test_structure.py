@@ -42,7 +42,6 @@ ASSIGNED_FROM_OUTSIDE = {
     "dataparallel/errors.py": 1,
     "dataparallel/extras/balancing/balancer.py": 3,
     "dataparallel/extras/balancing/step_rollback.py": 1,
-    "dataparallel/replicas/standing_clones.py": 11,
     "tools/arguments.py": 1,
     "tools/bench/kernels.py": 1,
     "tools/completion.py": 1,

@@ -611,7 +611,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self._check_alone()
         leaves, processes = self._training.leaves, self._training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
-        leaves.refresh(read_values=False)
+        leaves.carry()
         originals = dict(self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
         replicas = []

@@ -39,9 +39,9 @@ from dataparallel.reducer.options import (
 )
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.trained import ignored_names, trained_parameters
-from dataparallel.replicas.replica_parameters import ReplicaParameters
+from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
-from dataparallel.replicas.standing_clones import StandingClones
+from dataparallel.replicas.values import ReplicaParameters
 from dataparallel.threads.timeline import Timeline
 
 
@@ -212,12 +212,12 @@ class Training:
             across_processes=self.processes is not None,
             timeline=self._timeline,
         )
-        self.clones = StandingClones(
+        self.clones = ModuleClones(
             self._module,
             devices,
-            self.leaves,
             "none" if self._policy == "mean" else "first",
-            keep=self._policy == "replica0",
+            leaves=self.leaves,
+            standing=self._policy == "replica0",
             spread=self._spread,
         )
         alone = len(devices) == 1 and self.processes is None

@@ -1,47 +1,269 @@
-"""One clone of one module: made, filled, and read back."""
+"""One clone of one module: its parts found, replaced by others, and what a forward left read back.
+
+Modules refer to each other and to tensors not only through their registered children: in lists,
+bound methods, partial functions, hooks and weak references. A clone whose attributes still led to
+the original would compute on the wrong device.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
 from dataparallel import torch_internals
-from dataparallel.replicas.parts import REGISTRIES
-from dataparallel.replicas.remap import Counterparts, remap
+from dataparallel.errors import listed
+
+#: From the id of an original tensor or module to its counterpart.
+Counterparts: TypeAlias = Mapping[int, Any]
+#: The attributes of a module, and after them its registries.
+Tables: TypeAlias = Sequence[dict[str, Any]]
+
+#: Where a module keeps its named parts.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+#: Containers of which those without entries cannot refer to anything.
+CONTAINERS = frozenset({dict, OrderedDict, list, set})
 
 _MISSING = object()
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+# Types that cannot refer to anything; most attributes of a module are of one of them.
+_OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 # Attributes of a function that torch.compile made, which lead to what was compiled.
 _COMPILED = frozenset(
     {"__wrapped__", torch_internals.COMPILED_INLINE, torch_internals.COMPILED_ORIGINAL}
 )
 
 
-class Given(NamedTuple):
-    """What a clone was given before its forward; what differs afterwards, the forward assigned."""
-
-    attributes: dict[str, Any]
-    registries: dict[str, dict[str, Any]]
-    slots: dict[str, Any]
-    own_tables: list[str]
+# --- the parts of a module -----------------------------------------------------------------------
 
 
-def blank(module: nn.Module) -> nn.Module:
-    """An object of the module's class without attributes.
+class Parts:
+    """The parts of a module tree, each once, in registration order.
 
-    Not made by the class: a ``__new__`` of its own may want arguments, or return another object.
+    Raises:
+        TypeError: A module in the tree cannot be cloned; the message lists all of them.
     """
-    clone: nn.Module = object.__new__(type(module))
-    return clone
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules: list[nn.Module] = []
+        #: Per module, the names of attributes that may lead to a tensor or a module.
+        self.references: list[list[str]] = []
+        #: Indices of the modules that have attributes in no dictionary.
+        self.slotted: list[int] = []
+        parameters: dict[int, torch.Tensor] = {}
+        buffers: dict[int, torch.Tensor] = {}
+        seen: set[int] = set()
+        pending = [root]
+        while pending:
+            module = pending.pop()
+            if id(module) in seen:
+                continue
+            if isinstance(module, torch.jit.ScriptModule):
+                _refuse_scripted(root)
+            seen.add(id(module))
+            attributes = module.__dict__
+            if _slot_names(type(module)):
+                self.slotted.append(len(self.modules))
+            self.modules.append(module)
+            for registry, found in (("_parameters", parameters), ("_buffers", buffers)):
+                found.update((id(t), t) for t in attributes[registry].values() if t is not None)
+            self.references.append(
+                [n for n, value in attributes.items() if n not in REGISTRIES and may_refer(value)]
+            )
+            children = attributes["_modules"].values()
+            pending.extend(child for child in reversed(children) if child is not None)
+        self.parameters = list(parameters.values())
+        self.buffers = [buffer for key, buffer in buffers.items() if key not in parameters]
+        self._registered = parameters.keys() | buffers.keys()
+
+    def loose_tensors(self) -> list[torch.Tensor]:
+        """Tensors that are in plain attributes now, neither parameters nor buffers."""
+        found: dict[int, torch.Tensor] = {}
+
+        def note(part: Any) -> Any:
+            if isinstance(part, torch.Tensor) and id(part) not in self._registered:
+                found[id(part)] = part
+            return part
+
+        for module, names in zip(self.modules, self.references, strict=True):
+            for name in names:
+                substitute(module.__dict__[name], note)
+        return list(found.values())
+
+
+def _refuse_scripted(root: nn.Module) -> NoReturn:
+    found = [
+        f"{name or 'the module itself'!r} ({type(module).__name__})"
+        for name, module in root.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    raise TypeError(
+        f"cannot replicate {listed(found)}: scripted modules hold on to their own parameters, "
+        "so a clone cannot have others; wrap the module before it is scripted, or use "
+        "torch.compile"
+    )
+
+
+def check_placement(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
+    if _is_placed(module, device):
+        return
+    misplaced: list[str] = []
+    uninitialized: list[str] = []
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if isinstance(tensor, _LAZY):
+                uninitialized.append(name)
+            elif tensor.device != device:
+                misplaced.append(f"{kind} {name!r} is on {tensor.device}")
+    if uninitialized:
+        raise ValueError(
+            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
+            "call the module once with an example input first"
+        )
+    if misplaced:
+        raise ValueError(
+            f"the module must be on {device}, the first of its devices, but "
+            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
+        )
+
+
+def _is_placed(module: nn.Module, device: torch.device) -> bool:
+    # At every forward, so without the names, whose making costs more than all the rest.
+    pending: list[nn.Module | None] = [module]
+    seen: set[nn.Module] = set()
+    while pending:
+        part = pending.pop()
+        if part is None or part in seen:
+            continue
+        seen.add(part)
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and (tensor.device != device or isinstance(tensor, _LAZY)):
+                return False
+        pending += part._modules.values()
+    return True
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+def may_refer(value: Any) -> bool:
+    """Whether :func:`substitute` could find a part in ``value``; quick, and never wrongly False."""
+    if type(value) in _OPAQUE:
+        return False
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return bool(value)
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is not None
+    return isinstance(
+        value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
+    )
+
+
+def substitute(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
+
+    Args:
+        value: Any object; tensors and modules, bound methods, partial functions, functions that
+            close over something, weak references and containers of those are followed, everything
+            else is kept.
+        replace: Called with each tensor and module, also where a container has it several times.
+
+    Returns:
+        ``value`` itself if nothing in it was replaced, so that identity is kept; else a new object
+        of the same type.
+    """
+    return _substitute(value, replace, set())
+
+
+def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
+    """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
+    return _substitute(value, lambda part: counterparts.get(id(part), part), set())
+
+
+def _substitute(value: Any, replace: Callable[[Any], Any], inside: set[int]) -> Any:
+    if not may_refer(value) or id(value) in inside:
+        return value
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return replace(value)
+    old, rebuild = _opened(value)
+    inside.add(id(value))
+    new = [_substitute(part, replace, inside) for part in old]
+    inside.discard(id(value))
+    return value if all(a is b for a, b in zip(new, old, strict=True)) else rebuild(new)
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What ``value`` refers to, and what makes another one of as many others."""
+    kind: Any = type(value)
+    if isinstance(value, dict):
+        return [*value, *value.values()], functools.partial(_rebuilt_dict, value)
+    if isinstance(value, list) and kind is not list:
+        return list(value), functools.partial(_rebuilt_list, value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value), (lambda new: kind(*new)) if hasattr(value, "_fields") else kind
+    if isinstance(value, types.MethodType):
+        return [value.__self__], lambda new: types.MethodType(value.__func__, new[0])
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+        return parts, lambda new: kind(new[0], *new[1], **new[2])
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        return [_content(cell) for cell in cells], functools.partial(_rebuilt_function, value)
+    # Of the same class: a WeakMethod refers to a method that nothing else holds.
+    return [value()], lambda new: kind(new[0])
+
+
+def _rebuilt_dict(value: dict[Any, Any], new: list[Any]) -> Any:
+    result = copy.copy(value)
+    result.clear()
+    result.update(zip(new[: len(value)], new[len(value) :], strict=True))
+    return result
+
+
+def _rebuilt_list(value: list[Any], new: list[Any]) -> Any:
+    result = copy.copy(value)
+    result[:] = new
+    return result
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Not assigned yet, as in a function that refers to itself.
+        return _MISSING
+
+
+def _rebuilt_function(value: types.FunctionType, new: list[Any]) -> types.FunctionType:
+    cells = tuple(
+        cell if part is _MISSING or part is _content(cell) else types.CellType(part)
+        for cell, part in zip(value.__closure__ or (), new, strict=True)
+    )
+    result = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    result.__kwdefaults__ = value.__kwdefaults__
+    result.__dict__.update(value.__dict__)
+    return result
+
+
+# --- before a forward ----------------------------------------------------------------------------
 
 
 def fill(
     module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
-) -> None:
+) -> list[dict[int, Any]]:
     """Give a clone the attributes of its original, with the replica's own parts in them.
 
     Args:
@@ -49,117 +271,60 @@ def fill(
         clone: Any object of its class.
         references: Names of the attributes that may lead to a part.
         counterparts: From the id of an original part to the replica's.
+
+    Returns:
+        The tables of hooks that the clone does not share: empty ones.
     """
     attributes = module.__dict__.copy()
     for name in references:
         attributes[name] = _with_parts_of(attributes[name], counterparts)
     for registry in REGISTRIES:
         parts = attributes[registry]
-        attributes[registry] = {
-            name: None if part is None else counterparts[id(part)] for name, part in parts.items()
-        }
+        if parts:
+            found = [None if part is None else counterparts[id(part)] for part in parts.values()]
+            attributes[registry] = dict(zip(parts, found, strict=True))
+        else:
+            attributes[registry] = {}
+    own: list[dict[int, Any]] = []
     for name in torch_internals.MODULE_HOOKS:
         # So that the hooks that a forward registers in one replica do not run in the others.
         if not attributes.get(name, True):
             attributes[name] = OrderedDict()
+            own.append(attributes[name])
     attributes[torch_internals.REPLICA_MARK] = True
     attributes["zero_grad"] = _refuse_zero_grad
-    for name in _slots(cast(Any, type(module))):
-        value = _slot(module, name)
-        if value is not _MISSING:
-            object.__setattr__(clone, name, remap(value, counterparts))
+    if _slot_names(type(module)):
+        for name, value in slots_of(module).items():
+            object.__setattr__(clone, name, with_counterparts(value, counterparts))
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
+    return own
 
 
 def _with_parts_of(value: Any, counterparts: Counterparts) -> Any:
-    """``remap``, and in a compiled function the attributes that lead to what was compiled.
+    """The same, and in a compiled function the attributes that lead to what was compiled.
 
     Such a function closes over what was compiled, and so does its copy over the replica's. When it
     is called within something bigger that is compiled, the attributes are followed instead.
     """
-    copied = remap(value, counterparts)
+    copied = with_counterparts(value, counterparts)
     if copied is not value and isinstance(copied, types.FunctionType):
         attributes = copied.__dict__
         for name in _COMPILED & attributes.keys():
-            attributes[name] = remap(attributes[name], counterparts)
+            attributes[name] = with_counterparts(attributes[name], counterparts)
     return copied
 
 
-def given_to(clone: nn.Module) -> Given:
-    """What a clone has now, after :func:`fill` and before its forward."""
-    attributes = clone.__dict__
-    registries = {registry: dict(attributes[registry]) for registry in REGISTRIES}
-    slots = {name: _slot(clone, name) for name in _slots(cast(Any, type(clone)))}
-    return Given(dict(attributes), registries, slots, list(own_tables(clone)))
-
-
-def own_tables(clone: nn.Module) -> dict[str, dict[int, Any]]:
-    """The tables of hooks that a clone does not share, by name, after :func:`fill`: empty ones."""
-    tables = {name: clone.__dict__.get(name) for name in torch_internals.MODULE_HOOKS}
-    return {name: table for name, table in tables.items() if table is not None and not table}
-
-
-def created_parameters(clone: nn.Module, given: Given) -> list[str]:
-    """Names of the parameters that the forward made and registered in a clone."""
-    found = [
-        name
-        for name, part in clone.__dict__["_parameters"].items()
-        if isinstance(part, nn.Parameter)
-        and part.is_leaf
-        and part is not given.registries["_parameters"].get(name)
-    ]
-    for name, child in clone.__dict__["_modules"].items():
-        if child is not None and child is not given.registries["_modules"].get(name):
-            new = torch_internals.REPLICA_MARK not in child.__dict__
-            found += [f"{name}.{inner}" for inner, _ in child.named_parameters() if new]
+def slots_of(module: nn.Module) -> dict[str, Any]:
+    """What is in the attributes of a module that are in no dictionary."""
+    found = {}
+    for name in _slot_names(type(module)):
+        with contextlib.suppress(AttributeError):
+            found[name] = object.__getattribute__(module, name)
     return found
 
 
-def take_back(module: nn.Module, clone: nn.Module, given: Given, back: Counterparts) -> None:
-    """Do to the original what the forward did to the attributes of its clone.
-
-    Args:
-        module: The original.
-        clone: The clone of replica 0, after its forward.
-        given: What the clone had before it.
-        back: From the id of a part of the clone to the original's.
-    """
-    attributes, assigned = module.__dict__, clone.__dict__
-    for name, value in assigned.items():
-        if name not in REGISTRIES and value is not given.attributes.get(name, _MISSING):
-            attributes[name] = remap(value, back)
-    for name in given.own_tables:
-        if assigned[name]:
-            attributes[name] = remap(assigned[name], back)
-    for name in given.attributes.keys() - assigned.keys():
-        attributes.pop(name, None)
-    for registry in REGISTRIES:
-        before, after = given.registries[registry], assigned[registry]
-        for name, part in after.items():
-            if part is not before.get(name, _MISSING):
-                attributes[registry][name] = back.get(id(part), part)
-        for name in before.keys() - after.keys():
-            attributes[registry].pop(name, None)
-    for name in _slots(cast(Any, type(module))):
-        value = _slot(clone, name)
-        if value is not _MISSING and value is not given.slots.get(name, _MISSING):
-            object.__setattr__(module, name, remap(value, back))
-
-
-def as_parameter(alias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Make ``alias`` look like ``value``: a parameter if that is one, with its attributes."""
-    if isinstance(value, nn.Parameter):
-        if type(value) is not nn.Parameter:
-            alias.__class__ = type(value)
-        torch_internals.mark_as_parameter(alias)
-    for name, attribute in vars(value).items():
-        setattr(alias, name, attribute)
-    return alias
-
-
-@functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
+def _slots_in(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for base in kind.__mro__:
         declared = base.__dict__.get("__slots__", ())
@@ -167,11 +332,8 @@ def _slots(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _slot(module: nn.Module, name: str) -> Any:
-    try:
-        return object.__getattribute__(module, name)
-    except AttributeError:
-        return _MISSING
+# At every forward for every module. Classes of modules are hashable, though torch declares else.
+_slot_names: Callable[[Any], tuple[str, ...]] = functools.cache(_slots_in)
 
 
 def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
@@ -179,3 +341,51 @@ def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
         "zero_grad() was called in the forward of a replica, whose parameters have no gradients "
         "of their own; call it on the wrapped module or the optimizer, outside of forward"
     )
+
+
+# --- after a forward -----------------------------------------------------------------------------
+
+
+def created_parameters(clone: nn.Module, before: Tables) -> list[str]:
+    """Names of the parameters that the forward made and registered in a clone."""
+    _, parameters, _, modules, *_ = before
+    found = [
+        name
+        for name, part in clone.__dict__["_parameters"].items()
+        if isinstance(part, nn.Parameter) and part.is_leaf and part is not parameters.get(name)
+    ]
+    for name, child in clone.__dict__["_modules"].items():
+        if child is not None and child is not modules.get(name):
+            new = torch_internals.REPLICA_MARK not in child.__dict__
+            found += [f"{name}.{inner}" for inner, _ in child.named_parameters() if new]
+    return found
+
+
+def take_back(module: nn.Module, clone: nn.Module, before: Tables, back: Counterparts) -> None:
+    """Do to the original what the forward did to the attributes of its clone.
+
+    Args:
+        module: The original.
+        clone: The clone of replica 0, after its forward.
+        before: Copies of its tables before it, and of what was in its slots.
+        back: From the id of a part of the clone to the original's.
+    """
+    attributes, assigned = module.__dict__, clone.__dict__
+    given, *registries, slots = before
+    for name, value in assigned.items():
+        if name not in REGISTRIES and value is not given.get(name, _MISSING):
+            attributes[name] = with_counterparts(value, back)
+        elif name in torch_internals.MODULE_HOOKS and value and not attributes.get(name, True):
+            # The clone had an empty one of its own.
+            attributes[name] = with_counterparts(value, back)
+    for name in given.keys() - assigned.keys():
+        attributes.pop(name, None)
+    for registry, parts in zip(REGISTRIES, registries, strict=True):
+        for name, part in assigned[registry].items():
+            if part is not parts.get(name, _MISSING):
+                attributes[registry][name] = back.get(id(part), part)
+        for name in parts.keys() - assigned[registry].keys():
+            attributes[registry].pop(name, None)
+    for name, value in slots_of(clone).items():
+        if value is not slots.get(name, _MISSING):
+            object.__setattr__(module, name, with_counterparts(value, back))

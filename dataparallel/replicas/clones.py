@@ -1,4 +1,4 @@
-"""The clones of one module, one per device slot, made anew for each forward.
+"""The clones of one module, one per device slot, and what a forward wrote in them.
 
 Note [Clones follow the original]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -9,36 +9,50 @@ to itself is assigned to the original, as if the original itself had run: this i
 is the wrapped module" means where gradients need a clone. What other replicas assign to themselves
 is dropped, as in ``torch.nn.DataParallel``.
 
-Only copies of tensors are kept from forward to forward. The objects are new each time, because the
-graph of an earlier forward may still need the old ones as they were: activation checkpointing runs
-a clone's forward again in backward.
+Note [Standing clones]
+~~~~~~~~~~~~~~~~~~~~~~
+Where parameters have edges to the originals, the objects are new at each forward, because the graph
+of an earlier forward may still need the old ones as they were: activation checkpointing runs a
+clone's forward again in backward. Where they are leaves, which stay the same, an earlier forward
+may still need a clone when a later one uses it, as it is with the bare module. So those objects
+stay, and are filled again only if something has changed: an attribute, parameter, buffer or
+submodule of the original or of a clone is another object than before, or an empty container, such
+as a table of hooks, is not empty any more. Modules with attributes that lead to tensors or modules
+are filled anew each time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from dataparallel.devices import is_accelerator
+from dataparallel.errors import listed
 from dataparallel.graph.edges import connect
 from dataparallel.replicas.clone import (
-    Given,
-    as_parameter,
-    blank,
+    CONTAINERS,
+    REGISTRIES,
+    Parts,
+    check_placement,
     created_parameters,
     fill,
-    given_to,
+    slots_of,
     take_back,
 )
-from dataparallel.replicas.parts import Parts
-from dataparallel.replicas.tensor_copies import (
+from dataparallel.replicas.values import (
+    Looks,
+    ReplicaParameters,
     Sharing,
-    TensorCopies,
-    is_being_stepped,
-    last_step_of,
+    Values,
+    mark_as_parameters,
 )
+
+_registries = itemgetter(*REGISTRIES)
 
 
 class ModuleClones:
@@ -57,6 +71,10 @@ class ModuleClones:
         devices: One device per slot.
         buffer_sharing: Whose buffers are the original's. Default: those of the first replica on
             the original's device.
+        leaves: The parameters of the clones, in the order of ``module.parameters()``. Default:
+            tensors with gradient edges to the originals, new at each forward.
+        standing: Whether clones stay filled as long as nothing has changed; they need leaves.
+        spread: Whether the one clone is on several devices itself.
     """
 
     def __init__(
@@ -64,69 +82,173 @@ class ModuleClones:
         module: nn.Module,
         devices: Sequence[torch.device],
         buffer_sharing: Sharing = "first",
+        *,
+        leaves: ReplicaParameters | None = None,
+        standing: bool = False,
+        spread: bool = False,
     ) -> None:
+        assert leaves is not None or not standing
         self.module = module
         self._devices = tuple(devices)
-        self._parameter_copies = TensorCopies(devices)
-        self._buffer_copies = TensorCopies(devices, buffer_sharing)
-        self._loose_copies = TensorCopies(devices, "first")
+        self._leaves = leaves
+        self._standing = standing
+        self._spread = spread
+        self._parameters = Values(devices) if leaves is None else leaves.values
+        self._buffers = Values(devices, buffer_sharing)
+        self._loose = Values(devices, "first")
+        self._was_training = module.training
+        self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told.
         self._is_forward = False
-        self.release()
-
-    def release(self) -> None:
-        """Let go of the clones and of all that their forward left in them."""
-        if self._is_forward:
-            # It has failed; batch norm writes its statistics without a trace.
-            self._buffer_copies.forget()
-            self._is_forward = False
+        # The original: its parts, all of its tables, what was in them, and its empty containers.
         self._parts: Parts | None = None
-        self._counterparts: list[dict[int, Any]] = []
-        # Per replica and tensor, the version of the replica's tensor before the forward.
-        self._versions: list[dict[int, int]] = []
-        self._steps: dict[int, int | None] = {}
-        # What each clone of replica 0 was given, by the id of its original.
-        self._given: dict[int, Given] = {}
+        self._tables: list[dict[str, Any]] = []
+        self._values: list[dict[str, Any]] = []
+        self._empty: list[Any] = []
         self._names: dict[int, str] = {}
+        # The modules that are filled at each forward.
+        self._intricate: list[int] = []
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the clones and of all that a forward left in them."""
+        self._filled = False
+        self._counterparts: list[dict[int, Any]] = []
+        # Per replica and module, the tables of hooks that the clone has for itself.
+        self._own: list[list[Any]] = []
+        # Per replica whose writes matter, the tables of all clones, and copies from before the
+        # forward; and of replica 0 what was in slots.
+        self._clone_tables: list[list[dict[str, Any]]] = []
+        self._before: list[list[dict[str, Any]]] = []
+        self._slots: dict[int, dict[str, Any]] = {}
+        self._touched: bool | None = None
+
+    # --- before a forward ------------------------------------------------------------------------
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
-        """Make clones of the module as it is now.
+        """Bring the clones up to date, or make new ones.
 
         Args:
             num_replicas: How many slots take part; the first ones.
-            detach: Whether to leave out the gradient edges to the originals.
+            detach: Whether to leave out the gradient edges to the originals. Leaves serve with and
+                without gradients.
 
         Returns:
             One clone per replica.
         """
         self.release()
-        parts = self._parts = Parts(self.module)
-        self._counterparts = [{} for _ in range(num_replicas)]
-        self._give_parameters(parts.parameters, detach=detach)
-        self._give_tensors(self._buffer_copies, parts.buffers, detach=detach)
-        # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there, and
-        # one that a forward computed belongs to the graph of that forward.
-        home = self._devices[0]
-        loose = [t for t in parts.loose_tensors() if t.device == home and t.grad_fn is None]
-        self._give_tensors(self._loose_copies, loose, detach=detach)
-        for counterparts in self._counterparts:
-            counterparts.update((id(module), blank(module)) for module in parts.modules)
-        for module, names in zip(parts.modules, parts.references, strict=True):
-            for counterparts in self._counterparts:
-                fill(module, counterparts[id(module)], names, counterparts)
-            self._given[id(module)] = given_to(self._counterparts[0][id(module)])
-        self._versions = [self._versions_of(c) for c in self._counterparts]
-        self._steps = {id(p): last_step_of(p) for p in parts.parameters}
+        self._num_replicas = num_replicas
+        if self._parts is None or not self._is_unchanged():
+            self._find_parts()
+        parts = self.parts
+        indices: Sequence[int] = self._intricate
+        if not self._filled:
+            indices = range(len(parts.modules))
+            # Standing clones are filled for all slots, whether they take part or not.
+            count = len(self._devices) if self._standing else num_replicas
+            # Not made by their class: a ``__new__`` of its own may want arguments.
+            self._counterparts = [
+                {id(module): object.__new__(type(module)) for module in parts.modules}
+                for _ in range(count)
+            ]
+            self._own = [[()] * len(parts.modules) for _ in range(count)]
+        self._give_tensors(detach=detach)
+        for index in indices:
+            module, names = parts.modules[index], parts.references[index]
+            for replica, own in zip(self._counterparts, self._own, strict=True):
+                own[index] = fill(module, replica[id(module)], names, replica)
+        self._filled = self._standing
+        if indices or parts.buffers or not self._before:
+            self._note_tables()
+        self._touched = None
+        self._parameters.mark()
+        if parts.buffers:
+            self._buffers.mark()
         self._is_forward = True
-        return [counterparts[id(self.module)] for counterparts in self._counterparts]
+        return [replica[id(self.module)] for replica in self.counterparts]
 
-    def _give_parameters(self, parameters: list[torch.Tensor], *, detach: bool) -> None:
-        self._give_tensors(self._parameter_copies, parameters, detach=detach)
+    def stands_for_module(self) -> bool:
+        """Whether the leaves are those for the parameters that the module has now.
 
-    def _give_tensors(
-        self, copies: TensorCopies, originals: list[torch.Tensor], *, detach: bool
+        Raises:
+            RuntimeError: Tensors that are no parameters have taken the place of some.
+        """
+        assert self._leaves is not None
+        if self._parts is not None and self._is_unchanged():
+            return True
+        if self._leaves.stands_for(Parts(self.module).parameters):
+            return True
+        _refuse_replaced(self.module)
+        return False
+
+    def _find_parts(self) -> None:
+        if self._leaves is not None and not self._spread:
+            check_placement(self.module, self._devices[0])
+        self._drop()
+        self._parts = None
+        parts = Parts(self.module)
+        self._names = {}
+        referring = {index for index, names in enumerate(parts.references) if names}
+        self._intricate = sorted(referring.union(parts.slotted))
+        self._tables = _tables(parts.modules)
+        self._values = [table.copy() for table in self._tables]
+        self._empty = [
+            value
+            for module in parts.modules
+            for name, value in vars(module).items()
+            if type(value) in CONTAINERS and not value and name not in REGISTRIES
+        ]
+        self._parts = parts
+
+    def _is_unchanged(self) -> bool:
+        return _are_same(self._tables, self._values) and not any(self._empty)
+
+    def _note_tables(self) -> None:
+        taking_part = self._counterparts if self._standing else self._counterparts[:1]
+        modules = self.parts.modules
+        self._clone_tables = [
+            _tables([replica[id(module)] for module in modules]) for replica in taking_part
+        ]
+        self._before = [[table.copy() for table in tables] for tables in self._clone_tables]
+        forward = self._counterparts[0]
+        self._slots = {i: slots_of(forward[id(modules[i])]) for i in self.parts.slotted}
+
+    # --- tensors of the replicas -----------------------------------------------------------------
+
+    def _give_tensors(self, *, detach: bool) -> None:
+        parts = self.parts
+        training = self.module.training
+        looks: Looks = "later" if training == self._was_training else "now"
+        self._was_training = training
+        count = len(self._counterparts)
+        values = self._parameters.update(parts.parameters, count, looks=looks)
+        if self._leaves is None:
+            self._set(parts.parameters, values, detach=detach)
+        elif not self._filled:
+            for number, replica in enumerate(self._counterparts):
+                leaves = self._leaves.of(number)
+                replica.update(zip(map(id, parts.parameters), leaves, strict=True))
+        # A forward that trains writes buffers, some layers of torch without a trace.
+        always = training and is_accelerator(self._devices[0])
+        if self._spread:
+            self._counterparts[0].update((id(buffer), buffer) for buffer in parts.buffers)
+        elif parts.buffers:
+            values = self._buffers.update(parts.buffers, count, looks=looks, always=always)
+            self._set(parts.buffers, values, detach=detach)
+            if self._filled:
+                self._set_buffers()
+        if self._intricate:
+            # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there,
+            # and one that a forward computed belongs to the graph of that forward.
+            home = self._devices[0]
+            loose = [t for t in parts.loose_tensors() if t.device == home and t.grad_fn is None]
+            values = self._loose.update(loose, len(self._counterparts), looks=looks, always=always)
+            self._set(loose, values, detach=detach)
+
+    def _set(
+        self, originals: list[torch.Tensor], values: list[list[torch.Tensor]], *, detach: bool
     ) -> None:
-        values = copies.update(originals, len(self._counterparts))
+        """Note what the replicas have for some originals, those trained with gradient edges."""
         chosen = [i for i, original in enumerate(originals) if original.requires_grad]
         trained = [[replica[i] for i in chosen] for replica in values]
         if detach:
@@ -135,49 +257,39 @@ class ModuleClones:
             aliases = [[v.detach().requires_grad_(wanted) for v in replica] for replica in trained]
         else:
             aliases = connect(trained, [originals[i] for i in chosen])
-        for replica, replacements in zip(values, aliases, strict=True):
-            for i, alias in zip(chosen, replacements, strict=True):
-                replica[i] = as_parameter(alias, replica[i])
-        for counterparts, replica in zip(self._counterparts, values, strict=True):
-            for original, value in zip(originals, replica, strict=True):
-                counterparts[id(original)] = value
+        keys = list(map(id, originals))
+        for number, replica in enumerate(self._counterparts):
+            mark_as_parameters(aliases[number], trained[number])
+            replica.update(zip(keys, values[number], strict=True))
+            replica.update(zip([keys[i] for i in chosen], aliases[number], strict=True))
 
-    def _versions_of(self, counterparts: dict[int, Any]) -> dict[int, int]:
-        return {
-            id(original): _version(counterparts[id(original)])
-            for original in (*self.parts.parameters, *self.parts.buffers)
-        }
+    def _set_buffers(self) -> None:
+        """Put the buffers of this forward into clones that are filled."""
+        for module in self.parts.modules:
+            buffers = module._buffers
+            for replica in self._counterparts if buffers else ():
+                table = replica[id(module)]._buffers
+                for name, buffer in buffers.items():
+                    table[name] = None if buffer is None else replica[id(buffer)]
 
-    def _written(self, originals: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            original
-            for original in originals
-            if any(
-                _version(counterparts[id(original)]) != before[id(original)]
-                for counterparts, before in zip(self._counterparts, self._versions, strict=True)
-            )
-        ]
+    # --- after a forward -------------------------------------------------------------------------
 
     def written_parameters(self) -> list[str]:
         """Names of the parameters that a replica has written since :meth:`refresh`."""
-        written = {
-            id(parameter)
-            for parameter in self._written(self.parts.parameters)
-            # Otherwise another thread trains the module meanwhile, which is its own affair.
-            if not is_being_stepped(parameter)
-            and last_step_of(parameter) == self._steps[id(parameter)]
-        }
+        written = set(map(id, self._parameters.written()))
         if not written:
             return []
         return [name for name, p in self.module.named_parameters() if id(p) in written]
 
     def created_parameters(self) -> list[str]:
         """Names of the parameters that the forward of replica 0 has made."""
+        if not self._is_touched():
+            return []
         forward = self._counterparts[0]
         return [
             f"{self.name_of(module)}.{name}".lstrip(".")
-            for module in self.parts.modules
-            for name in created_parameters(forward[id(module)], self._given[id(module)])
+            for index, module in enumerate(self.parts.modules)
+            for name in created_parameters(forward[id(module)], self._before_of(index))
         ]
 
     def written_buffers(self) -> list[torch.Tensor]:
@@ -186,21 +298,21 @@ class ModuleClones:
         Batch norm on the CPU writes its statistics without counting a version, so values that
         differ count, too: replicas whose buffers are merged have them in memory of their own.
         """
-        known = {id(buffer) for buffer in self._written(self.parts.buffers)}
+        known = {id(b) for b in self._buffers.written()} if self.parts.buffers else set()
         return [
             buffer
             for buffer in self.parts.buffers
             if id(buffer) in known
-            or any(_differs(c[id(buffer)], buffer) for c in self._counterparts)
+            or any(_differs(replica[id(buffer)], buffer) for replica in self.counterparts)
         ]
 
     def assigned_buffers(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
         """Buffers that every replica has assigned anew: clone of replica 0, name, the tensors."""
         for module in self.parts.modules:
             for name, original in module._buffers.items():
-                registries = [c[id(module)]._buffers for c in self._counterparts]
+                registries = [replica[id(module)]._buffers for replica in self.counterparts]
                 values = [registry.get(name) for registry in registries]
-                given = [None if original is None else c[id(original)] for c in self._counterparts]
+                given = [None if original is None else r[id(original)] for r in self.counterparts]
                 if all(
                     value is not None and value is not before
                     for value, before in zip(values, given, strict=True)
@@ -208,16 +320,17 @@ class ModuleClones:
                     yield self._counterparts[0][id(module)], name, values
 
     def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
-        """Give the clones of ``module`` an attribute of their own.
+        """Give the clones of ``module`` an attribute of their own until the next :meth:`refresh`.
 
         Args:
             module: A module of the original.
             name: The attribute's name; it is not carried back by :meth:`commit`.
             values: One value per replica.
         """
-        for counterparts, value in zip(self._counterparts, values, strict=True):
-            counterparts[id(module)].__dict__[name] = value
-        self._given[id(module)].attributes[name] = values[0]
+        for replica, value in zip(self.counterparts, values, strict=True):
+            replica[id(module)].__dict__[name] = value
+        index = next(i for i, part in enumerate(self.parts.modules) if part is module)
+        self._before_of(index)[0][name] = values[0]
 
     def name_of(self, module: nn.Module) -> str:
         """The qualified name of a module of the original."""
@@ -230,20 +343,31 @@ class ModuleClones:
 
         See Note [Clones follow the original].
         """
-        self._take_back(self.parts.modules)
+        modules = self.parts.modules
+        indices = range(len(modules)) if self._is_touched() else self._intricate
+        if indices:
+            forward = self._counterparts[0]
+            everything = (*self.parts.parameters, *self.parts.buffers, *modules)
+            back = {id(forward[id(part)]): part for part in everything}
+            for index in indices:
+                module = modules[index]
+                take_back(module, forward[id(module)], self._before_of(index), back)
+        self._filled = self._filled and not self._touched
         self._is_forward = False
 
-    def _take_back(self, modules: Sequence[nn.Module]) -> None:
-        forward = self._counterparts[0]
-        everything = (*self.parts.parameters, *self.parts.buffers, *self.parts.modules)
-        back = {id(forward[id(part)]): part for part in everything}
-        for module in modules:
-            take_back(module, forward[id(module)], self._given[id(module)], back)
+    def release(self) -> None:
+        """End a forward. If it was not committed, nothing is known of the clones any more."""
+        if self._is_forward:
+            # It has failed; batch norm writes its statistics without a trace.
+            self._buffers.forget()
+            self._is_forward = self._filled = False
+        if not self._filled:
+            self._drop()
 
     @property
     def counterparts(self) -> list[dict[int, Any]]:
         """Per replica, from the id of an original part to the replica's."""
-        return self._counterparts
+        return self._counterparts[: self._num_replicas]
 
     @property
     def parts(self) -> Parts:
@@ -251,9 +375,47 @@ class ModuleClones:
         assert self._parts is not None, "refresh() comes first"
         return self._parts
 
+    def _is_touched(self) -> bool:
+        """Whether a clone whose writes matter has other attributes than before its forward."""
+        if self._touched is None:
+            own = itertools.chain.from_iterable(self._own[: len(self._before)])
+            self._touched = any(itertools.chain.from_iterable(own)) or not all(
+                map(_are_same, self._clone_tables, self._before)
+            )
+        return self._touched
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    def _before_of(self, index: int) -> list[dict[str, Any]]:
+        own = self._before[0][4 * index : 4 * index + 4]
+        return [*own, self._slots.get(index, {})]
+
+
+def _refuse_replaced(module: nn.Module) -> None:
+    """Say what to do where ``torch.func.functional_call`` has put tensors for the parameters."""
+    replaced = [n for n, p in module.named_parameters() if not isinstance(p, nn.Parameter)]
+    if replaced:
+        raise RuntimeError(
+            f"torch.func.functional_call has replaced parameters of the wrapped module "
+            f"({listed(replaced)}) by other tensors, but DistributedDataParallel computes with its "
+            "own copies of the parameters, and reduces the gradients of these alone; call "
+            "functional_call on the bare module (.module of the wrapper), or wrap it in "
+            "DataParallel, which takes the tensors"
+        )
+
+
+def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """The tables of the attributes and of the registered parts of some modules."""
+    return [
+        table
+        for attributes in map(vars, modules)
+        for table in (attributes, *_registries(attributes))
+    ]
+
+
+def _are_same(tables: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> bool:
+    """Whether the same objects are in the tables as before: one comparison at the speed of C."""
+    now = list(itertools.chain.from_iterable(map(dict.values, tables)))
+    then = list(itertools.chain.from_iterable(map(dict.values, before)))
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:

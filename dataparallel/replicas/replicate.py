@@ -11,6 +11,7 @@ from torch import nn
 
 from dataparallel.devices import DeviceLike, parse_devices
 from dataparallel.errors import add_note, listed
+from dataparallel.replicas.clone import check_placement as check_placement
 from dataparallel.replicas.clones import ModuleClones
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -108,40 +109,3 @@ def _takes_memory_of(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def check_placement(module: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
-    if _is_placed(module, device):
-        return
-    misplaced: list[str] = []
-    uninitialized: list[str] = []
-    for kind, tensors in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
-        for name, tensor in tensors:
-            if torch.nn.parameter.is_lazy(tensor):
-                uninitialized.append(name)
-            elif tensor.device != device:
-                misplaced.append(f"{kind} {name!r} is on {tensor.device}")
-    if uninitialized:
-        raise ValueError(
-            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
-            "call the module once with an example input first"
-        )
-    if misplaced:
-        raise ValueError(
-            f"the module must be on {device}, the first of its devices, but "
-            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
-        )
-
-
-def _is_placed(module: nn.Module, device: torch.device) -> bool:
-    # At every forward, so without the names, whose making costs more than all the rest.
-    return not any(
-        tensor is not None and (tensor.device != device or torch.nn.parameter.is_lazy(tensor))
-        for part in module.modules()
-        for registry in (part._parameters, part._buffers)
-        for tensor in registry.values()
-    )

@@ -11,9 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.replicas.remap import may_refer, remap, tensors_in
+from dataparallel.replicas.clone import may_refer, substitute, with_counterparts
 
 Pair = namedtuple("Pair", ["first", "second"])
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(part: torch.Tensor) -> torch.Tensor:
+        found.append(part)
+        return part
+
+    assert substitute(value, note) is value
+    return found
 
 
 class Owner(nn.Module):
@@ -36,7 +47,7 @@ class Owner(nn.Module):
 def test_every_container_is_followed(build: Any) -> None:
     old, new = torch.zeros(2), torch.ones(2)
     value = build(old)
-    result = remap(value, {id(old): new})
+    result = with_counterparts(value, {id(old): new})
     assert type(result) is type(value)
     assert all(tensor is new for tensor in tensors_in(result))
     assert all(tensor is old for tensor in tensors_in(value)), "the original was changed"
@@ -46,20 +57,20 @@ def test_every_container_is_followed(build: Any) -> None:
 def test_without_a_counterpart_the_same_object_comes_back() -> None:
     tensor = torch.zeros(2)
     for value in ([tensor], {"a": (tensor,)}, functools.partial(torch.add, tensor), 3, "text"):
-        assert remap(value, {}) is value
+        assert with_counterparts(value, {}) is value
 
 
 def test_bound_methods_and_weak_references_move_to_the_counterpart() -> None:
     old, new = Owner(), Owner()
-    assert remap(old.method, {id(old): new})() is new
-    assert remap(weakref.ref(old), {id(old): new})() is new
-    assert remap(weakref.ref(old), {})() is old
+    assert with_counterparts(old.method, {id(old): new})() is new
+    assert with_counterparts(weakref.ref(old), {id(old): new})() is new
+    assert with_counterparts(weakref.ref(old), {})() is old
 
 
 def test_a_default_factory_is_kept() -> None:
     old, new = torch.zeros(1), torch.ones(1)
     value: defaultdict[str, Any] = defaultdict(list, a=old)
-    result = remap(value, {id(old): new})
+    result = with_counterparts(value, {id(old): new})
     assert result["a"] is new
     assert result["missing"] == []
 
@@ -68,4 +79,4 @@ def test_cycles_end() -> None:
     old, new = torch.zeros(1), torch.ones(1)
     value: list[Any] = [old]
     value.append(value)
-    assert remap(value, {id(old): new})[0] is new
+    assert with_counterparts(value, {id(old): new})[0] is new

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import comm
-from dataparallel.replicas.tensor_copies import TensorCopies
+from dataparallel.replicas.values import Values
 
 CPU = torch.device("cpu")
 DEVICES = [torch.device("virtual", i) for i in range(3)]
@@ -72,7 +72,7 @@ CHANGES: list[Callable[[nn.Parameter], None]] = [
 def test_each_kind_of_change_is_seen(
     change: Callable[[nn.Parameter], None], looks_before: int
 ) -> None:
-    parameter, copies = make(), TensorCopies(DEVICES)
+    parameter, copies = make(), Values(DEVICES)
     for _ in range(looks_before):
         copies.update([parameter], 3)
     change(parameter)
@@ -81,7 +81,7 @@ def test_each_kind_of_change_is_seen(
 
 
 def test_nothing_is_copied_while_nothing_changes() -> None:
-    parameter, copies = make(), TensorCopies(DEVICES)
+    parameter, copies = make(), Values(DEVICES)
     first = copies.update([parameter], 3)
     with mock.patch.object(comm, "broadcast_coalesced") as broadcast:
         for _ in range(3):
@@ -93,15 +93,15 @@ def test_nothing_is_copied_while_nothing_changes() -> None:
 
 def test_slots_on_one_device_share_parameters() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    shared = TensorCopies([CPU] * 3).update([parameter], 3)
+    shared = Values([CPU] * 3).update([parameter], 3)
     assert all(slot[0] is parameter for slot in shared)
     devices = [DEVICES[0], DEVICES[1], DEVICES[1]]
-    there = TensorCopies(devices).update([make()], 3)
+    there = Values(devices).update([make()], 3)
     assert there[1][0] is there[2][0]
 
 
 def test_private_copies_have_memory_of_their_own() -> None:
-    buffer, copies = torch.zeros(3), TensorCopies([CPU] * 3, "first")
+    buffer, copies = torch.zeros(3), Values([CPU] * 3, "first")
     slots = copies.update([buffer], 3)
     assert slots[0][0] is buffer
     assert len({slot[0].data_ptr() for slot in slots}) == 3
@@ -110,7 +110,7 @@ def test_private_copies_have_memory_of_their_own() -> None:
 
 
 def test_a_graph_keeps_the_values_that_it_was_made_with() -> None:
-    parameter, copies = make(), TensorCopies(DEVICES)
+    parameter, copies = make(), Values(DEVICES)
     before = copies.update([parameter], 2)[1][0]
     values = before.cpu()
     write_in_place(parameter)
@@ -126,14 +126,14 @@ def test_class_and_attributes_of_parameters_are_kept() -> None:
     original = Quantized(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
     original.scale = torch.ones(2, device=DEVICES[0])
     original.bits = 4
-    copy = TensorCopies(DEVICES).update([original], 2)[1][0]
+    copy = Values(DEVICES).update([original], 2)[1][0]
     assert isinstance(copy, Quantized)
     assert copy.bits == 4
     assert copy.scale.device == DEVICES[1]
 
 
 def test_copies_made_in_inference_mode_can_be_trained_with() -> None:
-    parameter, copies = make(), TensorCopies(DEVICES)
+    parameter, copies = make(), Values(DEVICES)
     with torch.inference_mode():
         copy = copies.update([parameter], 2)[1][0]
     (copy * copy).sum().backward()
@@ -142,7 +142,7 @@ def test_copies_made_in_inference_mode_can_be_trained_with() -> None:
 
 def test_layouts_are_kept() -> None:
     original = torch.randn(2, 3, 4, 4, device=DEVICES[0]).to(memory_format=torch.channels_last)
-    copy = TensorCopies(DEVICES).update([original], 2)[1][0]
+    copy = Values(DEVICES).update([original], 2)[1][0]
     assert copy.stride() == original.stride()
 
 
@@ -151,7 +151,7 @@ def test_attributes_of_a_parameter_are_a_part_of_it() -> None:
         scale: torch.Tensor
 
     original = Quantized(torch.zeros(2, device=DEVICES[0]), requires_grad=False)
-    copies = TensorCopies(DEVICES)
+    copies = Values(DEVICES)
     for value in (2.0, 5.0):
         original.scale = torch.tensor(value, device=DEVICES[0])
         assert copies.update([original], 2)[1][0].scale.item() == value  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def test_attributes_of_a_parameter_are_a_part_of_it() -> None:
 def test_a_sparse_neighbor_hides_nothing() -> None:
     sparse = torch.eye(3, device=DEVICES[0]).to_sparse_coo()
     dense = torch.ones(3, device=DEVICES[0])
-    copies = TensorCopies(DEVICES)
+    copies = Values(DEVICES)
     for value in (5.0, 6.0):
         copies.update([sparse, dense], 2)
         dense.data.fill_(value)
