@@ -105,6 +105,13 @@ def add_where_they_are() -> list[Tensor]:
     return results
 
 
+def gather_while_another_device_is_read() -> list[Tensor]:
+    """A part is where the result is, and the host reads from a device of another part first."""
+    parts = [torch.zeros(1000, device=device) + i for i, device in enumerate(DEVICES)]
+    whole = comm.gather(parts, destination=DEVICES[0])
+    return [parts[1].cpu(), whole.cpu()]
+
+
 def correct(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
     with virtual.strict_mode():
         return scenario()
@@ -114,7 +121,7 @@ def is_wrong(got: list[Tensor], expected: list[Tensor]) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-SCENARIOS = (train, exchange, add_where_they_are)
+SCENARIOS = (train, exchange, add_where_they_are, gather_while_another_device_is_read)
 
 
 def sites() -> list[Site]:

@@ -352,7 +352,9 @@ class ModuleClones:
             for index in indices:
                 module = modules[index]
                 take_back(module, forward[id(module)], self._before_of(index), back)
-        self._filled = self._filled and not self._touched
+        if self._touched:
+            # What the original was is not kept: it may have led to the graph of another forward.
+            self._filled, self._values = False, []
         self._is_forward = False
 
     def release(self) -> None:
