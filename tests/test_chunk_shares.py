@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataparallel.batch.chunk_sizes import settle
-from dataparallel.batch.scatter_gather import plan_scatter
+from dataparallel.batch.plan import plan_scatter, settle
+from dataparallel.batch.scatter import execute
 from dataparallel.extras.balancing.chunk_shares import Cost, divide, fits, slowest
 
 
@@ -112,7 +112,7 @@ def test_a_plan_asks_a_function_for_sizes() -> None:
     plan = plan_scatter((x,), {"y": x + 8}, 3, chunk_sizes=sizes_of)
     assert plan.sizes == (7, 1)
     assert plan.batch_size == 8
-    args, kwargs = plan.execute(["cpu"] * 3)
+    args, kwargs = execute(plan, ["cpu"] * 3)
     assert [a[0].tolist() for a in args] == [[*range(7)], [7]]
     assert [k["y"].tolist() for k in kwargs] == [[*range(8, 15)], [15]]
     assert asked == [(8, 3)]

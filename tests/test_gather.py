@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from dataparallel.batch.scatter_gather import Replicate, gather, move, scatter
+from dataparallel.batch.gather import gather
+from dataparallel.batch.plan import Replicate
+from dataparallel.batch.scatter import move, scatter
 from tests.tree_cases import Point, Sample, assert_same, spread, trees
 
 

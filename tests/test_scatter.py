@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from dataparallel.batch.scatter_gather import (
-    Replicate,
-    gather,
-    plan_scatter,
-    scatter,
-    scatter_kwargs,
-)
+from dataparallel.batch.gather import gather
+from dataparallel.batch.plan import Replicate, plan_scatter
+from dataparallel.batch.scatter import execute, scatter, scatter_kwargs
 from dataparallel.batch.tree import flatten
 from tests.tree_cases import CPU, Point, Sample, assert_same
 
@@ -225,9 +221,9 @@ def test_without_a_tensor_one_replica_runs(slots: list[str]) -> None:
     assert scatter_kwargs(("text",), {"n": 3}, slots) == ((("text",),), ({"n": 3},))
     assert scatter_kwargs((), None, slots) == (((),), ({},))
     plan = plan_scatter((Replicate(torch.ones(3)), torch.tensor(1.0)), None, 4)
-    assert (plan.sizes, plan.batch_size, plan.num_chunks) == ((1,), None, 1)
-    (args,), kwargs = plan.execute(slots)
-    assert kwargs == ({},)
+    assert (plan.sizes, plan.batch_size) == ((1,), None)
+    (args,), kwargs = execute(plan, slots)
+    assert kwargs == [{}]
     assert [str(arg.device) for arg in args] == [slots[0]] * 2
 
 
@@ -249,9 +245,9 @@ def test_one_slot_gets_the_tensor_itself() -> None:
 def test_plan_is_made_before_anything_is_copied() -> None:
     x = torch.randn(7, 2)
     plan = plan_scatter((x,), {"mask": torch.ones(2)}, 3, in_dims={"mask": None})
-    assert (plan.batch_size, plan.sizes, plan.dim, plan.num_chunks) == (7, (3, 3, 1), 0, 3)
-    args, kwargs = plan.execute(CPU)
-    assert_same(args, tuple((part,) for part in torch.split(x, [3, 3, 1])))
+    assert (plan.batch_size, plan.sizes, plan.dim) == (7, (3, 3, 1), 0)
+    args, kwargs = execute(plan, CPU)
+    assert_same(args, [(part,) for part in torch.split(x, [3, 3, 1])])
     assert len(kwargs) == 3
     with pytest.raises(dataclasses.FrozenInstanceError, match="sizes"):
         plan.sizes = (7,)  # type: ignore[misc]

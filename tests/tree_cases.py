@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dataparallel.batch.scatter_gather import move
+from dataparallel.batch.scatter import move
 from dataparallel.batch.tree import flatten
 
 Point = namedtuple("Point", ["x", "y"])

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import torch_internals
+from dataparallel.batch.gather import Scalars, dims_of_outputs
 from dataparallel.batch.plan import DEFAULT, ScatterPlan
-from dataparallel.batch.scatter_gather import Scalars, dims_of_outputs
 from dataparallel.batch.tree import flatten
 from dataparallel.errors import chosen
 
@@ -40,15 +40,11 @@ _DIVISOR = "num_items_in_batch"
 
 
 class Joining(NamedTuple):
-    """How the outputs of one forward are put together.
+    """How the outputs of one forward are put together."""
 
-    Attributes:
-        scalars: What becomes of 0-d outputs.
-        counts: What each chunk counts: in a mean of 0-d outputs, and for its process in an average
-            over processes.
-    """
-
+    #: What becomes of 0-d outputs.
     scalars: Scalars
+    #: What each chunk counts: in a mean of these, and for its process in an average over processes.
     counts: Sequence[float]
 
 
@@ -69,12 +65,8 @@ def join_scalars(
 ) -> Joining:
     """Decide how the 0-d outputs of one forward are joined. See Note [What a chunk counts].
 
-    Args:
-        scalars: The option of the wrapper.
-        args: Positional arguments per chunk.
-        kwargs: Keyword arguments per chunk.
-        sizes: Number of samples of each chunk.
-        weighs: Whether it matters what this process counts among others.
+    ``args``, ``kwargs`` and ``sizes`` are those of the chunks; ``weighs`` says whether it matters
+    what this process counts among others.
     """
     _check_divisors(scalars, [one.get(_DIVISOR) for one in kwargs])
     if not callable(scalars):
@@ -126,15 +118,9 @@ def _check_divisors(scalars: ScalarsOption, divisors: Sequence[Any]) -> None:
 
 
 def read_weight(what: str, found: Any) -> float:
-    """The weight of a chunk, from what a function of the caller's returned for it.
+    """The weight of a chunk, from what the caller's function ``what`` returned for it.
 
-    Args:
-        what: What messages call the function.
-        found: A number or a tensor with one element; the host waits for that.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It is negative or not finite.
+    For a tensor the host waits.
     """
     if isinstance(found, Tensor) and found.numel() != 1:
         raise TypeError(
@@ -152,10 +138,8 @@ def count_samples(
 ) -> int:
     """The number of samples in a chunk that was not split off by a plan.
 
-    Args:
-        plan: Plans to give the chunk to one replica, which counts its samples.
-        chunk: Its positional and keyword arguments.
-        must: Whether to raise a ValueError where no plan can be made. Else it is a guess then.
+    ``plan`` plans to give the chunk to one replica, which counts its samples. Where that cannot be,
+    it is a guess, or a ValueError if the number ``must`` be known.
     """
     args, kwargs = chunk
     values = (*args, *kwargs.values())
@@ -182,12 +166,7 @@ def nothing_to_split(values: Sequence[Any]) -> str:
 
 
 def tell_of_vectors(output: Any, out_dims: Any) -> None:
-    """Say which 0-d outputs become vectors; torch's error in their ``backward()`` cannot.
-
-    Args:
-        output: What one replica returned.
-        out_dims: The option of the wrapper.
-    """
+    """Say which 0-d outputs become vectors; torch's error in their ``backward()`` cannot."""
     leaves, structure = flatten(output, name="outputs")
     dims = dims_of_outputs(structure, out_dims)
     scalars = [
@@ -213,12 +192,6 @@ def tell_of_dims(outputs: Sequence[Any], sizes: Sequence[int], dim: int, out_dim
     A state of an LSTM has the size of the chunk along one dim, which is another one, and as many
     layers as everywhere along ``dim``. Rows that a forward has made several of per sample are no
     such case, nor are lists of different lengths.
-
-    Args:
-        outputs: What each replica returned; they were put together without an error.
-        sizes: Number of samples of each replica.
-        dim: The dim of outputs of which ``out_dims`` says nothing.
-        out_dims: The option of the wrapper.
     """
     leaves, structure = flatten(outputs[0], name="outputs")
     others = [flatten(output, like=structure)[0] for output in outputs[1:]]

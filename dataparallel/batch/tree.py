@@ -3,45 +3,53 @@
 A container is what models take and return: tuples, lists, dicts and their subclasses, named tuples,
 dataclasses, dicts with attributes (``ModelOutput``), and whatever is registered with
 ``torch.utils._pytree``. Everything else, ``None`` included, is a leaf.
+
+Note [Objects of unknown type]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A leaf that is no tensor goes to each replica as the one object that it is. For a number, a name or
+a configuration that is right. An object that holds a batch would reach each replica whole, and one
+that a module fills (a cache of keys and values) would be filled by all replicas at the same time.
+Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same. An object
+that holds no tensors, or only such as have nothing to do with the batch, is shared, and an error
+follows if the replicas have put other tensors into it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
+import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel import torch_internals
 
-_Make = Callable[[Sequence[Any]], Any]
-
 # Looked up first: most leaves are of these types, and none of them is ever opened. A PackedSequence
 # is a named tuple, but its parts have no batch dimension of their own.
 _LEAF_TYPES = (
-    torch.Tensor,
-    torch.nn.Module,
-    torch.Size,
-    PackedSequence,
-    type,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
+    *(torch.Tensor, nn.Module, torch.Size, PackedSequence, type),
+    *(str, bytes, int, float, complex),
 )
 _BUILTIN_TYPES = (tuple, list, dict, OrderedDict, defaultdict)
+# Nothing in these is looked at. What a module or a function holds is shared on purpose.
+_OPAQUE = (
+    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
+    *(nn.Module, PackedSequence, torch.Size, torch.dtype, torch.device, torch.Generator),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
+#: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
+_MOST_VALUES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How a container is built, without its leaves.
-
-    Two structures are equal when containers, keys and their nesting are.
+    """How a container is built, without its leaves; equal where containers, keys and nesting are.
 
     Example::
 
@@ -60,7 +68,9 @@ class Structure:
     """Whether the keys are attribute names."""
     context: Any = None
     """What a registered node keeps beside its children."""
-    make: _Make = dataclasses.field(default=lambda leaves: leaves[0], compare=False, repr=False)
+    make: Callable[[Sequence[Any]], Any] = dataclasses.field(
+        default=lambda leaves: leaves[0], compare=False, repr=False
+    )
 
     @property
     def is_leaf(self) -> bool:
@@ -70,7 +80,7 @@ class Structure:
     @functools.cached_property
     def num_leaves(self) -> int:
         """How many leaves :meth:`rebuild` takes."""
-        return 1 if self.is_leaf else sum(child.num_leaves for child in self.children)
+        return 1 if self.kind is None else sum([child.num_leaves for child in self.children])
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Build the container again around ``leaves``, as many as :attr:`num_leaves`."""
@@ -78,7 +88,7 @@ class Structure:
         return self._rebuild(iter(leaves))
 
     def _rebuild(self, leaves: Iterator[Any]) -> Any:
-        if self.is_leaf:
+        if self.kind is None:
             return next(leaves)
         return self.make([child._rebuild(leaves) for child in self.children])
 
@@ -89,7 +99,7 @@ class Structure:
 
     def paths(self, root: str) -> list[str]:
         """One expression per leaf, such as ``inputs[0]['mask']``, for error messages."""
-        if self.is_leaf:
+        if self.kind is None:
             return [root]
         return [
             path
@@ -99,6 +109,7 @@ class Structure:
 
 
 _LEAF = Structure()
+_Opened = tuple[Sequence[Any], Structure]
 
 
 def flatten(
@@ -123,42 +134,41 @@ def flatten(
     Raises:
         ValueError: A container contains itself.
     """
-    walk = _Walk(is_leaf, name)
-    structure = walk.visit(obj, like)
-    return walk.leaves, structure
+    leaves: list[Any] = []
+    # The containers around the current one, each with the place that leads further down.
+    around: list[tuple[Any, Structure, int]] = []
 
-
-class _Walk:
-    """One pass over a container."""
-
-    def __init__(self, is_leaf: Callable[[Any], bool] | None, name: str) -> None:
-        self.leaves: list[Any] = []
-        self._is_leaf = is_leaf
-        self._name = name
-        # The containers around the current one, each with the step that leads further down.
-        self._around: list[tuple[Any, str]] = []
-
-    def visit(self, obj: Any, like: Structure | None) -> Structure:
-        opened = None if self._is_leaf is not None and self._is_leaf(obj) else _open(obj)
+    def visit(obj: Any, like: Structure | None) -> Structure:
+        opened = None if is_leaf is not None and is_leaf(obj) else _open(obj)
         if opened is None:
-            self.leaves.append(obj)
+            leaves.append(obj)
             return _LEAF
         values, skeleton = opened
-        if like is not None and isinstance(obj, dict):
-            values, skeleton = _in_order_of(like, values, skeleton)
-        if any(container is obj for container, _ in self._around):
-            path = self._name + "".join(step for _, step in self._around)
-            raise ValueError(
-                f"{path} contains itself; pass containers without cycles, or hold the object in a "
-                "class that is not a container"
-            )
+        if like is not None and isinstance(obj, dict) and _has_other_order(skeleton, like):
+            by_key = dict(zip(skeleton.keys, values, strict=True))
+            values = [by_key[key] for key in like.keys]
+            skeleton = dataclasses.replace(skeleton, keys=like.keys, make=like.make)
+        for container, _, _ in around:
+            if container is obj:
+                path = name + "".join([step.child_path("", place) for _, step, place in around])
+                raise ValueError(
+                    f"{path} contains itself; pass containers without cycles, or hold the object "
+                    "in a class that is not a container"
+                )
         children = []
         for position, value in enumerate(values):
-            self._around.append((obj, skeleton.child_path("", position)))
+            around.append((obj, skeleton, position))
             below = like.children[position] if like and position < len(like.children) else None
-            children.append(self.visit(value, below))
-            self._around.pop()
+            children.append(visit(value, below))
+            around.pop()
         return dataclasses.replace(skeleton, children=tuple(children))
+
+    return leaves, visit(obj, like)
+
+
+def _has_other_order(first: Structure, other: Structure) -> bool:
+    is_other = first.kind is other.kind and first.keys != other.keys
+    return is_other and set(first.keys) == set(other.keys)
 
 
 def difference(
@@ -167,27 +177,17 @@ def difference(
     root: str,
     names: tuple[str, str] = ("the first", "the other"),
 ) -> str | None:
-    """Say where two structures part and what each is there.
-
-    Args:
-        first: One structure.
-        other: Another one.
-        root: What the containers are called in the text.
-        names: How the text tells the two apart.
-
-    Returns:
-        ``None`` when they are equal.
-    """
+    """Say where two structures of containers called ``root`` part; None when they are equal."""
     if first == other:
         return None
     mine, theirs = names
     if first.kind is not other.kind:
-        return f"{root} is {_describe(first)} in {mine} but {_describe(other)} in {theirs}"
+        kinds = [f"a {s.kind.__name__}" if s.kind else "a leaf" for s in (first, other)]
+        return f"{root} is {kinds[0]} in {mine} but {kinds[1]} in {theirs}"
     if first.keys != other.keys:
         if first.kind is not None and issubclass(first.kind, (list, tuple)):
-            return (
-                f"{root} has {len(first.keys)} elements in {mine} but {len(other.keys)} in {theirs}"
-            )
+            sizes = len(first.keys), len(other.keys)
+            return f"{root} has {sizes[0]} elements in {mine} but {sizes[1]} in {theirs}"
         missing = [key for key in first.keys if key not in other.keys]
         extra = [key for key in other.keys if key not in first.keys]
         return f"{root} has the keys {missing} only in {mine} and {extra} only in {theirs}"
@@ -200,44 +200,25 @@ def difference(
     return f"{root} is built differently in {mine} and {theirs}"
 
 
-def _describe(structure: Structure) -> str:
-    return "a leaf" if structure.kind is None else f"a {structure.kind.__name__}"
-
-
-def _in_order_of(
-    like: Structure, values: Sequence[Any], skeleton: Structure
-) -> tuple[Sequence[Any], Structure]:
-    if like.kind is not skeleton.kind or set(like.keys) != set(skeleton.keys):
-        return values, skeleton
-    by_key = dict(zip(skeleton.keys, values, strict=True))
-    return [by_key[key] for key in like.keys], dataclasses.replace(
-        skeleton, keys=like.keys, make=like.make
-    )
-
-
-# --- one function per kind of container: its children, and how to build it again -----------------
-
-_Opened = tuple[Sequence[Any], Structure]
+# --- kinds of containers: the children, and how to build one again --------------------------------
 
 
 def _open(obj: Any) -> _Opened | None:
     if obj is None or isinstance(obj, _LEAF_TYPES):
         return None
     kind = type(obj)
-    if isinstance(obj, dict) and dataclasses.is_dataclass(obj):
-        # Before the registry, whose constructor call may take a single field apart.
-        return _open_dict(obj)
-    if kind not in _BUILTIN_TYPES and kind in torch_internals.registered_containers:
+    is_data = dataclasses.is_dataclass(obj)
+    # The constructor of a dict that is a dataclass may take a single field apart.
+    registered = kind in torch_internals.registered_containers and kind not in _BUILTIN_TYPES
+    if registered and not (is_data and isinstance(obj, dict)):
         return _open_registered(obj)
     if isinstance(obj, dict):
         return _open_dict(obj)
-    if isinstance(obj, list):
-        return _open_list(obj)
-    if isinstance(obj, tuple):
-        return _open_tuple(obj)
+    if isinstance(obj, (list, tuple)):
+        return _open_sequence(obj)
     if isinstance(obj, UserDict):
         return _open_attributes(obj, ["data"])
-    if dataclasses.is_dataclass(obj):
+    if is_data:
         return _open_attributes(obj, [name for name in _field_names(obj) if hasattr(obj, name)])
     return None
 
@@ -251,26 +232,20 @@ def _open_registered(obj: Any) -> _Opened:
         entries = [entry for entry, _ in node.flatten_with_keys_fn(obj)[0]]
         attributes = all(isinstance(entry, torch_internals.AttributeKey) for entry in entries)
         keys = tuple(_raw_key(entry) for entry in entries)
-
-    def make(children: Sequence[Any]) -> Any:
-        return node.unflatten_fn(list(children), context)
-
+    make = lambda children: node.unflatten_fn(list(children), context)  # noqa: E731
     return values, Structure(type(obj), keys, (), attributes, context, make)
 
 
 def _raw_key(entry: Any) -> Any:
-    for name in ("idx", "key", "name"):
-        if hasattr(entry, name):
-            return getattr(entry, name)
-    return entry
+    named = [getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name)]
+    return named[0] if named else entry
 
 
 def _open_dict(obj: dict[Any, Any]) -> _Opened:
     kind, keys = type(obj), tuple(obj)
+    values = [dict.__getitem__(obj, key) for key in keys]
     if kind is dict:
-        return list(obj.values()), Structure(
-            kind, keys, make=lambda children: dict(zip(keys, children, strict=True))
-        )
+        return values, Structure(kind, keys, make=lambda new: dict(zip(keys, new, strict=True)))
     fields = _field_names(obj)
 
     def make(children: Sequence[Any]) -> Any:
@@ -287,40 +262,25 @@ def _open_dict(obj: dict[Any, Any]) -> _Opened:
                 object.__setattr__(new, key, child)
         return new
 
-    return [dict.__getitem__(obj, key) for key in keys], Structure(kind, keys, make=make)
+    return values, Structure(kind, keys, make=make)
 
 
-def _open_list(obj: list[Any]) -> _Opened:
-    kind = type(obj)
-    keys = tuple(range(len(obj)))
-    if kind is list:
-        return obj, Structure(kind, keys, make=list)
+def _open_sequence(obj: list[Any] | tuple[Any, ...]) -> _Opened:
+    kind: Any = type(obj)
+    keys: tuple[Any, ...] = tuple(range(len(obj)))
+    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):
+        return obj, Structure(kind, keys, make=kind)
+    if hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        return obj, Structure(kind, tuple(kind._fields), (), True, None, kind._make)
 
     def make(children: Sequence[Any]) -> Any:
-        new = kind.__new__(kind)
+        new = list.__new__(kind) if isinstance(obj, list) else tuple.__new__(kind, children)
         _copy_attributes(obj, new)
-        list.extend(new, children)
+        if isinstance(new, list):
+            list.extend(new, children)
         return new
 
     return list(obj), Structure(kind, keys, make=make)
-
-
-def _open_tuple(obj: tuple[Any, ...]) -> _Opened:
-    kind: Any = type(obj)
-    keys: tuple[Any, ...] = tuple(range(len(obj)))
-    if kind is tuple:
-        return obj, Structure(kind, keys, make=tuple)
-    if hasattr(obj, "_fields") and hasattr(obj, "_make"):
-        return obj, Structure(kind, tuple(kind._fields), (), True, None, kind._make)
-    if hasattr(kind, "n_sequence_fields"):
-        return obj, Structure(kind, keys, make=kind)
-
-    def make(children: Sequence[Any]) -> Any:
-        new = tuple.__new__(kind, children)
-        _copy_attributes(obj, new)
-        return new
-
-    return tuple(obj), Structure(kind, keys, make=make)
 
 
 def _open_attributes(obj: Any, names: Sequence[str]) -> _Opened:
@@ -334,9 +294,8 @@ def _open_attributes(obj: Any, names: Sequence[str]) -> _Opened:
             object.__setattr__(new, name, child)
         return new
 
-    return [getattr(obj, name) for name in names], Structure(
-        kind, tuple(names), (), True, None, make
-    )
+    values = [getattr(obj, name) for name in names]
+    return values, Structure(kind, tuple(names), (), True, None, make)
 
 
 def _field_names(obj: Any) -> tuple[str, ...]:
@@ -345,10 +304,41 @@ def _field_names(obj: Any) -> tuple[str, ...]:
 
 
 def _copy_attributes(source: Any, target: Any) -> None:
-    attributes = getattr(source, "__dict__", None)
-    if attributes is None:
-        return
-    for name, value in attributes.items():
+    for name, value in getattr(source, "__dict__", {}).items():
         # A cached property was computed from the leaves that are being replaced.
         if not isinstance(getattr(type(source), name, None), functools.cached_property):
             target.__dict__[name] = value
+
+
+# --- tensors in objects that are no containers ----------------------------------------------------
+
+
+def may_hold(obj: Any) -> bool:
+    """Whether it takes a look to know that an object holds no tensors."""
+    return not isinstance(obj, _OPAQUE)
+
+
+def held_tensors(obj: Any) -> list[torch.Tensor]:
+    """The tensors in the attributes of an object, however deep, each once."""
+    found: list[torch.Tensor] = []
+    # Values made by a property would be gone before another one has the same id.
+    seen: dict[int, Any] = {}
+    pending = [obj]
+    while pending and len(seen) < _MOST_VALUES:
+        value = pending.pop()
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            continue
+        if isinstance(value, Mapping):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            pending.extend(value)
+        pending.extend(getattr(value, "__dict__", {}).values())
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            pending.extend(getattr(value, name) for name in names if hasattr(value, name))
+    return found

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batch.chunk_sizes import BatchSplitter, ChunkSizesOf
+from dataparallel.batch.gather import gather
 from dataparallel.batch.joining import (
     Joining,
     ScalarsOption,
@@ -31,8 +31,9 @@ from dataparallel.batch.joining import (
     tell_of_dims,
     tell_of_vectors,
 )
-from dataparallel.batch.plan import place as placed
-from dataparallel.batch.scatter_gather import ScatterPlan, gather, move, plan_scatter
+from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
+from dataparallel.batch.scatter import execute, move, shared_objects
+from dataparallel.batch.scatter import place as placed
 from dataparallel.batch.tree import flatten
 from dataparallel.comm import interpreter_end
 from dataparallel.devices import (
@@ -264,7 +265,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
                 "with a batch dimension, or call .module, which splits nothing"
             )
-        return Chunks(*plan.execute(devices), plan.sizes, plan.shared())
+        args, keywords = execute(plan, devices)
+        return Chunks(args, keywords, plan.sizes, shared_objects(plan))
 
     def _plan(
         self,

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from dataparallel import kernels
-from dataparallel.batch.held_tensors import SharedObjects
 from dataparallel.batch.joining import Joining, join_scalars
-from dataparallel.batch.scatter_gather import move
+from dataparallel.batch.scatter import SharedObjects, move
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize

@@ -1,0 +1,254 @@
+"""Split the arguments of a call over device slots, as a plan says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dataparallel.batch.plan import (
+    WAY_OUT,
+    Leaf,
+    ScatterPlan,
+    is_empty,
+    plan_scatter,
+    plan_trees,
+    without_markers,
+)
+from dataparallel.batch.tree import flatten, held_tensors
+from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
+from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
+
+
+def scatter(
+    inputs: Any,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    in_dims: Any = None,
+    split_lists: bool = False,
+) -> Any:
+    """Split every tensor in a container over devices.
+
+    Example::
+
+        first, second = scatter({"x": x, "name": "digits"}, ["cuda:0", "cuda:1"])
+
+    Args:
+        inputs: A tensor or any container: tuples, lists, dicts, dataclasses, what is registered
+            with ``torch.utils._pytree``. What is not a tensor goes to each replica as it is, and so
+            do tensors without dimensions.
+        target_gpus: One device per slot, of any type; repeats allowed.
+        dim: Dimension to split.
+        chunk_sizes: Samples per slot; trailing slots may have 0. Default: as ``torch.chunk``
+            divides.
+        in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
+            ``inputs``, where ``None`` means whole to each replica. Default: ``dim`` everywhere.
+        split_lists: Whether lists without tensors whose length is the batch size are split too
+            (of nested lists, the outermost).
+
+    Returns:
+        One container per replica that takes part: a tuple for a single tensor, else a list. There
+        is one for each chunk, and only one if no tensor is split.
+
+    Raises:
+        TypeError: A ``PackedSequence`` is to be split.
+        ValueError: Batch sizes disagree, ``dim`` is out of range, ``chunk_sizes`` don't add up, or
+            a device doesn't exist.
+    """
+    slots = parse_devices(target_gpus)
+    # Here None cannot mean "nothing is split": one would not scatter then.
+    spec = dim if in_dims is None and isinstance(inputs, torch.Tensor) else in_dims
+    spec = {} if spec is None else spec
+    plan = plan_trees([("inputs", inputs, spec)], len(slots), dim, chunk_sizes, split_lists)
+    chunks = execute(plan, slots)[0]
+    return tuple(chunks) if isinstance(inputs, torch.Tensor) else chunks
+
+
+def scatter_kwargs(
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    in_dims: Mapping[str | int, Any] | None = None,
+    split_lists: bool = False,
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Split positional and keyword arguments over devices.
+
+    Example::
+
+        args, kwargs = scatter_kwargs((x,), {"mask": mask}, [0, 1], in_dims={"mask": None})
+        outputs = [net(*a, **k) for net, a, k in zip(replicas, args, kwargs)]
+
+    Args:
+        inputs: Positional arguments, a tuple.
+        kwargs: Keyword arguments; ``None`` for none.
+        target_gpus: One device per slot.
+        dim: Dimension to split.
+        chunk_sizes: As in :func:`scatter`.
+        in_dims: For an argument, by position or name, its own dim; ``None`` to give it whole to
+            each replica; or a mapping or sequence that says so for its parts. Names and positions
+            that a call doesn't use are ignored.
+        split_lists: As in :func:`scatter`.
+
+    Returns:
+        Positional arguments per replica, and keyword arguments per replica: two tuples of equal
+        length.
+
+    Raises:
+        TypeError, ValueError: As :func:`scatter`.
+    """
+    slots = parse_devices(target_gpus)
+    plan = plan_scatter(inputs, kwargs, len(slots), dim, chunk_sizes, in_dims, split_lists)
+    args, keywords = execute(plan, slots)
+    return tuple(args), tuple(keywords)
+
+
+def execute(plan: ScatterPlan, devices: Sequence[DeviceLike]) -> list[list[Any]]:
+    """For each planned container its chunks, on as many of the first devices."""
+    count = len(plan.sizes)
+    slots = parse_devices(devices)[:count]
+    assert len(slots) == count, (len(slots), count)
+    copies = _whole(plan.leaves("copy"), slots)
+    parts = {
+        (id(leaf.value), leaf.dim): _split(leaf, plan.sizes, slots) for leaf in plan.leaves("split")
+    }
+    chunks: list[list[Any]] = []
+    for structure, leaves in plan.trees:
+        rows: list[Sequence[Any]] = []
+        for leaf in leaves:
+            if leaf.action == "split":
+                rows.append(parts[id(leaf.value), leaf.dim])
+            elif leaf.action == "copy":
+                rows.append(copies[id(leaf.value)])
+            elif leaf.action == "split list":
+                starts = [sum(plan.sizes[:i]) for i in range(count)]
+                pairs = zip(starts, plan.sizes, strict=True)
+                rows.append([leaf.value[start : start + size] for start, size in pairs])
+            else:
+                rows.append([leaf.value] * count)
+        chunks.append([structure.rebuild([row[i] for row in rows]) for i in range(count)])
+    return chunks
+
+
+def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
+    if len(slots) == 1:
+        return [move_tensor(leaf.value, slots[0])]
+    tensors = behind_own_nodes([leaf.value], slots[0])
+    chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, *tensors)
+    return chunks
+
+
+def _whole(leaves: list[Leaf], slots: Sequence[torch.device]) -> dict[int, list[torch.Tensor]]:
+    # What a replica writes in place no other one may see. The first slot on a tensor's own device
+    # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
+    copies: dict[int, list[torch.Tensor]] = {}
+    for origin in dict.fromkeys([leaf.value.device for leaf in leaves]):
+        tensors = [leaf.value for leaf in leaves if leaf.value.device == origin]
+        own = slots.index(origin) if origin in slots else len(slots)
+        others = [*slots[:own], *slots[own + 1 :]]
+        flat: tuple[torch.Tensor, ...] = ()
+        if others:
+            flat = apply_function(Broadcast, others, *behind_own_nodes(tensors, others[0]))
+        for i, tensor in enumerate(tensors):
+            whole = list(flat[i :: len(tensors)])
+            for place, device in enumerate(others):
+                if device in (origin, *others[:place]):
+                    whole[place] = whole[place].clone()
+            if own < len(slots):
+                # A view joins the gradients of one replica before they meet those of the others.
+                # Two sums may come in any order; of more, the rounding would depend on timing.
+                joins = others and tensor.requires_grad and tensor.layout == torch.strided
+                whole.insert(own, tensor.view_as(tensor) if joins else tensor)
+            copies[id(tensor)] = whole
+    return copies
+
+
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
+    if tensor.device == device:
+        return tensor
+    moved: tuple[torch.Tensor, ...] = apply_function(
+        Broadcast, [device], *behind_own_nodes([tensor], device)
+    )
+    return moved[0]
+
+
+def move(output: Any, device: DeviceLike) -> Any:
+    """The tensors in a container on one device, with edges in autograd; -1 means the CPU.
+
+    Tensors that are there already are not copied; leaves that aren't tensors keep their identity.
+    """
+    target = parse_output_device(device, torch.device("cpu"))
+    leaves, structure = flatten(output, name="outputs")
+    return structure.rebuild(_moved(leaves, target))
+
+
+def place(arguments: Any, device: torch.device | None) -> Any:
+    """A container of arguments as a single replica gets it: whole, and without markers.
+
+    Its tensors go to ``device``; None leaves them where they are.
+    """
+    leaves, structure = flatten(arguments, is_leaf=is_empty)
+    moved = leaves if device is None else _moved(leaves, device)
+    return without_markers(structure).rebuild(moved)
+
+
+def _moved(leaves: Sequence[Any], device: torch.device) -> list[Any]:
+    return [move_tensor(x, device) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+# --- objects that replicas share -----------------------------------------------------------------
+
+
+class SharedObjects:
+    """Objects that all replicas of a call get. See Note [Objects of unknown type].
+
+    Args:
+        leaves: Where they are in the arguments.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self._objects = [(leaf.path, leaf.value, _state(leaf.value)) for leaf in leaves]
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Raise a RuntimeError if replicas put tensors into an object within a ``with`` block."""
+        try:
+            yield
+        except Exception as error:
+            # What a replica raises then is often what it found of the others.
+            self._check(error)
+            raise
+        self._check(None)
+
+    def _check(self, cause: Exception | None) -> None:
+        for path, obj, before in self._objects:
+            if list(map(_identity, _state(obj))) != list(map(_identity, before)):
+                raise RuntimeError(
+                    f"the replicas have written tensors into {path}, a {type(obj).__name__} that "
+                    "all of them share, so it holds a mixture of their chunks; leave it out (a "
+                    f"cache of keys and values with use_cache=False), or {WAY_OUT}. If it may be "
+                    "shared all the same, mark it with Replicate(...)"
+                ) from cause
+
+
+def shared_objects(plan: ScatterPlan) -> SharedObjects | None:
+    """Objects that several replicas get though nobody has said so; None without any."""
+    leaves = plan.leaves("unknown") if len(plan.sizes) > 1 else []
+    return SharedObjects(leaves) if leaves else None
+
+
+def _state(obj: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that an object holds, held so that no other has their identity; and versions."""
+    found = held_tensors(obj)
+    return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in found]
+
+
+def _identity(state: tuple[torch.Tensor, int]) -> tuple[int, int]:
+    return id(state[0]), state[1]
