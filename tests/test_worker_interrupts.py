@@ -21,8 +21,7 @@ LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
 
 def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[Any]:
-    with pools.borrow() as workers:
-        return workers.run(tasks, LABELS[: len(tasks)], **options)
+    return pools.run(tasks, LABELS[: len(tasks)], **options)
 
 
 INTERRUPTED = """
@@ -115,13 +114,11 @@ def test_the_interpreter_exits_with_pools_alive_and_replicas_stuck() -> None:
         from dataparallel.threads.workers import WorkerPools
         from dataparallel.threads.apply import parallel_apply
         pools = WorkerPools()
-        with pools.borrow() as workers:
-            workers.run([int, int], ["a", "b"])
+        pools.run([int, int], ["a", "b"])
         parallel_apply([int, int], [1, 2])
         stuck = lambda: time.sleep(600)
         def call():
-            with pools.borrow() as workers:
-                workers.run([stuck, int], ["a", "b"])
+            pools.run([stuck, int], ["a", "b"])
         threading.Thread(target=call, daemon=True).start()
         time.sleep(0.2)
         print("end")

@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from dataparallel.threads import intra_op
-from dataparallel.threads.workers import WorkerPools, Workers
+from dataparallel.threads.workers import WorkerPools
 
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
 
 def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[Any]:
-    with pools.borrow() as workers:
-        return workers.run(tasks, LABELS[: len(tasks)], **options)
+    return pools.run(tasks, LABELS[: len(tasks)], **options)
 
 
 def replica_threads() -> set[threading.Thread]:
@@ -108,11 +107,9 @@ def test_a_pool_that_is_collected_ends_its_threads() -> None:
 def test_a_pool_can_be_dropped_by_one_of_its_own_replicas() -> None:
     holder = [WorkerPools()]
     before = replica_threads()
-    with holder[0].borrow() as workers:
-        tasks: list[Callable[[], Any]] = [holder.clear, int]
-        workers.run(tasks, LABELS[:2])
+    tasks: list[Callable[[], Any]] = [holder.clear, int]
+    holder[0].run(tasks, LABELS[:2])
     started = replica_threads() - before
-    del workers
     gc.collect()
     assert wait_until(lambda: not any(t.is_alive() for t in started))
 
@@ -219,11 +216,11 @@ def test_a_share_limits_matrix_products_too() -> None:
     try:
         # This sets MKL's count for the whole process, unless a thread has its own.
         torch.set_num_threads(2)
-        workers = Workers()
+        pools = WorkerPools()
         # One thread works alone: the process uses as much time as the thread.
-        used = min(workers.run([cores_used], LABELS[:1], threads=[1])[0] for _ in range(3))
+        used = min(pools.run([cores_used], LABELS[:1], threads=[1])[0] for _ in range(3))
         assert used < 1.3
-        workers.close()
+        pools.close()
     finally:
         torch.set_num_threads(whole)
 

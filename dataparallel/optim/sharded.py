@@ -179,8 +179,7 @@ class ShardedOptimizer(DividedOptimizer):
         ]
         count = torch.get_num_threads()
         threads = [share or count for share in _devices.intra_op_shares(devices)]
-        with self._pools.borrow() as workers:
-            workers.run(tasks, labels, threads=threads)
+        self._pools.run(tasks, labels, threads=threads)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; they are assigned to the shards as well."""

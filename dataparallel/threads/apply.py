@@ -132,8 +132,8 @@ def apply_replicas(
         tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
         count = torch.get_num_threads()
         threads = [share or count for share in _devices.intra_op_shares(devices)]
-        with (pools or _shared_pools).borrow() as workers:
-            return workers.run(tasks, labels, threads=threads, on_interrupt=run.meeting.abort)
+        used = pools or _shared_pools
+        return used.run(tasks, labels, threads=threads, on_interrupt=run.meeting.abort)
 
 
 class _Run(Generic[T]):

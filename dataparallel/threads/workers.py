@@ -18,7 +18,7 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch.utils.checkpoint
@@ -183,44 +183,9 @@ class Workers:
         """End the threads and wait for them; a second call does nothing."""
         self._finalizer()
 
-    def run(
-        self,
-        tasks: Sequence[Callable[[], T]],
-        labels: Sequence[str],
-        *,
-        threads: Sequence[int | None] | None = None,
-        on_interrupt: Callable[[], None] | None = None,
-    ) -> list[T]:
-        """Run ``tasks[i]`` in thread ``i``, all at the same time, and return their results.
-
-        What a task raised is raised here: the object itself, with its label added by
-        :func:`locate`; of several the one of the lowest index, with the others as notes.
-
-        Args:
-            tasks: Functions without arguments.
-            labels: Where each task runs, for error messages: ``"in replica 0 on device cpu"``.
-            threads: How many intra-op threads each task may use. Default: those of its thread.
-            on_interrupt: Called when the wait is interrupted (Ctrl-C), to release tasks that wait
-                for each other.
-        """
-        assert not self.closed, "a closed pool runs nothing"
-        latch = _Latch(len(tasks))
-        shares = threads or [None] * len(tasks)
-        jobs = [_Job(task, latch, share) for task, share in zip(tasks, shares, strict=True)]
-        try:
-            self._grow(len(tasks))
-            for inbox, job in zip(self._inboxes, jobs, strict=False):
-                inbox.put(job)
-            while not latch.wait(_WAIT):
-                interpreter_end.come_by()
-            interpreter_end.come_by()
-        except BaseException:
-            self._interrupt(jobs, latch, on_interrupt)
-            raise
-        return _results(jobs, labels)
-
-    def _grow(self, count: int) -> None:
-        for index in range(len(self._threads), count):
+    def start(self, jobs: Sequence[_Job[Any]]) -> None:
+        """Let each thread execute its job."""
+        for index in range(len(self._threads), len(jobs)):
             inbox: _Inbox = queue.SimpleQueue()
             name = f"dataparallel-replica-{index}"
             thread = threading.Thread(target=_serve, args=(inbox, index), name=name, daemon=True)
@@ -228,8 +193,10 @@ class Workers:
             self._inboxes.append(inbox)
             thread.start()
             self._threads.append(thread)
+        for inbox, job in zip(self._inboxes, jobs, strict=False):
+            inbox.put(job)
 
-    def _interrupt(
+    def interrupt(
         self, jobs: Sequence[_Job[Any]], latch: _Latch, on_interrupt: Callable[[], None] | None
     ) -> None:
         """Stop what still runs. The pool is given up: an asynchronous exception may come late.
@@ -306,19 +273,46 @@ class WorkerPools:
         self._idle: list[Workers] = []
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[Workers]:
-        """An idle pool for the length of a ``with`` block."""
+    def run(
+        self,
+        tasks: Sequence[Callable[[], T]],
+        labels: Sequence[str],
+        *,
+        threads: Sequence[int | None] | None = None,
+        on_interrupt: Callable[[], None] | None = None,
+    ) -> list[T]:
+        """Run ``tasks[i]`` in thread ``i``, all at the same time, and return their results.
+
+        What a task raised is raised here: the object itself, with its label added by
+        :func:`locate`; of several the one of the lowest index, with the others as notes.
+
+        Args:
+            tasks: Functions without arguments.
+            labels: Where each task runs, for error messages: ``"in replica 0 on device cpu"``.
+            threads: How many intra-op threads each task may use. Default: those of its thread.
+            on_interrupt: Called when the wait is interrupted (Ctrl-C), to release tasks that wait
+                for each other.
+        """
         with self._lock:
             workers = self._idle.pop() if self._idle else Workers()
         process = os.getpid()
+        latch = _Latch(len(tasks))
+        shares = threads or [None] * len(tasks)
+        jobs = [_Job(task, latch, share) for task, share in zip(tasks, shares, strict=True)]
         try:
-            yield workers
+            workers.start(jobs)
+            while not latch.wait(_WAIT):
+                interpreter_end.come_by()
+            interpreter_end.come_by()
+        except BaseException:
+            workers.interrupt(jobs, latch, on_interrupt)
+            raise
         finally:
             # In a forked child the threads of this pool do not exist.
             if not workers.closed and process == os.getpid():
                 with self._lock:
                     self._idle.append(workers)
+        return _results(jobs, labels)
 
     def close(self) -> None:
         """End the threads of all idle pools. A later call starts new ones."""
