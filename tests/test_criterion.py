@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.parallel.criterion import Weight, arguments, prepare
-from dataparallel.parallel.denominators import Part
+from dataparallel.parallel.loss import Part, Weight, arguments, prepare
 
 CPU = torch.device("cpu")
 CLASSES = 5

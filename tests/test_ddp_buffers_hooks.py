@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import dataparallel as dp
@@ -135,3 +135,15 @@ def test_what_cannot_be_a_hook() -> None:
         model._register_buffer_comm_hook(None, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"PRE_FORWARD or POST_FORWARD .* but got 'before'"):
         model._register_buffer_comm_hook(None, _mean, "before")  # type: ignore[arg-type]
+
+
+def test_a_replaced_parameter_is_noticed_before_buffers_are_brought_together() -> None:
+    model: Any = dp.DistributedDataParallel(nn.BatchNorm1d(3), ["cpu", "cpu"])
+    seen: list[Any] = []
+    hook = model._register_buffer_comm_hook
+    hook(None, lambda state, buffers: seen.append(model.reducer), Location.PRE_FORWARD)
+    model(torch.randn(4, 3)).sum().backward()
+    model.module.weight = nn.Parameter(torch.ones(3))
+    model(torch.randn(4, 3)).sum().backward()
+    assert model.module.weight.grad is not None
+    assert len(seen) == 2 and seen[0] is not seen[1] and seen[1] is model.reducer

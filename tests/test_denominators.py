@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel.parallel.criterion import prepare
+from dataparallel.parallel.loss import prepare
 
 CPU = torch.device("cpu")
 CLASSES = 5

@@ -47,8 +47,7 @@ from dataparallel.devices import (
 from dataparallel.errors import suggesting
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy, check_policy
-from dataparallel.parallel.criterion import Weight, arguments, prepare
-from dataparallel.parallel.loss import LossCall
+from dataparallel.parallel.loss import LossCall, Weight, arguments, prepare
 from dataparallel.parallel.prefix import NamesOfModule
 from dataparallel.parallel.signature import with_signature_of_module
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
