@@ -74,6 +74,21 @@ def test_a_write_without_a_trace_is_told_of_a_forward_late(wrapper: Wrapper) -> 
 
 
 @WRAPPERS
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_is_forgotten_by_the_next_forward(wrapper: Wrapper) -> None:
+    module, model, x = build(wrapper)
+    model.eval()
+    for _ in range(12):
+        model(x)
+    write(module)
+    model(x)
+    torch.accelerator.synchronize(torch.device(DEVICES[0]))
+    with pytest.raises(UserWarning, match=r"written through \.data"):
+        model(x)
+    assert_current(model, module, x)
+
+
+@WRAPPERS
 def test_weights_swapped_in_for_evaluation_are_seen_at_once(wrapper: Wrapper) -> None:
     module, model, x = build(wrapper, norm=nn.LayerNorm)
     for _ in range(12):

@@ -238,7 +238,8 @@ class Values:
         """
         before, steps = self._marked
         now = self._versions()
-        if now == before:
+        # Another thread may have begun a forward of other parameters meanwhile.
+        if now == before or len(now) != len(before):
             return []
         differ = [number for number, version in enumerate(before) if version != now[number]]
         count = len(self._originals)
@@ -246,7 +247,7 @@ class Values:
         return [
             original
             for original in originals
-            if self._steps.last[id(original)] == steps[id(original)]
+            if self._steps.last.get(id(original)) == steps.get(id(original))
             and not self._steps.is_elsewhere(original)
         ]
 
@@ -293,10 +294,11 @@ class Values:
     def _fill(self, places: Sequence[_Place], *, looks: Looks, always: bool) -> None:
         everything = set(range(len(self._originals)))
         traces = _traces(self._originals, self._steps.last)
+        if looks != "no":
+            self._read_answers()
         stale = [everything if always else place.stale(traces) for place in places]
         if looks != "no":
-            late = self._read_answers()
-            stale = [late.union(s, p.written()) for p, s in zip(places, stale, strict=True)]
+            stale = [s.union(place.written()) for place, s in zip(places, stale, strict=True)]
             same = sorted(everything.difference(*stale))
             if same and self._look(places[0], same, now=looks == "now"):
                 stale = [everything for _ in places]
@@ -340,8 +342,8 @@ class Values:
         self._answers.append((indices, *devices.to_host_later(differs)))
         return False
 
-    def _read_answers(self) -> set[int]:
-        """The tensors of which a comparison at an earlier forward says that they were written."""
+    def _read_answers(self) -> None:
+        """Forget copies of tensors of which an earlier comparison says that they were written."""
         written: set[int] = set()
         while self._answers and self._answers[0][2].query():
             indices, differs, _ = self._answers.popleft()
@@ -349,6 +351,8 @@ class Values:
                 written.update(indices)
         if written:
             self._answers.clear()
+            for place in self._places.values():
+                place.traces = [None if i in written else t for i, t in enumerate(place.traces)]
             warnings.warn(
                 "a parameter or buffer of the wrapped module was written through .data, which "
                 "leaves no trace: replicas on other devices computed with the values before in "
@@ -358,7 +362,6 @@ class Values:
                 UserWarning,
                 stacklevel=2,
             )
-        return written
 
 
 class ReplicaParameters:
