@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
 CalledT = TypeVar("CalledT", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -35,6 +37,21 @@ def listed(entries: Iterable[str], separator: str = ", ", *, number: int | None 
     more = (len(texts) if number is None else number) - MOST
     joint = " " if separator == ", " else separator
     return separator.join(texts[:MOST]) + (f"{joint}and {more} more" if more > 0 else "")
+
+
+def debug_level() -> str:
+    """That of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
+    return dist.distributed_c10d.get_debug_level().name if dist.is_available() else "OFF"
+
+
+def describe_names(names: Iterable[str]) -> str:
+    """Names of parameters for a message, as a list; all of them at the debug level ``DETAIL``."""
+    texts = list(names)
+    if len(texts) <= MOST:
+        return listed(texts)
+    if debug_level() == "DETAIL":
+        return ", ".join(texts)
+    return f"{listed(texts)} (TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"
 
 
 def lines(entries: Iterable[str]) -> str:

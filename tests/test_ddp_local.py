@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 import dataparallel as dp
 from tests.test_ddp_graphs import Net, backward, batch, grads, two_layers
@@ -386,13 +388,45 @@ def test_profilers_show_each_reduction() -> None:
 
 
 def test_the_plan_is_logged_where_torch_is_asked_to_tell_more(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("dataparallel.reducer.debug.level", lambda: "INFO")
+    before = get_debug_level()
+    net = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 4))
     with caplog.at_level("INFO", logger="dataparallel"):
-        model = dp.DistributedDataParallel(Net("cpu", two_layers), ["cpu", "cpu"])
-        backward(model(batch("cpu", 0)).sum())
-    plans = [message for message in caplog.messages if " buckets " in message]
-    assert "before the first backward" in plans[0]
-    assert "in the order of arrival" in plans[1]
-    assert any("(layers.0.weight)" in message for message in caplog.messages)
+        for level in (DebugLevel.OFF, DebugLevel.INFO):
+            set_debug_level(level)
+            model = dp.DistributedDataParallel(net, ["cpu", "cpu"])
+            backward(model(torch.ones(4, 300)).sum())
+            model.close()
+        set_debug_level(before)
+    assert caplog.messages == [
+        "3 parameters, 356.3 KiB, in 1 buckets before the first backward",
+        "bucket 0, 356.3 KiB: 0 (0.weight), 1 (1.weight), 2 (1.bias)",
+        "3 parameters, 356.3 KiB, in 1 buckets in the order of arrival",
+        "bucket 0, 356.3 KiB: 2 (1.bias), 1 (1.weight), 0 (0.weight)",
+    ]
+
+
+class OnlyFirst(nn.ModuleList):
+    """Uses one of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self[0](x)
+        return output
+
+
+@pytest.mark.parametrize("level", [DebugLevel.OFF, DebugLevel.DETAIL])
+def test_messages_name_three_parameters_or_all(level: DebugLevel) -> None:
+    before = get_debug_level()
+    net = OnlyFirst([nn.Linear(2, 2) for _ in range(4)])
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2, find_unused_parameters=False)
+    shown = "1.weight, 1.bias, 2.weight and 3 more (TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"
+    if level == DebugLevel.DETAIL:
+        shown = "1.weight, 1.bias, 2.weight, 2.bias, 3.weight, 3.bias"
+    set_debug_level(level)
+    try:
+        with pytest.raises(RuntimeError, match=re.escape(f": {shown}. Leave")):
+            model(torch.ones(2, 2)).sum().backward()
+    finally:
+        set_debug_level(before)
+    model.close()

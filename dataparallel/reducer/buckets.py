@@ -13,6 +13,7 @@ one to the other is a pass over memory in order, and an optimizer's fused step f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -22,11 +23,13 @@ from torch import nn
 from dataparallel import comm, kernels
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.sums import add_arriving, add_columns, add_into, can_add
+from dataparallel.errors import debug_level, describe_names
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.debug import describe_names, log_plan
 from dataparallel.reducer.options import ReducerOptions
+
+_log = logging.getLogger("dataparallel")
 
 T = TypeVar("T")
 MaybeTensor: TypeAlias = torch.Tensor | None
@@ -432,7 +435,7 @@ class Buckets:
         self.ordered = order is not None
         self.plan = make_plan(originals, options, expect_sparse, order)
         when = "before the first backward" if order is None else "in the order of arrival"
-        log_plan(self.plan, names, when)
+        _log_plan(self.plan, names, when)
         reduced = len(originals) - options.num_local if sends else 0
         composed = [
             n for n, o in zip(names[:reduced], originals, strict=False) if _holds_tensors(o)
@@ -543,6 +546,17 @@ def make_plan(
         order=order,
         parts=[prompt, options.delayed - local, local],
     )
+
+
+def _log_plan(plan: BucketPlan, names: Sequence[str], why: str) -> None:
+    """Log the buckets, one line each, if ``TORCH_DISTRIBUTED_DEBUG`` asks for more than errors."""
+    if debug_level() == "OFF" or not _log.isEnabledFor(logging.INFO):
+        return
+    count, size = sum(map(len, plan.buckets)), sum(plan.bytes) / 1024
+    _log.info("%d parameters, %.1f KiB, in %d buckets %s", count, size, len(plan), why)
+    for number, (bucket, num_bytes) in enumerate(zip(plan.buckets, plan.bytes, strict=True)):
+        shown = describe_names(f"{index} ({names[index]})" for index in bucket)
+        _log.info("bucket %d, %.1f KiB: %s", number, num_bytes / 1024, shown)
 
 
 def pack(storage: BucketStorage, sums: Sequence[MaybeTensor], scale: float) -> None:

@@ -31,9 +31,8 @@ import torch.distributed as dist
 
 from dataparallel import torch_internals
 from dataparallel.comm.process_errors import CollectiveError
-from dataparallel.errors import locate
+from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import BucketStorage
-from dataparallel.reducer.debug import describe_names
 
 #: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]

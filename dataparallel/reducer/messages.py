@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dataparallel.errors import MOST, listed
-from dataparallel.reducer.debug import describe_names
+from dataparallel.errors import MOST, describe_names, listed
 
 PRIOR_NOT_FINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: another "
