@@ -24,7 +24,7 @@ from dataparallel.batch.scatter import scatter_kwargs as scatter_kwargs  # noqa:
 from dataparallel.comm.bucket_plan import (  # noqa: E402
     compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
 )
-from dataparallel.comm.telling import telling_failures as telling_failures  # noqa: E402
+from dataparallel.comm.failures import telling_failures as telling_failures  # noqa: E402
 from dataparallel.devices import accelerators as accelerators  # noqa: E402
 from dataparallel.optim.sharded import ShardedOptimizer as ShardedOptimizer  # noqa: E402
 from dataparallel.parallel.data_parallel import DataParallel as DataParallel  # noqa: E402

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.attach import runs
 from tests.cluster import Cluster

@@ -15,7 +15,7 @@ from dataparallel.collectives import functional
 from dataparallel.collectives.groups import resolve
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 from tests.process_groups import new_group
 

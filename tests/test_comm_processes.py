@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 
 Numbers = list[Any]
@@ -202,34 +201,3 @@ def test_other_devices_are_staged_through_the_host(cluster: Cluster, strict: boo
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.int16)):
         expected = sum(2 * random(rank, 6, 2, dtype=dtype) for rank in range(2)) + 1
         assert results[0][i].equal(expected) and results[1][i].equal(expected)
-
-
-class Allocations(TorchFunctionMode):
-    """Counts the calls of ``torch.empty``."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func is torch.empty
-        return func(*args, **kwargs or {})
-
-
-def stage_often(rank: int, world_size: int) -> list[int]:
-    link = ProcessLink(purpose="test")
-    tensors = [torch.ones(100, device="virtual:0"), torch.ones(100, device="virtual:1")]
-    counts = []
-    with Allocations() as allocations:
-        for _ in range(3):
-            pending = [link.all_reduce(tensor, what="numbers") for tensor in tensors]
-            for one in pending:
-                one.wait()
-            counts.append(allocations.count)
-    link.close()
-    return counts
-
-
-def test_host_memory_is_used_again(cluster: Cluster) -> None:
-    for counts in cluster.run(stage_often, 2, virtual=True):
-        assert counts == [2, 2, 2]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import dataparallel as dp
-from dataparallel.comm.processes import CollectiveTimeout
+from dataparallel.comm.process_errors import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.ddp_join_cases import (
     State,

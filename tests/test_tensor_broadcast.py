@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.parallel import buffers
 from tests.cluster import Cluster
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel import DistributedDataParallel
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.kernels import fingerprint
 from dataparallel.reducer import verify
 from dataparallel.reducer.verify import ReplicaMismatch, check_replicas, verify_replicas

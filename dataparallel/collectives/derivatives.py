@@ -33,7 +33,7 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
     Scatter,
 )
-from dataparallel.comm.operations import EXTREMES
+from dataparallel.collectives.wires import EXTREMES
 
 #: Runs a collective: one tensor per member of this process in, one out; differentiable.
 Run: TypeAlias = Callable[[Collective, Sequence[Tensor]], Sequence[Tensor]]

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel import torch_internals
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.comm.process_group import parent_group, timeout_of
-from dataparallel.comm.processes import ProcessLink
 from dataparallel.threads.meeting import RendezvousKeyError
 
 _WANTS, _ABLE = 1, 2
@@ -98,7 +98,7 @@ class HybridLink:
         was initialized again.
         """
         with self.lock:
-            if self._link is not None and (self._link.broken or not _is_known(self._link)):
+            if self._link is not None and not _is_usable(self._link):
                 self.close()
             if self._link is None:
                 parent = self._parent()
@@ -113,7 +113,7 @@ class HybridLink:
 
     def check_current(self, link: ProcessLink, what: str) -> None:
         """Raise a RuntimeError if ``link`` is not the one that is used at the moment."""
-        if link is not self._link or link.closed or link.broken or not _is_known(link):
+        if link is not self._link or not _is_usable(link):
             why = f". What failed: {link.broken}" if link.broken else ""
             raise CollectiveError(
                 f"{what}: the link between the processes failed or was closed since forward; run "
@@ -226,9 +226,11 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _is_known(link: ProcessLink) -> bool:
-    """Whether the process group has not been destroyed."""
-    return not link.closed and torch_internals.is_registered(link.group)
+def _is_usable(link: ProcessLink) -> bool:
+    """Whether no process has failed, and the process group has not been destroyed."""
+    if link.closed or link.broken:
+        return False
+    return torch_internals.is_registered(link.group)
 
 
 def _close(reference: Callable[[], HybridLink | None]) -> None:

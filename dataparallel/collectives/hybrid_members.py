@@ -25,8 +25,10 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
 )
 from dataparallel.collectives.members import bring, spread
+from dataparallel.collectives.parcels import all_to_all
 from dataparallel.collectives.reductions import mean_of, reduce_terms
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.collectives.wires import reduce_over
+from dataparallel.comm.link import ProcessLink
 
 
 class HybridMembers:
@@ -67,7 +69,7 @@ class HybridMembers:
     def _all_reduce(self, op: str, inputs: Sequence[Tensor]) -> list[Tensor]:
         total = _reduce(_begun(op), inputs, inputs[0].device)
         what = f"a reduction over {self.size} members"
-        self.link.all_reduce(total, op=_begun(op), what=what).wait()
+        reduce_over(self.link, total, _begun(op), what)
         if op == "avg":
             mean_of(total, self.size)
         return spread(total, [x.device for x in inputs])
@@ -189,7 +191,8 @@ class HybridMembers:
         ]
         lengths = [[shape.numel() for shape in expected] for expected in shapes]
         lengths[here] = []
-        arrived = self.link.all_to_all(
+        arrived = all_to_all(
+            self.link,
             sent,
             what=f"{collective.name} over {self.size} members",
             like=[(torch.Size([sum(each)]), like.dtype, like.device) for each in lengths],

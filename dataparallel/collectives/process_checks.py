@@ -16,24 +16,16 @@ import torch.distributed as dist
 from dataparallel.collectives.group_lookup import group_of
 from dataparallel.collectives.groups import Group, resolve
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.process_failures import GroupFailures
-from dataparallel.comm.calls import Call
 from dataparallel.comm.checks import (
+    Call,
     CheckMode,
     CollectiveChecks,
     CollectiveMismatch,
     checked_mode,
     set_default_mode,
 )
-from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.failures import failures_of
 from dataparallel.comm.process_errors import CollectiveError, name_ranks
-from dataparallel.comm.process_group import shared_store
-from dataparallel.comm.store_requests import ask
-
-# As long as torch's groups wait by default: whoever comes later would find no collective either.
-_TIMEOUT = 1800.0
-# Seconds after which a store that does not answer counts as lost.
-_STORE_TIMEOUT = 15.0
 
 _name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
 
@@ -47,25 +39,16 @@ class GroupChecks:
     """
 
     def __init__(self, group: dist.ProcessGroup, mode: CheckMode | None = None) -> None:
-        #: What is known of the other processes; None if there are none.
-        self.failures = GroupFailures(group) if group.size() > 1 else None
+        #: What is known of failures of the other processes.
+        self.failures = failures_of(group)
         self._broken: str | None = None
         self._lock = threading.RLock()
-        store = shared_store(group)
         # A group that is made after another one of its name finds what that one has written.
         key = f"checks/made/{group.group_name}/{group.rank()}"
-        channel = channel_of(group, store)
-        ranks = name_ranks(dist.get_process_group_ranks(group))
-        purpose = f"makes its first collective over {ranks}"
-
-        def begin() -> str:
-            name = f"process group {group.group_name}/{store.add(key, 1)}"
-            if self.failures is not None:
-                self.failures.introduce(store, name)
-            return name
-
-        name = ask(begin, channel, _STORE_TIMEOUT, purpose)
-        self._checks = CollectiveChecks.of(group, store, name, mode, _TIMEOUT)
+        purpose = f"makes its first collective over {name_ranks(self.failures.ranks)}"
+        number = self.failures.ask(lambda store: store.add(key, 1), purpose)
+        name = f"process group {group.group_name}/{number}"
+        self._checks = CollectiveChecks(self.failures, name, mode)
 
     @property
     def number(self) -> int:
@@ -105,7 +88,7 @@ class GroupChecks:
             self._note(error)
             raise
 
-    def give_up(self, error: CollectiveError) -> None:
+    def give_up(self, error: Exception) -> None:
         """Use the group no more, since a collective is still under way here."""
         self._broken = str(error)
 
@@ -142,8 +125,7 @@ def set_checks(mode: CheckMode, group: Group = None) -> None:
 
     Args:
         mode: ``"sampled"`` (the default): the first three collectives of a group, or steps of a
-            wrapper, three after a mismatch, and every 64th. The next check also compares those in
-            between. ``"always"``: all. ``"off"``: none.
+            wrapper, and three after a mismatch. ``"always"``: all. ``"off"``: none.
         group: The process group, as in the collectives themselves. Default: all groups and
             wrappers that are used from now on.
 

@@ -12,7 +12,7 @@ works in place, else contiguous and where the backend can read it (on the host f
 does not take). That copy is the only one made at a launch.
 
 What is only moved travels as bytes, if its dtype is not one that every operation of gloo takes.
-What is reduced travels as ``comm.operations`` says, which is right for NaN, for bool, and for
+What is reduced travels as ``wires.py`` says, which is right for NaN, for bool, and for
 dtypes that the backend lacks. A reduce_scatter brings the chunks to where they belong and reduces
 them there, in the order of the ranks: half of what gloo would send for it, and for any operation.
 
@@ -44,8 +44,9 @@ from dataparallel.collectives.group_lookup import group_of as group_of
 from dataparallel.collectives.process_checks import checks_of
 from dataparallel.collectives.process_work import ProcessWork, Start
 from dataparallel.collectives.reductions import mean_of, reduce_terms
-from dataparallel.comm.calls import Call
-from dataparallel.comm.operations import TAKEN, Reduction, Wire, plan_reduction
+from dataparallel.collectives.wires import Reduction, Wire, plan_reduction
+from dataparallel.comm.checks import Call
+from dataparallel.comm.link import TAKEN
 
 # Dtypes with which torch computes on the CPU. The others are added, and so on, as something else.
 _COMPUTED = frozenset(
@@ -165,7 +166,7 @@ def _plan(op: str, dtype: torch.dtype, backend: str) -> tuple[Reduction, Any]:
         )
     like = torch.empty(0, dtype=dtype, device=_HOST)
     plan = plan_reduction("sum" if op == "avg" else op, like, backend)
-    return plan, plan.of_torch
+    return plan, getattr(dist.ReduceOp, plan.op.upper())
 
 
 def _all_reduce(sent: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> Any:

@@ -17,22 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataparallel import torch_internals
 from dataparallel.collectives.process_checks import checks_of
-from dataparallel.collectives.process_failures import GroupFailures
-from dataparallel.comm.checks import LATE_ANSWER
-from dataparallel.comm.failure_channel import channel_of
-from dataparallel.comm.launcher import SLICE, is_time_limit, wait_briefly
-from dataparallel.comm.process_errors import (
-    CollectiveError,
-    CollectiveTimeout,
-    Place,
-    Reports,
-    failure,
-    given_up,
-)
-from dataparallel.comm.process_group import shared_store
-from dataparallel.comm.watch import Watch
+from dataparallel.comm.failures import SLICE
+from dataparallel.comm.link import LATE_ANSWER, is_time_limit, wait_briefly
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Place
 from dataparallel.devices import (
     NullStream,
     current_stream,
@@ -69,6 +57,7 @@ class ProcessWork:
         "_device",
         "_finish",
         "_group",
+        "_known",
         "_operation",
         "_sequence",
         "_shape",
@@ -99,13 +88,13 @@ class ProcessWork:
         self._start: Start | None = start
         self._checks = checks_of(group)
         self._sequence = self._checks.number
-        if self._checks.failures is not None:
-            self._checks.failures.come()
+        # Who has failed before may go on nevertheless, and is expected here.
+        self._known = self._checks.failures.failure
         self._started = time.monotonic()
         try:
             work = start(async_op=True)
         except RuntimeError as error:
-            raise self._error(error) from error
+            raise self._error(str(error)) from error
         assert work is not None, "this process is in the group"
         self._work = work
 
@@ -136,32 +125,20 @@ class ProcessWork:
         self._finish = self._start = None
 
     def _wait_for_backend(self) -> None:
-        failures, watch = self._checks.failures, None
+        failures = self._checks.failures
         try:
             while not self._wait_a_little():
                 self._checks.hear()
-                if failures is not None:
-                    watch = watch or failures.watch(str(self._place()))
-                    self._see_failures(failures, watch)
-        except CollectiveError:
+                if self._group.size() > 1 and failures.while_waiting() not in (None, self._known):
+                    error = self._error(None)
+                    self._checks.give_up(error)
+                    raise error
+        except (CollectiveError, CollectiveTimeout):
             raise
         except RuntimeError as error:
             # Why another process has not come may be known already.
             self._checks.hear(LATE_ANSWER)
-            raise self._error(error) from error
-        finally:
-            if watch is not None:
-                watch.close()
-
-    def _see_failures(self, failures: GroupFailures, watch: Watch) -> None:
-        cause, group = failures.find(watch), self._group
-        if cause is not None:
-            ranks = dist.get_process_group_ranks(group)
-            seconds = time.monotonic() - self._started
-            error = given_up(self._place(), _name_of(group), ranks, group.rank(), cause, seconds)
-            self._checks.give_up(error)
-            failures.give_up(cause)
-            raise error
+            raise self._error(str(error)) from error
 
     def _wait_a_little(self) -> bool:
         if not self._blocks:
@@ -179,31 +156,10 @@ class ProcessWork:
         what = f"a tensor {tuple(shape)} of {str(dtype).removeprefix('torch.')}"
         return Place(self._sequence, self._operation, what)
 
-    def _error(self, error: RuntimeError) -> CollectiveError | CollectiveTimeout:
+    def _error(self, reason: str | None) -> CollectiveError | CollectiveTimeout:
         seconds = time.monotonic() - self._started
-        timed_out = is_time_limit(str(error))
-        group, place = self._group, self._place()
-        link = _name_of(group)
-        ranks = list(range(group.size()))
-        reports: object = "the process group was destroyed"
-        channel = None
-        if _is_alive(group):
-            ranks = dist.get_process_group_ranks(group)
-            channel = channel_of(group, shared_store(group))
-            if self._checks.failures is not None:
-                self._checks.failures.meet()
-            mine = Reports(shared_store(group), link, group.rank(), group.size(), channel)
-            reports = mine.exchange(place, timed_out)
-        assert isinstance(reports, (dict, str))
-        reason = None if timed_out else str(error)
-        return failure(
-            place, link, ranks, group.rank(), reports, channel, seconds, timed_out, reason
+        name = f"process group {self._group.group_name}/collectives"
+        timed_out = reason is not None and is_time_limit(reason)
+        return self._checks.failures.explain(
+            self._place(), name, seconds, None if timed_out else reason, timed_out=timed_out
         )
-
-
-def _name_of(group: dist.ProcessGroup) -> str:
-    return f"process group {group.group_name}/collectives"
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    return torch_internals.is_registered(group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.comm.operations import BITWISE, COMBINED, EXTREMES
+from dataparallel.collectives.wires import BITWISE, COMBINED, EXTREMES
 from dataparallel.comm.sums import add_here
 
 #: All operations, by torch's names.

@@ -21,16 +21,14 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import constants
 
 from dataparallel import torch_internals
+from dataparallel.comm.failures import groups, shared_store
 from dataparallel.comm.process_errors import CollectiveError, name_ranks
-
-if TYPE_CHECKING:
-    from dataparallel.torch_internals import Store
 
 # Seconds that releasing a group may take before it goes on in the background.
 _RELEASE_TIMEOUT = 2.0
@@ -69,23 +67,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return min(limits, default=constants.default_pg_timeout).total_seconds()
 
 
-def shared_store(parent: dist.ProcessGroup) -> Store:
-    """The part of the group's store in which everything of this package is."""
-    from dataparallel.torch_internals import PrefixStore
-
-    return PrefixStore("dataparallel", parent.get_group_store())
-
-
-def make_group(
-    parent: dist.ProcessGroup, store: Store, name: str, timeout: float
-) -> dist.ProcessGroup:
+def make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
     """A new group over the processes of ``parent``, with its backends and one for the CPU.
 
     See Note [Groups for accelerators only] and Note [Groups that are bound].
 
     Args:
         parent: Who takes part.
-        store: Where the processes meet.
         name: What the processes have agreed on; see Note [Names of process groups].
         timeout: Seconds that each collective may take.
 
@@ -102,7 +90,7 @@ def make_group(
                 parent,
                 ranks,
                 dist.Backend(_backends(parent)),
-                store,
+                shared_store(parent),
                 # Torch knows all groups of a process by name, and the numbers of two parents are
                 # alike.
                 f"{parent.group_name}/{name}",
@@ -114,6 +102,7 @@ def make_group(
             f"rank {dist.get_rank()} could not connect to {name_ranks(ranks)} for {name!r}: {error}"
         ) from error
     assert isinstance(group, dist.ProcessGroup)
+    groups.own.add(group)
     return group
 
 
@@ -155,7 +144,7 @@ def _backends(parent: dist.ProcessGroup) -> str:
     return f"cpu:gloo,{pairs}"
 
 
-def release_group(holder: list[dist.ProcessGroup]) -> None:
+def release_group(holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIMEOUT) -> None:
     """Give the connections and threads of a group back.
 
     A gloo group joins its threads, each of which may be in a collective that ends only when its
@@ -163,14 +152,16 @@ def release_group(holder: list[dist.ProcessGroup]) -> None:
 
     Args:
         holder: Contains the group, and is empty afterwards. Nobody else should hold the group.
+        seconds: How long to wait for that.
     """
 
     def release() -> None:
         group = holder.pop()
-        # Otherwise the user has destroyed all groups already.
+        # Otherwise the user has destroyed all groups already, or does so just now.
         if torch_internals.is_registered(group):
-            dist.destroy_process_group(group)
+            with contextlib.suppress(KeyError, ValueError):
+                dist.destroy_process_group(group)
 
     thread = threading.Thread(target=release, name="dataparallel-release", daemon=True)
     thread.start()
-    thread.join(_RELEASE_TIMEOUT)
+    thread.join(seconds)

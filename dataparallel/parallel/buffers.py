@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dataparallel import comm, torch_internals
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import chosen, lines
 from dataparallel.reducer.trained import ignored_names
 from dataparallel.reducer.verify import differences, gather_if_different

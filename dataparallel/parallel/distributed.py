@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.batch.joining import ScalarsOption
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.devices import DeviceLike
 from dataparallel.errors import suggesting
 from dataparallel.optim.in_backward import InBackwardOptimizers

@@ -37,7 +37,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.comm.processes import Pending, ProcessLink
+from dataparallel.comm.link import Pending, ProcessLink
 from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.torch_internals import BatchNorm
 

@@ -15,9 +15,7 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.comm.failure_channel import channel_of
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.comm.process_group import shared_store
+from dataparallel.comm.failures import report
 from dataparallel.devices import has_backward_thread
 from dataparallel.graph.cut import Cuts
 from dataparallel.graph.gradient_home import refuse_calls
@@ -310,14 +308,8 @@ class Training:
             yield
         except BaseException as error:
             group = self._options.process_group
-            alone = self.processes is None or self.processes.world_size == 1
-            if reduces and not alone and group is not None:
-                channel = channel_of(group, shared_store(group))
-                if not isinstance(error, (CollectiveError, CollectiveTimeout)):
-                    channel.tell(error, doing)
-                elif error.failure is not None:
-                    # Only those that took part in the collective know it.
-                    channel.pass_on(error.failure)
+            if reduces and self.processes is not None and group is not None:
+                report(error, doing, group)
             raise
 
     def reset(self) -> None:

@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failure import describe_error
-from dataparallel.comm.failure_channel import channel_of
-from dataparallel.comm.late_failures import late_failures
-from dataparallel.comm.process_group import parent_group, shared_store, timeout_of
-from dataparallel.comm.processes import Pending, ProcessLink
+from dataparallel.comm.failures import failures_of, mark_reported, shared_store
+from dataparallel.comm.link import Pending, ProcessLink, late_works
+from dataparallel.comm.process_errors import describe_error
+from dataparallel.comm.process_group import parent_group, timeout_of
 from dataparallel.errors import add_note
 from dataparallel.reducer import messages
 from dataparallel.reducer.buckets import Bucket, Gradients
@@ -85,7 +84,7 @@ class ReducerProcesses:
         self._num_active: Callable[[], int] | None = None
         self._store = shared_store(parent)
         #: Collectives that have failed when nobody waited any more.
-        self.late = late_failures(channel_of(parent, self._store))
+        self.late = late_works(failures_of(parent))
         self._num_rounds = 0
         self._told: str | None = None
         self._plan: tuple[Any, str] = ((), "")
@@ -177,11 +176,11 @@ class ReducerProcesses:
         # First: telling may be interrupted, too.
         self._was_interrupted = True
         if self._links is not None:
-            self._links[1].tell(error, "backward")
+            self._links[1].report(error, "backward")
 
     def get_stuck(self, reason: str) -> None:
         """No step can be reduced any more, with whatever links; the others get to know."""
-        self.control.tell(RuntimeError(reason), "backward", kind="stuck")
+        self.control.report(RuntimeError(reason), "backward", kind="stuck")
 
     @property
     def stuck(self) -> str:
@@ -196,6 +195,7 @@ class ReducerProcesses:
         the reason goes through the store of the group: it is written before the end of the round
         says that there is one, and read only then.
         """
+        mark_reported(error)
         text = json.dumps(describe_error(error))
         before, self._told = self._told, self._key(self.rank)
         key = self._told
@@ -464,7 +464,7 @@ class Exchange:
 
     def _nobody_waits(self) -> bool:
         """Whether all know of a failure, so that a hook need not be asked for what is left."""
-        return self._sender is not None and self._processes.control.failure is not None
+        return self._sender is not None and self._processes.control.look() is not None
 
 
 def _wait(pending: Pending, tensor: torch.Tensor) -> torch.Tensor:

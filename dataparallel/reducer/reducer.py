@@ -344,7 +344,7 @@ class Reducer:
             self.buckets.arranged(self._originals),
             self.buckets.arranged(self.names),
             control.timeout,
-            lambda: control.failure,
+            control.look,
         )
         return Exchange(
             processes,

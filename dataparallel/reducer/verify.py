@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.reducer.options import ReducerOptions

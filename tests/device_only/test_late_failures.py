@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dataparallel import checkpoint
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.comm.processes import ProcessLink
 from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster, RankDied
 from tests.device_only.cases import (

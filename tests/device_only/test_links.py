@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.comm.processes import ProcessLink
-from dataparallel.comm.routing import kind_of
+from dataparallel.collectives.parcels import all_to_all, kind_of
+from dataparallel.collectives.wires import reduce_over
+from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 from tests.device_only.cases import State, check, state_of, wrap
 
@@ -39,7 +40,7 @@ def reduce_all(rank: int, size: int) -> list[Tensor]:
         for op in OPERATIONS:
             if has(op, dtype):
                 tensor = value(rank, dtype).to(f"virtual:{rank}")
-                link.all_reduce(tensor, op=op, what=f"{op} of {dtype}").wait()
+                reduce_over(link, tensor, op, f"{op} of {dtype}")
                 results.append(tensor.cpu())
     return results
 
@@ -73,7 +74,7 @@ def move_all(rank: int, size: int) -> list[Tensor]:
         results += link.all_gather(tensor, what="a tensor")
         given = [tensor[:1], tensor[:2]]
         gets = [kind_of(torch.empty(rank + 1, dtype=torch.float16, device=place))] * 2
-        results += link.all_to_all(given, what="parts", like=gets)
+        results += all_to_all(link, given, what="parts", like=gets)
         link.broadcast(tensor, 1, what="a tensor").wait()
         results.append(tensor)
     assert link.all_gather_json({"rank": rank}, what="ranks") == [{"rank": 0}, {"rank": 1}]

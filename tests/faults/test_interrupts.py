@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
-from dataparallel.comm import launcher
+from dataparallel.comm import link
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.reducer.buckets import Bucket, BucketStorage
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses
@@ -168,7 +168,7 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
     if rank == 0:
         begin = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launcher, "wait_briefly", press)
+            patch.setattr(link, "wait_briefly", press)
             with pytest.raises(KeyboardInterrupt):
                 step(model, x)
         found["seconds"] = time.monotonic() - begin
@@ -179,7 +179,7 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
         # It may have heard already, and is then at the next step.
         with contextlib.suppress(CollectiveError):
             processes: Any = model._training.processes
-            while processes.control._launcher.cause is None:
+            while not processes.control.look():
                 time.sleep(0.01)
             found["text"] = processes.control.broken
     found["equal"] = all(map(torch.equal, step(model, x), wanted))

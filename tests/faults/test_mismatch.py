@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dataparallel import collectives
 from dataparallel.comm.checks import CollectiveMismatch
-from dataparallel.comm.processes import ProcessLink
+from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
-from dataparallel.comm.launcher import Launcher, Pending
+from dataparallel.comm.link import Pending, ProcessLink
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
@@ -27,7 +27,7 @@ DELAYS = random.Random(7)
 
 #: Whose locks may be held while a collective is given to the backend: they keep the launches in
 #: order, and who waits for them wants to launch, too.
-ALLOWED = {"dataparallel.comm.launcher", "dataparallel.reducer.exchange"}
+ALLOWED = {"dataparallel.comm.link", "dataparallel.reducer.exchange"}
 
 
 def pause(*_: object) -> None:
@@ -168,33 +168,33 @@ def blocking_backend(found: list[str]) -> Iterator[list[str]]:
         On entry a list that gets what was launched.
     """
     launched: list[str] = []
-    launch = Launcher.launch
+    launch = ProcessLink._launch
 
     parameters = inspect.signature(launch)
 
-    def blocking(self: Launcher, *args: Any, **kwargs: Any) -> Pending:
+    def blocking(self: ProcessLink, *args: Any, **kwargs: Any) -> Pending:
         bound = parameters.bind(self, *args, **kwargs)
         inner = bound.arguments["start"]
 
-        def start() -> Any:
+        def start(group: dist.ProcessGroup) -> Any:
             found.extend(owner for owner in WatchedLock.holders() if owner not in ALLOWED)
             if DELAYS.random() < 0.5:
                 deadline = time.monotonic() + 0.0005
                 while time.monotonic() < deadline:
                     pass
-            work = inner()
+            work = inner(group)
             work.wait()
-            launched.append(self._name)
+            launched.append(self.name)
             return work
 
         bound.arguments["start"] = start
         return launch(*bound.args, **bound.kwargs)
 
-    Launcher.launch = blocking  # type: ignore[method-assign]
+    ProcessLink._launch = blocking  # type: ignore[method-assign]
     try:
         yield launched
     finally:
-        Launcher.launch = launch  # type: ignore[method-assign]
+        ProcessLink._launch = launch  # type: ignore[method-assign]
 
 
 def train_over_blocking_backend(

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dataparallel import torch_internals
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.process_group import parent_group
-from dataparallel.comm.processes import ProcessLink
 from dataparallel.extras.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failure_channel import channel_of
+from dataparallel.comm.failures import failures_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.comm.process_group import shared_store
 from dataparallel.errors import suggesting
 from dataparallel.extras.process_start.agreement import Agreement, agree
 from dataparallel.extras.process_start.backends import (
@@ -161,7 +160,7 @@ def _introduce() -> None:
     """Let the others see, before anything of this package is made, whether this process ends."""
     world = dist.group.WORLD
     if world is not None and world.size() > 1:
-        channel_of(world, shared_store(world), fresh=True).introduce()
+        failures_of(world)
 
 
 def _check_no_default() -> None:

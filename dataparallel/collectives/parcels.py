@@ -15,6 +15,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+
+from dataparallel.comm.checks import Call
+from dataparallel.comm.link import ProcessLink
 
 #: What a tensor is: its shape, its dtype and the device on which it is wanted.
 Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -96,23 +100,40 @@ def unpack_parcels(
     return found
 
 
-def check_kinds(
-    tensors: Sequence[torch.Tensor], like: Sequence[Kind], world_size: int, what: str
-) -> None:
-    """Raise a ValueError if not every process has a strided tensor, and a kind to get."""
-    if len(tensors) != world_size or len(like) != world_size:
-        raise ValueError(
-            f"all_to_all takes one tensor and one kind per process, {world_size} of each, but got "
-            f"{len(tensors)} tensors and {len(like)} kinds for {what}; pass an empty tensor where "
-            "there is nothing to send"
-        )
-    sparse = [i for i, tensor in enumerate(tensors) if tensor.layout != torch.strided]
-    if sparse:
-        layouts = ", ".join(f"{i} has {tensors[i].layout}" for i in sparse)
-        raise ValueError(
-            f"all_to_all takes strided tensors, but of {what} the tensor for process {layouts}; "
-            "send its indices and values"
-        )
+def all_to_all(
+    link: ProcessLink, tensors: Sequence[torch.Tensor], *, what: str, like: Sequence[Kind]
+) -> list[torch.Tensor]:
+    """Send a strided tensor to each process of a link and get one from each, in one collective.
+
+    Shapes and dtypes may differ from pair to pair, and bits arrive as they are.
+
+    Args:
+        link: The processes.
+        tensors: One for each process. Read on the current stream of their device.
+        what: What the tensors are, for messages.
+        like: At ``i`` the kind of the tensor that process ``i`` has for this one. The bytes travel
+            from device to device if all tensors here are on devices of one type, which the backend
+            takes, else through the host; the same in all processes.
+
+    Returns:
+        New tensors, contiguous, the one at ``i`` from process ``i``.
+
+    Raises:
+        ValueError: What comes from a process is not as in ``like``. (Gloo ends a process that gets
+            more bytes than it expects, so processes that may disagree tell each other the sizes
+            first.)
+    """
+    kinds = [kind_of(tensor) for tensor in tensors]
+    place = meeting_place([*kinds, *like], link.devices)
+    packed = pack_parcels(tensors, place)
+    given, sizes = parcel_sizes(kinds), parcel_sizes(like)
+    arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
+    link.run(
+        Call("all_to_all", "", torch.uint8, (), what, given, sizes),
+        packed,
+        lambda group: dist.all_to_all_single(arrived, packed, sizes, given, group, async_op=True),
+    )
+    return unpack_parcels(arrived, like, dist.get_process_group_ranks(link.group), what)
 
 
 def _contents(parcel: torch.Tensor, kind: Kind) -> torch.Tensor:

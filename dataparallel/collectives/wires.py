@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from dataparallel.comm.link import TAKEN, ProcessLink
 
 #: What each does with two tensors of one shape and dtype.
 COMBINED: dict[str, Any] = {
@@ -19,35 +20,8 @@ COMBINED: dict[str, Any] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-OPERATIONS = tuple(COMBINED)
 BITWISE = frozenset({"band", "bor", "bxor"})
 EXTREMES = frozenset({"min", "max"})
-
-# Note [What a backend takes]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Contiguous tensors of these types, on the devices for which the group has a backend. Gloo adds
-# float16 and bfloat16 in their own precision, rounded at every process on the way; torch's DDP
-# leaves it at that, and so do we: same numbers.
-#
-# Other types have no sum anywhere. Integers travel as int64, where the sum is exact and wraps on
-# return as it would have; small floats travel as float32, complex ones as complex64, and are
-# rounded once, on return. What is only moved travels as bytes. Sparse tensors can be added by gloo
-# if they have one of few types, so they all travel as float32, float64 or int64.
-TAKEN = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
 
 # Note [Minimum and maximum]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -115,7 +89,7 @@ class Reduction:
     """How tensors of several processes become one.
 
     Args:
-        op: One of :data:`OPERATIONS`, which the backend or :func:`fold` applies to what travels.
+        op: One of :data:`COMBINED`, which the backend or :func:`fold` applies to what travels.
         wire: What travels.
         gathered: Whether every process gets the tensors of all, and reduces them itself.
     """
@@ -124,58 +98,12 @@ class Reduction:
     wire: Wire
     gathered: bool
 
-    @property
-    def of_torch(self) -> dist.ReduceOp.RedOpType:
-        """The operation under torch's name."""
-        found: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, self.op.upper())
-        return found
-
-
-def check_operation(op: str, tensor: torch.Tensor, what: str) -> None:
-    """Raise a ValueError if ``op`` is unknown, or not for tensors like this one."""
-    if op not in OPERATIONS:
-        raise ValueError(
-            f"op is one of sum, product, min, max, but got {op!r}; integers and bool also have "
-            "band, bor and bxor"
-        )
-    if tensor.layout != torch.strided:
-        _check_sparse(op, tensor, what)
-    if op in BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"op {op!r} is for integers and bool, but {what} has the dtype {tensor.dtype}; "
-            "view it as integers of the same size"
-        )
-    if op in EXTREMES and tensor.is_complex():
-        raise ValueError(
-            f"complex numbers have no order, but op is {op!r} for {what} with the dtype "
-            f"{tensor.dtype}; reduce its abs(), or torch.view_as_real of it"
-        )
-
-
-def _check_sparse(op: str, tensor: torch.Tensor, what: str) -> None:
-    if tensor.layout != torch.sparse_coo:
-        raise ValueError(
-            f"all_reduce takes strided tensors and sparse ones of the layout torch.sparse_coo, but "
-            f"{what} has the layout {tensor.layout}; use its to_sparse_coo() or to_dense()"
-        )
-    if op != "sum":
-        raise ValueError(
-            f"sparse tensors have a sum only, but op is {op!r} for {what} with the layout "
-            f"{tensor.layout}; use its to_dense()"
-        )
-    if tensor.is_complex():
-        # Torch would add up a copy, and leave the tensor as it was.
-        raise ValueError(
-            f"sparse complex tensors have no sum, but {what} has the layout {tensor.layout} and "
-            f"the dtype {tensor.dtype}; use its to_dense()"
-        )
-
 
 def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduction:
     """Decide how a reduction is done: the same wherever dtype, layout and backend are the same.
 
     Args:
-        op: One of :data:`OPERATIONS`, checked for ``tensor``.
+        op: One of :data:`COMBINED`.
         tensor: What is reduced.
         backend: Name of the backend that does it; ``None`` if none takes the device.
 
@@ -221,10 +149,15 @@ def _substitute(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:
-    """Raise a ValueError for a tensor that an operation does not take."""
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{operation} takes strided tensors, but {what} has the layout {tensor.layout}; "
-            "send its indices and values"
-        )
+def reduce_over(link: ProcessLink, tensor: torch.Tensor, op: str, what: str) -> None:
+    """Replace a tensor, in every process of a link, by the reduction over all of them."""
+    plan = plan_reduction(op, tensor, link.backend_for(tensor.device))
+    if plan.gathered:
+        fold(plan.op, link.all_gather(tensor, what=what), tensor)
+    elif plan.wire.op is None:
+        link.all_reduce(tensor, op=plan.op, what=what).wait()
+    else:
+        sent = torch.empty(tensor.numel(), dtype=plan.wire.dtype, device=tensor.device)
+        plan.wire.load(sent, tensor)
+        link.all_reduce(sent, op=plan.op, what=what).wait()
+        tensor.copy_(plan.wire.restore(sent, tensor))

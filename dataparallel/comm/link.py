@@ -1,0 +1,804 @@
+"""Links between processes: collectives with a time limit, on a process group of their own.
+
+Note [A link of one's own]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Collectives of one process group are matched by their order alone. Two parts of a program that share
+a group, and come in another order in another process, get each other's numbers without an error.
+So every part that communicates has a link, and every link a process group of its own.
+
+Note [After a failure]
+~~~~~~~~~~~~~~~~~~~~~~
+When a collective fails, processes may have left it at different points, so later ones would be
+matched wrongly. The link is broken from then on, in every process, and says why; see
+Note [Failures across processes]. Gloo has no way to end a collective, so the wait ends and the
+collective is left alone, with the memory that it reads and writes.
+
+Note [Late failures]
+~~~~~~~~~~~~~~~~~~~~
+The wait for a collective on an accelerator orders streams, and the host goes on. If the backend
+fails then, nobody waits any more, and what is in the tensor is not the result. So what was launched
+there is remembered until it has ended. Whoever launches the next collective over the same
+processes, on whatever link, or begins a forward, looks at what has ended since, and raises the
+error of what has failed. So does whoever finds that a link was given up while its collectives were
+under way: their results will never come.
+
+Note [What a backend takes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Contiguous tensors of some types, on the devices for which the group has a backend. Gloo adds
+float16 and bfloat16 in their own precision, rounded at every process on the way; torch's DDP
+leaves it at that, and so do we: same numbers.
+
+Other types have no sum anywhere. Integers travel as int64, where the sum is exact and wraps on
+return as it would have; small floats travel as float32, complex ones as complex64, and are
+rounded once, on return. What is only moved travels as bytes. Sparse tensors can be added by gloo
+if they have one of few types, so they all travel as float32, float64 or int64.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dataparallel import devices as _devices
+from dataparallel.comm import interpreter_end
+from dataparallel.comm.checks import Call, CheckMode, CollectiveChecks, CollectiveMismatch
+from dataparallel.comm.failures import SLICE, Failures, failures_of
+from dataparallel.comm.meeting import Meeting
+from dataparallel.comm.process_errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    Failure,
+    Place,
+    purpose_of,
+)
+from dataparallel.comm.process_group import make_group, parent_group, release_group, timeout_of
+from dataparallel.torch_internals import group_backend, group_devices
+
+T = TypeVar("T")
+
+#: What every backend takes; see Note [What a backend takes].
+TAKEN = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+# Shorter waits are not possible: for gloo, 0 ms mean forever.
+_SHORTEST = 0.001
+# Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
+# wait for it.
+_MARGIN = 0.15
+#: Seconds that the reason of a failure may take to show up in a comparison of collectives.
+LATE_ANSWER = 0.3
+# How many collectives are remembered, should a backend not tell that they have ended.
+_KEPT = 256
+# Greatest length of the text of one process, in bytes. Plans of a model take far less.
+_LONGEST_TEXT = 256 << 20
+# What backends write when nothing but their time limit was reached.
+_TIME_IS_OVER = ("timed out", "timeout")
+# Of a collective, in torch's ``WorkResult``.
+_SUCCESS = 0
+
+_HOST = torch.device("cpu")
+
+
+def wait_briefly(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective for at most so many seconds, and tell whether it has ended.
+
+    Raises:
+        RuntimeError: The collective failed.
+    """
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # Raises if it was more than the end of this short wait.
+        work.wait()
+    return True
+
+
+def is_time_limit(message: str) -> bool:
+    """Whether this is what a backend writes when nothing but its time limit was reached."""
+    return any(word in message.lower() for word in _TIME_IS_OVER)
+
+
+class Pending:
+    """A collective that was launched. Made by :class:`ProcessLink`."""
+
+    def __init__(
+        self, link: ProcessLink, place: Place, started: float, work: dist.Work, carried: Carried
+    ) -> None:
+        self._link = link
+        self._place = place
+        self._started = started
+        self._work = work
+        self._carried = carried
+        # The future is completed in a thread of the backend.
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Pending({self._place}, done={self.done()})"
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, without waiting for another process."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Wait until the result is in the tensor. May be called again.
+
+        On an accelerator the result is ready on the current stream.
+
+        Raises:
+            CollectiveTimeout: The other processes did not come in time.
+            CollectiveError: The collective failed, or the link was broken before it ended.
+        """
+        self.wait_for_backend()
+        with self._lock:
+            self._carried.deliver()
+
+    def wait_for_backend(self) -> None:
+        """Wait until what was sent has its result, without bringing that to the tensor."""
+        if _devices.is_accelerator(self._carried.sent.device):
+            # Orders the current stream, or blocks up to the time limit of the group.
+            self._link.wait_in_slices(self._place, self._started, lambda _: self._work.wait())
+            self._link.late.look()
+        else:
+            wait = functools.partial(wait_briefly, self._work)
+            self._link.wait_in_slices(self._place, self._started, wait)
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future with the list of the one tensor, as ``Work.get_future`` of torch has it.
+
+        An error in it is the backend's own. Wait for it with :meth:`ProcessLink.wait_for`, which is
+        limited in time and says who is missing.
+        """
+        inner: torch.futures.Future[list[torch.Tensor]] = self._work.get_future()
+        if self._carried.sent is self._carried.tensor:
+            return inner
+        outer: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def finish(inner: torch.futures.Future[list[torch.Tensor]]) -> None:
+            try:
+                inner.wait()
+                with self._lock:
+                    self._carried.deliver()
+                # Whoever takes the tensor out of the future may do so on any stream.
+                _devices.current_stream(self._carried.tensor.device).synchronize()
+            except Exception as error:
+                set_exception: Any = outer.set_exception
+                set_exception(error)
+            else:
+                outer.set_result([self._carried.tensor])
+
+        inner.add_done_callback(finish)
+        return outer
+
+
+class ProcessLink:
+    """A process group of one's own, whose collectives are limited in time and say what went wrong.
+
+    Every process of the group makes the same links in the same order, and calls the same methods
+    of each in the same order. See Note [A link of one's own] and Note [After a failure].
+
+    Example::
+
+        link = ProcessLink(purpose="reducer")
+        pending = link.all_reduce(bucket, what="bucket 0 (layer1.weight .. layer1.bias)")
+        ...                                  # computes meanwhile
+        pending.wait()
+        link.close()
+
+    Args:
+        group: The processes that take part. Default: all.
+        timeout: Seconds that a process waits for the others, at a collective and at the
+            construction. Default: the time limit of ``group``.
+        purpose: What the link is for, in one word: it is a part of names and of messages.
+        checks: When collectives are compared before they are launched, the same in all processes;
+            see Note [Checked collectives]. Default: as ``collectives.set_checks`` says.
+
+    Attributes:
+        name: The same in all its processes, and unlike that of any other.
+        rank: This process, from 0 to ``world_size - 1``.
+        world_size: How many processes the link has.
+        timeout: Seconds that a process waits for the others.
+        launched: How many collectives were launched so far, by operation.
+        late: Collectives over these processes that may fail when nobody waits any more.
+        devices: Types of the devices that the backend takes.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, ``purpose`` is not one word, or this process is not
+            a member of ``group``.
+        RuntimeError: ``torch.distributed`` is not initialized.
+        CollectiveTimeout: Another process did not make its link in time.
+        CollectiveError: Another process has ended, or the store does not answer.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float | None = None,
+        purpose: str,
+        checks: CheckMode | None = None,
+    ) -> None:
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
+        if not purpose or "/" in purpose or purpose.split() != [purpose]:
+            raise ValueError(f"purpose is one word without a slash, but got {purpose!r}")
+        parent = parent_group(group)
+        self.rank, self.world_size = parent.rank(), parent.size()
+        self.timeout = timeout_of(parent) if timeout is None else timeout
+        self.launched: Counter[str] = Counter()
+        self._failures = failures_of(parent)
+        self.late = late_works(self._failures)
+        self._broken: str | None = None
+        self._cause: Failure | None = None
+        self._is_closed = False
+        self._launching = threading.Lock()
+        self._failing = threading.Lock()
+        meeting = Meeting(self._failures, purpose, self.timeout)
+        self.name = meeting.meet()
+        self._generation = self._failures.generation
+        try:
+            self._holder = [make_group(parent, self.name, self.timeout)]
+        except CollectiveError as error:
+            self._failures.report(error, f"the making of the link for {purpose!r}")
+            raise
+        self._finalizer = weakref.finalize(self, release_group, self._holder)
+        # At exit all connections end anyway.
+        self._finalizer.atexit = False
+        self._failures.watch_over(self)
+        meeting.end()
+        self.checks = CollectiveChecks(self._failures, self.name, checks)
+        types = [device.type for device in group_devices(self.group)]
+        self._backends = {t: str(group_backend(self.group, torch.device(t)).name()) for t in types}
+        self.devices = frozenset(types)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "broken" if self.broken else "open"
+        return f"ProcessLink({self.name}, rank {self.rank} of {self.world_size}, {state})"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that the link owns."""
+        try:
+            return self._holder[0]
+        except IndexError:
+            raise self._unusable() from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Give the process group back. Returns within seconds in any case; may be called again."""
+        self._is_closed = True
+        self._finalizer()
+
+    def backend_for(self, device: torch.device) -> str | None:
+        """The name of the backend that computes with tensors on a device; None if none does."""
+        return self._backends.get(device.type) or self._backends.get("cpu")
+
+    # --- failures --------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Failure | None:
+        """What is known of a process of the link that has failed; None if nothing is."""
+        is_over = self._failures.generation != self._generation
+        return self._cause or (None if is_over else self._failures.failure)
+
+    @property
+    def broken(self) -> str | None:
+        """Why the link can't be used any more; ``None`` if it can."""
+        if self._broken is None and self._failures.generation != self._generation:
+            return "the processes have made new links after a failure"
+        return self._broken or (None if self.failure is None else str(self.failure))
+
+    def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
+        """Let all processes of the link raise, since this one has failed; the link is broken then.
+
+        Args:
+            error: What was raised here.
+            doing: What it was raised in, for messages.
+            kind: ``"stuck"`` where new links do not help.
+        """
+        if self.world_size > 1 and self._failures.generation == self._generation:
+            self._failures.report(error, doing, kind=kind)
+
+    def give_up(self) -> None:
+        """Close all connections, since processes may be at different collectives."""
+        if self._finalizer.detach() is not None:
+            release_group(self._holder, 0.0)
+
+    def _unusable(self) -> CollectiveError:
+        if self._is_closed:
+            return CollectiveError(
+                f"{self!r}: the link was closed; make a new one in every process"
+            )
+        return CollectiveError(
+            f"the link for {purpose_of(self.name)!r} is broken, because its processes may be at "
+            "different collectives since one failed; close it and make a new one in every process, "
+            f"or start the processes again. What failed: {self.broken}",
+            failure=self.failure,
+        )
+
+    def look(self) -> Failure | None:
+        """As :attr:`failure`, after a look into the store."""
+        if self.world_size > 1 and self._failures.generation == self._generation:
+            self._failures.look()
+        return self.failure
+
+    def check(self, call: Call | None = None) -> None:
+        """Raise a CollectiveError if the link is closed or broken; ``call`` is what comes next."""
+        if self._is_closed or self._broken is not None:
+            raise self._unusable()
+        if self.broken is not None:
+            operation, what = "the next collective", "this link"
+            if call is not None:
+                operation, what = call.operation, call.what
+            place = Place(self.checks.sequence + 1, operation, what)
+            raise self.failed(place, time.monotonic())
+
+    def failed(
+        self, place: Place, started: float, reason: str | None = None, *, timed_out: bool = False
+    ) -> CollectiveError | CollectiveTimeout:
+        """The error for a collective that failed; from now on the link is broken in all ranks.
+
+        Args:
+            place: The collective.
+            started: When it was launched.
+            reason: What the backend said; None if another rank has failed.
+            timed_out: Whether the time is over here.
+        """
+        with self._failing:
+            if self._is_closed or self._broken is not None:
+                return self._unusable()
+            if self._failures.generation != self._generation:
+                return self._unusable()
+            seconds = time.monotonic() - started
+            timed_out |= seconds >= self.timeout
+            if reason is not None and is_time_limit(reason):
+                reason, timed_out = None, True
+            error = self._failures.explain(place, self.name, seconds, reason, timed_out=timed_out)
+            self._broken, self._cause = str(error), error.failure
+        return error
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
+        """Replace a tensor, in every process, by the sum over all processes, or another reduction.
+
+        Args:
+            tensor: Of one shape and dtype in all processes, strided or sparse (COO, ``"sum"`` only
+                and not complex; the result is coalesced). Read and written on the current stream of
+                its device, in place: not to be used before the wait is over.
+            op: As torch's ``ReduceOp`` names it, in lower case: whatever the backend has.
+            what: What the tensor is, for messages, for example ``"bucket 3 (a.weight .. b.bias)"``.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            CollectiveError: The link is broken, or the backend refused.
+        """
+        carried = self._carry(tensor, dtype=_summed_as(tensor))
+        of_torch: Any = getattr(dist.ReduceOp, op.upper())
+        return self._launch(
+            Call("all_reduce", op, tensor.dtype, tensor.shape, what),
+            carried,
+            lambda group: dist.all_reduce(carried.sent, of_torch, group, async_op=True),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
+        """Replace a tensor, in every process, by that of the process ``source``.
+
+        Args:
+            tensor: As in :meth:`all_reduce`, but strided; its bits arrive as they are.
+            source: From 0 to ``world_size - 1``.
+            what: What the tensor is, for messages.
+
+        Returns:
+            What to wait for.
+
+        Raises:
+            ValueError: There is no such process, or the tensor is sparse.
+            CollectiveError: The link is broken, or the backend refused.
+        """
+        if not 0 <= source < self.world_size:
+            raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
+        _check_strided(tensor, "broadcast", what)
+        carried = self._carry(tensor, load=self.rank == source)
+        return self._launch(
+            Call("broadcast", f"from {source}", tensor.dtype, tensor.shape, what),
+            carried,
+            lambda group: dist.broadcast(
+                carried.sent, group=group, group_src=source, async_op=True
+            ),
+        )
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """The tensors of all processes, by rank, as new tensors on the device of this one.
+
+        Args:
+            tensor: As in :meth:`broadcast`.
+            what: What the tensor is, for messages.
+
+        Returns:
+            ``world_size`` tensors, contiguous.
+
+        Raises:
+            ValueError: The tensor is sparse.
+            CollectiveTimeout: Another process did not come in time.
+            CollectiveError: The collective failed, or the link is broken.
+        """
+        _check_strided(tensor, "all_gather", what)
+        carried = self._carry(tensor)
+        parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
+        self._launch(
+            Call("all_gather", "", tensor.dtype, tensor.shape, what),
+            carried,
+            lambda group: dist.all_gather(parts, carried.sent, group, async_op=True),
+        ).wait_for_backend()
+        return [carried.restored(part) for part in parts]
+
+    def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
+        """The values of all processes, by rank: two small collectives, and no pickle.
+
+        Args:
+            value: What JSON can hold: None, bool, int, float, str, list and dict.
+            what: What the value is, for messages.
+
+        Returns:
+            ``world_size`` values, as they come out of JSON: a tuple is a list, keys are strings.
+
+        Raises:
+            TypeError: JSON can't hold the value.
+            ValueError: What came from a process is no JSON.
+            CollectiveTimeout: Another process did not come in time.
+            CollectiveError: The collective failed, or the link is broken.
+        """
+        data = json.dumps(value).encode()
+        sizes = self.all_gather(torch.tensor(len(data), device=_HOST), what=f"size of {what}")
+        lengths = [int(size) for size in sizes]
+        _check_lengths(lengths, what)
+        padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8, device=_HOST)
+        parts = self.all_gather(padded, what=what)
+        return [_decoded(part, rank, what) for rank, part in enumerate(parts)]
+
+    def run(
+        self, call: Call, sent: torch.Tensor, start: Callable[[dist.ProcessGroup], dist.Work | None]
+    ) -> None:
+        """Launch any other collective of torch and wait for it.
+
+        Args:
+            call: What it is, for comparisons and messages.
+            sent: What is sent, as the backend takes it.
+            start: Gives it to the backend, over the group that it gets.
+        """
+        self.check()
+        self._launch(call, self._carry(sent), start).wait_for_backend()
+
+    def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
+        """The value of a future that somebody else completes, such as a communication hook.
+
+        Args:
+            future: May be completed in any thread.
+            what: What it is, for messages.
+
+        Returns:
+            The value.
+
+        Raises:
+            CollectiveTimeout: The future was not completed in time. The link is broken then, since
+                the other processes may be elsewhere.
+            CollectiveError: The link is broken.
+            Exception: What the future was completed with.
+        """
+        ready = threading.Event()
+        future.add_done_callback(lambda _: ready.set())
+        place = Place(self.checks.sequence, "future", what)
+        self.wait_in_slices(place, time.monotonic(), ready.wait)
+        return future.wait()
+
+    def _carry(
+        self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, load: bool = True
+    ) -> Carried:
+        self.check()
+        taken = tensor.device.type in self.devices
+        if tensor.layout != torch.strided:
+            # Gloo adds up sparse tensors, and NCCL does not: those go through the host.
+            taken = taken and self._backends[tensor.device.type] == "gloo"
+        return Carried(tensor, taken=taken, dtype=dtype or tensor.dtype, load=load)
+
+    def _launch(
+        self, call: Call, carried: Carried, start: Callable[[dist.ProcessGroup], dist.Work | None]
+    ) -> Pending:
+        with self._launching:
+            self.late.look()
+            self.check(call)
+            self._compare(call)
+            place = Place(self.checks.sequence, call.operation, call.what)
+            self.launched[call.operation] += 1
+            started = time.monotonic()
+            try:
+                work = start(self.group)
+            except (RuntimeError, ValueError) as error:
+                raise self.failed(place, started, str(error)) from error
+        assert work is not None, "only processes outside of the group get nothing"
+        if _devices.is_accelerator(carried.sent.device):
+            self.late.remember(self, place, started, work)
+        return Pending(self, place, started, work, carried)
+
+    def wait_in_slices(self, place: Place, started: float, wait: Callable[[float], object]) -> None:
+        """Wait for a collective. All waits come here.
+
+        Args:
+            place: What is waited for.
+            started: When it was launched.
+            wait: Waits for at most so many seconds, and tells whether there is nothing left to wait
+                for. A RuntimeError in it is a failure of the backend.
+
+        Raises:
+            CollectiveTimeout: The other processes did not come in time.
+            CollectiveError: The collective failed, or the link was broken before it ended.
+        """
+        deadline = time.monotonic() + self.timeout + _MARGIN
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                if wait(max(_SHORTEST, min(SLICE, remaining))):
+                    return
+            except RuntimeError as error:
+                # That others came with something else may be the reason.
+                self._compare(None, LATE_ANSWER)
+                raise self.failed(place, started, str(error)) from error
+            interpreter_end.come_by()
+            self._compare(None)
+            if self.look() is not None or self.broken is not None or remaining <= 0:
+                raise self.failed(place, started, timed_out=remaining <= 0)
+
+    def _compare(self, call: Call | None, seconds: float = 0.0) -> None:
+        """Raise a CollectiveMismatch if processes launch, or have launched, different things."""
+        try:
+            if call is None:
+                self.checks.hear(seconds)
+            else:
+                self.checks.before(call, functools.partial(self._go_on, call))
+        except CollectiveMismatch as error:
+            if not error.usable:
+                self._broken = self._broken or str(error)
+                self._failures.report(error, "a comparison of collectives")
+            raise
+
+    def _go_on(self, call: Call) -> None:
+        self.look()
+        self.check(call)
+
+
+# --- what travels ----------------------------------------------------------------------------
+
+
+class Carried:
+    """A tensor on its way through a collective.
+
+    Args:
+        tensor: Where the result belongs.
+        taken: Whether the backend takes tensors on its device; else it travels through the host.
+        dtype: What the backend computes with.
+        load: Whether the contents of ``tensor`` are sent.
+
+    Attributes:
+        tensor: As given, without autograd.
+        sent: What the backend gets.
+    """
+
+    __slots__ = ("_buffer", "sent", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, *, taken: bool, dtype: torch.dtype, load: bool
+    ) -> None:
+        is_strided = tensor.layout == torch.strided
+        # A detached sparse tensor does not share changes.
+        self.tensor = tensor.detach() if is_strided else tensor
+        self._buffer: torch.Tensor | None = None
+        if is_strided:
+            plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        else:
+            plain = not tensor.requires_grad
+        if not (taken and plain and dtype == tensor.dtype):
+            place = tensor.device if taken else _HOST
+            if is_strided:
+                self._buffer = torch.empty(tensor.shape, dtype=dtype, device=place)
+                if load:
+                    # Onto the host this blocks until the current stream got there.
+                    self._buffer.copy_(self.tensor)
+            else:
+                self._buffer = tensor.detach().to(place, dtype)
+        self.sent = self.tensor if self._buffer is None else self._buffer
+        if is_strided and dtype not in TAKEN:
+            self.sent = self.sent.view(-1).view(torch.uint8)
+
+    def deliver(self) -> None:
+        """Bring the result to the tensor.
+
+        Ready for every stream when the call returns, unless the backend takes the device: then
+        for the current stream.
+        """
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        with torch.no_grad():
+            if buffer.device == self.tensor.device or buffer.layout != torch.strided:
+                self.tensor.copy_(buffer)
+                return
+            # From memory that isn't pinned, so this blocks: for the one copy, not for what the
+            # current stream computes meanwhile.
+            with _devices.use_stream(_devices.copy_stream(self.tensor.device)):
+                self.tensor.copy_(buffer)
+
+    def restored(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor like the original out of one like ``sent``."""
+        part = part.view(-1).view(self.tensor.dtype).view(self.tensor.shape)
+        return part.to(self.tensor.device)
+
+
+def _summed_as(tensor: torch.Tensor) -> torch.dtype:
+    """The type in which to add values of a tensor; see Note [What a backend takes]."""
+    dtype = tensor.dtype
+    wide = torch.float32 if dtype.is_floating_point else torch.int64
+    if tensor.layout != torch.strided:
+        return dtype if dtype == torch.float64 else wide
+    if dtype in TAKEN:
+        return dtype
+    return torch.complex64 if dtype.is_complex else wide
+
+
+def _check_strided(tensor: torch.Tensor, operation: str, what: str) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{operation} takes strided tensors, but {what} has the layout {tensor.layout}; "
+            "send its indices and values"
+        )
+
+
+def _check_lengths(lengths: Sequence[int], what: str) -> None:
+    """Refuse texts for which there would have to be more memory than for any real one."""
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= _LONGEST_TEXT:
+            raise ValueError(
+                f"rank {rank} announces {what} of {length} bytes, but it may have 1 to "
+                f"{_LONGEST_TEXT}; all processes have to run the same version of this package"
+            )
+
+
+def _decoded(part: torch.Tensor, rank: int, what: str) -> Any:
+    text = bytes(part.tolist())
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"rank {rank} sent {text[:60]!r} as {what}, which is no JSON ({error}); all "
+            "processes have to run the same version of this package"
+        ) from error
+
+
+# --- late failures ---------------------------------------------------------------------------
+
+
+class _Launched(NamedTuple):
+    link: ProcessLink
+    place: Place
+    started: float
+    work: dist.Work
+
+
+class LateWorks:
+    """What was launched on accelerators over one group; see Note [Late failures]."""
+
+    def __init__(self) -> None:
+        self._launched: deque[_Launched] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+
+    def remember(self, link: ProcessLink, place: Place, started: float, work: dist.Work) -> None:
+        """A collective was launched."""
+        with self._lock:
+            self._launched.append(_Launched(link, place, started, work))
+
+    def look(self) -> None:
+        """Raise the error of a collective that has failed.
+
+        Raises:
+            CollectiveError, CollectiveTimeout: It has failed, or its link was given up.
+        """
+        while self._launched:
+            with self._lock:
+                if not self._launched:
+                    return
+                link, place, started, work = self._launched[0]
+                has_ended = _has_ended(work)
+                if not has_ended and not self._is_given_up(link):
+                    return
+                self._launched.popleft()
+            reason = _failure_of(work) if has_ended else None
+            if has_ended and reason is None:
+                continue
+            if link.closed:
+                continue
+            error = link.failed(place, started, reason)
+            with self._lock:
+                # Whatever else the link has launched has no result, either.
+                rest = [each for each in self._launched if each.link is not link]
+                self._launched = deque(rest, maxlen=_KEPT)
+            raise error
+
+    def _is_given_up(self, link: ProcessLink) -> bool:
+        now = time.monotonic()
+        if now > self._next_look:
+            self._next_look = now + SLICE
+            link.look()
+        return link.broken is not None
+
+
+def _result_of(work: dist.Work) -> torch.futures.Future[int] | None:
+    """Where a backend whose wait does not block says how a collective ended; None for others."""
+    # Torch's types lack it.
+    untyped: Any = work
+    try:
+        result: torch.futures.Future[int] = untyped.get_future_result()
+    except RuntimeError:
+        return None
+    return result
+
+
+def _has_ended(work: dist.Work) -> bool:
+    result = _result_of(work)
+    return bool(work.is_completed()) if result is None else bool(result.done())
+
+
+def _failure_of(work: dist.Work) -> str | None:
+    """Why a collective that has ended has failed; None if it has not."""
+    result = _result_of(work)
+    if result is None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return str(error)
+        return None
+    if result.value() == _SUCCESS:
+        return None
+    # Torch warns that it is deprecated, and has nothing else that tells why.
+    try:
+        return str(work.exception())
+    except TypeError:
+        return f"torch {torch.__version__} hands no error of the backend to Python"
+
+
+_late: weakref.WeakKeyDictionary[Failures, LateWorks] = weakref.WeakKeyDictionary()
+
+
+def late_works(failures: Failures) -> LateWorks:
+    """What was launched over the processes of a group."""
+    return _late.setdefault(failures, LateWorks())

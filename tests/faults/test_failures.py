@@ -1,0 +1,181 @@
+"""A rank that fails is named to all others within a second, wherever it was."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dataparallel as dp
+from dataparallel import collectives
+from dataparallel.comm.failures import OwnStore
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from tests.cluster import Cluster, RankDied
+from tests.process_groups import new_group
+
+RANKS = 4
+FAILS = 2
+# A second, and what a busy machine takes besides.
+LIMIT = 4.0
+PLACES = ("forward", "backward", "a collective", "between steps")
+
+
+class Found(NamedTuple):
+    """What a rank that survives has caught."""
+
+    text: str
+    rank: int | None
+    kind: str
+    seconds: float
+
+
+def fail(how: str) -> None:
+    """End this process, or raise an error."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ZeroDivisionError("a bad batch")
+
+
+class Fails(nn.Module):
+    """A layer that fails in its forward, or in the backward of its output, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.where = ""
+        self.how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            fail(self.how)
+        output: torch.Tensor = self.linear(x)
+        if self.where == "backward":
+            output.register_hook(lambda _: fail(self.how))
+        return output
+
+
+def step(model: Any, rank: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """One step, with a collective of the user's if there is a group for it; the gradient."""
+    model.zero_grad()
+    loss = model(torch.full((2, 4), float(rank + 1))).sum()
+    if group is not None:
+        if model.module.where == "a collective":
+            fail(model.module.how)
+        loss = loss * collectives.all_reduce(torch.ones(()), "avg", group)
+    loss.backward()
+    gradient: torch.Tensor = model.module.linear.weight.grad.clone()
+    return gradient
+
+
+def train(rank: int, world_size: int, where: str, how: str) -> Found | bool:
+    """Whether the step after the failure is right, in the rank that fails; what others catch."""
+    model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=60.0)
+    # Gloo ends what is left in a group of the user's only when the time of that group is over.
+    short = new_group(timeout=datetime.timedelta(seconds=2 * LIMIT))
+    group = short if where == "a collective" else None
+    good = step(model, rank)
+    # Nobody is still in the good step.
+    dist.barrier()
+    found = None
+    started = time.monotonic()
+    if rank == FAILS:
+        model.module.where, model.module.how = where, how
+        with contextlib.suppress(ZeroDivisionError), dp.telling_failures("a test"):
+            if where == "between steps":
+                fail(how)
+            step(model, rank, group)
+        model.module.where = ""
+    else:
+        try:
+            step(model, rank, group)
+            raise AssertionError("the step has ended")
+        except (CollectiveError, CollectiveTimeout, RuntimeError) as error:
+            failure = getattr(error, "failure", None)
+            seconds = time.monotonic() - started
+            found = Found(
+                str(error),
+                None if failure is None else failure.rank,
+                "" if failure is None else failure.kind,
+                seconds,
+            )
+    if how == "raised":
+        again = torch.equal(step(model, rank), good)
+        assert again, "the step after it is right"
+        if found is None:
+            return True
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("how", ["raised", "killed"])
+@pytest.mark.parametrize("where", PLACES)
+def test_every_survivor_names_the_rank_at_once(cluster: Cluster, where: str, how: str) -> None:
+    results: list[Any]
+    if how == "raised":
+        results = [*cluster.run(train, RANKS, where, how, timeout=30.0)]
+    else:
+        results = [*cluster.run(train, RANKS, where, how, timeout=30.0, expect_errors=True)]
+    for rank, found in enumerate(results):
+        if rank == FAILS:
+            assert found is True if how == "raised" else isinstance(found, RankDied), found
+            continue
+        assert isinstance(found, Found), str(found)
+        assert found.seconds < LIMIT, found
+        assert f"rank {FAILS}" in found.text, found.text
+        if how == "killed":
+            assert (found.rank, found.kind) == (FAILS, "ended"), found
+        else:
+            assert "ZeroDivisionError: a bad batch" in found.text, found.text
+
+
+def stop_a_rank(rank: int, world_size: int, timeout: float) -> tuple[str, float]:
+    """Rank 1 is stopped in a step; what rank 0 catches, and when."""
+    model = dp.DistributedDataParallel(nn.Linear(4, 3), ["cpu"], timeout=timeout)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    stopped = torch.tensor([os.getpid()])
+    dist.broadcast(stopped, 1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        with pytest.raises(CollectiveTimeout) as caught:
+            model(x).sum().backward()
+        return str(caught.value), time.monotonic() - started
+    finally:
+        os.kill(int(stopped), signal.SIGCONT)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_silent_rank_is_named_when_the_time_is_over(cluster: Cluster) -> None:
+    text, seconds = cluster.run(stop_a_rank, 2, 2.0)[0]
+    assert "rank 1 did not come (it is stopped)" in text
+    assert "all_reduce of bucket 0 (bias .. weight) (collective " in text
+    assert 1.9 < seconds < 2.0 + LIMIT
+
+
+def count_requests(rank: int, world_size: int) -> int:
+    """How often a training asks the store once its first steps are over."""
+    model = dp.DistributedDataParallel(nn.Linear(4, 3), ["cpu"])
+    x = torch.ones(2, 4)
+    for _ in range(4):
+        model(x).sum().backward()
+    with mock.patch.object(OwnStore, "ask", side_effect=AssertionError) as ask:
+        for _ in range(3):
+            model(x).sum().backward()
+    return ask.call_count
+
+
+def test_a_steady_step_asks_no_store(cluster: Cluster) -> None:
+    assert cluster.run(count_requests, 2) == [0, 0]
