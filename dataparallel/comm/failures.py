@@ -395,6 +395,8 @@ class Failures:
             said = f"{place} for {purpose_of(link)!r}"
             mine = cause or self._here("waiting", said, reason or f"nothing within {seconds:.3g} s")
             first, reports = self._exchange(here, mine)
+        # The same rank may have ended the links over other groups: they are made anew, too.
+        groups.look()
         if first.kind != "waiting" and not isinstance(reports, str):
             text = f"{head} was given up after {seconds:.3g} s: {first}"
             return self._error(text, place, first, False)
@@ -568,6 +570,11 @@ class _Groups:
             if found is None:
                 found = self._made[group] = Failures(group)
             return found
+
+    def look(self) -> None:
+        """Look for records in all groups that are used."""
+        for failures in list(self._made.values()):
+            failures.look()
 
     def within(self, group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
         """The groups in which this process is with others, all or those inside of ``group``."""

@@ -83,7 +83,7 @@ def train(rank: int, world_size: int, where: str, how: str) -> Found | bool:
     # Gloo ends what is left in a group of the user's only when the time of that group is over.
     short = new_group(timeout=datetime.timedelta(seconds=2 * LIMIT))
     group = short if where == "a collective" else None
-    good = step(model, rank)
+    good = step(model, rank, group)
     # Nobody is still in the good step.
     dist.barrier()
     found = None
