@@ -81,7 +81,8 @@ def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int,
             model(torch.randn(6, 16), True).sum().backward()
     finally:
         vars(buckets)["pack"] = pack
-    flats = {s.flat.untyped_storage().data_ptr() for s in model.reducer.buckets.storages if s}
+    storages = [bucket.storage for bucket in model.reducer.buckets.all]
+    flats = {s.flat.untyped_storage().data_ptr() for s in storages if s}
     grads = [p.grad for p in net.parameters()]
     assert all(grad is not None for grad in grads)
     in_bucket = [g.untyped_storage().data_ptr() in flats for g in grads if g is not None]

@@ -384,7 +384,7 @@ def test_profilers_show_each_reduction() -> None:
     with torch.profiler.profile(experimental_config=experimental) as profile:
         backward(model(batch("cpu", 0)).sum())
     names = {event.key for event in profile.key_averages()}
-    assert {f"reduce {name}" for name in model.reducer.buckets.describe} <= names
+    assert {f"reduce {bucket.name}" for bucket in model.reducer.buckets.all} <= names
 
 
 def test_the_plan_is_logged_where_torch_is_asked_to_tell_more(

@@ -114,7 +114,7 @@ def _step(rank: int, world_size: int) -> tuple[list[torch.Tensor | None], str]:
     # torch's own class; torch's wrapper itself cannot use it on the CPU, which has no events.
     config = _MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float32)
     model = dp.DistributedDataParallel(net, ["cpu", "cpu"], mixed_precision=config)
-    sent = {storage.flat.dtype for storage in model.reducer.buckets.storages if storage}
+    sent = {bucket.storage.flat.dtype for bucket in model.reducer.buckets.all if bucket.storage}
     model(_batch(rank)).pow(2).mean().backward()
     return [p.grad for p in net.parameters()], str(sent)
 

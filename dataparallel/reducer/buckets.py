@@ -476,16 +476,6 @@ class Buckets:
         self._memory = {storage.flat.untyped_storage().data_ptr() for storage in storages}
 
     @property
-    def storages(self) -> list[BucketStorage | None]:
-        """The flat tensor of each bucket; None for sparse gradients and where none is needed."""
-        return [bucket.storage for bucket in self.all]
-
-    @property
-    def describe(self) -> list[str]:
-        """What error messages call each bucket."""
-        return [bucket.name for bucket in self.all]
-
-    @property
     def any_viewed(self) -> bool:
         """Whether some gradients are views of a flat tensor."""
         return bool(self._viewed)

@@ -156,7 +156,7 @@ def press(*args: object) -> bool:
 
 
 def flats(model: Any) -> list[Tensor]:
-    return [storage.flat for storage in model.reducer.buckets.storages]
+    return [bucket.storage.flat for bucket in model.reducer.buckets.all]
 
 
 def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
