@@ -125,22 +125,6 @@ def test_every_attribute_of_torch_is_here_or_has_a_reason_not_to_be(cluster: Clu
     assert missing == known
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_get_data_parallel_params",
-        "_register_buffer_comm_hook",
-        "_register_builtin_comm_hook",
-        "_set_ddp_runtime_logging_sample_rate",
-        "_set_params_and_buffers_to_ignore_for_model",
-        "_set_static_graph",
-    ],
-)
-def test_names_without_underscore(name: str) -> None:
-    ours = dp.DistributedDataParallel
-    assert getattr(ours, name) is getattr(ours, name.removeprefix("_"))
-
-
 # --- what they mean --------------------------------------------------------------------------
 
 
@@ -171,7 +155,7 @@ def _static(rank: int, world_size: int) -> bool:
     model._set_static_graph()
     step(model, rank)
     # Said again, it is no error.
-    model.set_static_graph()
+    model._set_static_graph()
     frozen = bool(model.reducer.options.static_graph and model.static_graph)
     late = wrap(1)
     step(late, rank)

@@ -128,7 +128,7 @@ def test_which_iterations_are_sampled(clock: Clock, rate: int, expected: list[in
 def test_what_is_no_sample_rate(rate: Any) -> None:
     model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"])
     with pytest.raises(ValueError, match=f"1 or more, but got {rate}; 1 samples every"):
-        model.set_ddp_runtime_logging_sample_rate(rate)
+        model._set_ddp_runtime_logging_sample_rate(rate)
     model.close()
 
 

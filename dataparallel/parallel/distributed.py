@@ -523,19 +523,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         else:
             self.reducer.use_hook(resolved)
 
-    def register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Let one of torch's hooks reduce the buckets; see :meth:`register_comm_hook`.
-
-        Example::
-
-            model.register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
-
-        Args:
-            comm_hook_type: Torch's ``BuiltinCommHookType``, or a name.
-        """
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Let one of torch's hooks reduce the buckets; see :meth:`register_comm_hook`."""
         self.register_comm_hook(self.process_group, comm_hook_type)
-
-    _register_builtin_comm_hook = register_builtin_comm_hook
 
     def step_in_backward(
         self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any
@@ -576,14 +566,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         overlapped = torch_internals.overlapped_optimizer(optim, optim_params, *args, **kwargs)
         overlapped.register_ddp(self)
 
-    def set_static_graph(self) -> None:
+    def _set_static_graph(self) -> None:
         """Say that every backward uses the same parameters; every process calls it.
 
         It is what ``static_graph=True`` is at construction.
-
-        Example::
-
-            model.set_static_graph()
 
         Raises:
             RuntimeError: There was a backward already.
@@ -596,8 +582,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 f"{self.reducer.num_rounds}; pass static_graph=True to the wrapper"
             )
         self._change(static_graph=True)
-
-    _set_static_graph = set_static_graph
 
     def check_replicas(self) -> None:
         """Compare parameters over replicas and processes, and buffers over processes, bit for bit.
@@ -814,7 +798,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Whether the next forward begins with the buffers of rank 0."""
         return self.buffer_sync.will_sync()
 
-    def register_buffer_comm_hook(
+    def _register_buffer_comm_hook(
         self,
         state: Any,
         hook: BufferCommHook,
@@ -822,28 +806,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     ) -> None:
         """Let a hook bring the buffers of all processes together, in place of a broadcast.
 
-        Example::
-
-            def mean(state, buffers):
-                for buffer in buffers.values():
-                    torch.distributed.all_reduce(buffer.div_(world_size))
-
-            model.register_buffer_comm_hook(None, mean)
-
         Args:
             state: What the hook is called with.
             hook: ``hook(state, buffers)`` with a dictionary of buffers by name, to be changed in
                 place. It may return a list of futures, which are waited for at the end of backward.
-            comm_hook_location: Torch's ``_BufferCommHookLocation``, whether the hook is called
-                before a forward or after it. Default: after it.
+            comm_hook_location: Whether it is called before a forward or after it. Default: after.
 
         Raises:
             TypeError: The hook is not callable, or the location is none.
         """
         self.buffer_sync.register(state, hook, comm_hook_location)
         self._watch_buffers()
-
-    _register_buffer_comm_hook = register_buffer_comm_hook
 
     # --- further names of torch's wrapper --------------------------------------------------------
 
@@ -857,41 +830,18 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     @staticmethod
-    def get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """The parameters of a module that are not left to each process.
-
-        Example::
-
-            optimizer = torch.optim.SGD(model.get_data_parallel_params(model.module), lr=0.1)
-
-        Args:
-            module: Any module.
-            named_params: Whether to give pairs of name and parameter. Default: False.
-        """
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of a module that are not left to each process, with names if wanted."""
         for name, parameter in module.named_parameters():
             if not torch_internals.is_ignored(parameter):
                 yield (name, parameter) if named_params else parameter
 
-    _get_data_parallel_params = get_data_parallel_params
-
     @staticmethod
-    def set_params_and_buffers_to_ignore_for_model(
+    def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave parameters and buffers to each process: they are neither reduced nor sent.
-
-        Example::
-
-            DistributedDataParallel.set_params_and_buffers_to_ignore_for_model(net, ["table"])
-            model = DistributedDataParallel(net)
-
-        Args:
-            module: The module, before it is wrapped.
-            params_and_buffers_to_ignore: Names as in ``named_parameters()``, ``named_buffers()``.
-        """
+        """Leave parameters and buffers of these names to each process: neither reduced nor sent."""
         torch_internals.ignore_names(module, params_and_buffers_to_ignore)
-
-    _set_params_and_buffers_to_ignore_for_model = set_params_and_buffers_to_ignore_for_model
 
     def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
         """How the wrapper was made, what has become of its buckets, and what was measured.
@@ -918,22 +868,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     _get_ddp_logging_data = get_ddp_logging_data
 
-    def set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Measure more or fewer iterations from the next one on.
-
-        Example::
-
-            model.set_ddp_runtime_logging_sample_rate(10)
-
-        Args:
-            sample_rate: After the first ten, one iteration in so many; 1 or more.
-
-        Raises:
-            ValueError: It is no such number.
-        """
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure the first ten iterations, and then one in so many; 1 or more."""
         self.reducer.statistics.set_sample_rate(sample_rate)
-
-    _set_ddp_runtime_logging_sample_rate = set_ddp_runtime_logging_sample_rate
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()
