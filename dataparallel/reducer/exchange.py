@@ -32,8 +32,7 @@ from dataparallel.comm.failures import failures_of, mark_reported, shared_store
 from dataparallel.comm.link import Pending, ProcessLink, late_works
 from dataparallel.comm.process_errors import describe_error
 from dataparallel.comm.process_group import parent_group, timeout_of
-from dataparallel.errors import add_note
-from dataparallel.reducer import messages
+from dataparallel.errors import MOST, add_note, listed
 from dataparallel.reducer.buckets import Bucket, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.options import AverageKind
@@ -62,7 +61,17 @@ class OtherRanksFailed(RuntimeError):
     """
 
     def __init__(self, ranks: Sequence[int], reasons: Mapping[int, tuple[str, str]]) -> None:
-        super().__init__(messages.others_failed(ranks, reasons))
+        which = listed(map(str, ranks))
+        told = listed((f"rank {rank}: {message}" for rank, (message, _) in reasons.items()), "; ")
+        traces = "".join(
+            f"\nTraceback of rank {rank}:\n{trace.rstrip()}\n"
+            for rank, (_, trace) in list(reasons.items())[:MOST]
+        )
+        super().__init__(
+            f"the backward of rank {which} failed, so no gradient of this step was reduced and "
+            ".grad is as it was before; its own error says why. All ranks can go on with the next "
+            f"step{f' ({told})' if told else ''}{traces}"
+        )
         self.ranks = list(ranks)
         self.reasons = dict(reasons)
 

@@ -23,7 +23,6 @@ import threading
 import weakref
 
 from dataparallel.graph.ending import NO_TASK, Ending
-from dataparallel.reducer import messages
 
 
 class Nesting:
@@ -49,7 +48,11 @@ class Nesting:
             alive = self.ending is not None
             joins = same or (alive and self._thread == here)
             if (self._inside or alive) and not joins:
-                raise RuntimeError(messages.PRIOR_NOT_FINISHED)
+                raise RuntimeError(
+                    "Expected to have finished reduction in the prior iteration before starting a "
+                    "new one: another backward of the same wrapper is running, in another thread "
+                    "or from within a hook; let one end before the next begins"
+                )
             if not joins:
                 self._task, self._thread, self._all_came = task, here, False
                 self._ending = ending

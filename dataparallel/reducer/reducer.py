@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dataparallel.errors import describe_names
 from dataparallel.graph.ending import NO_TASK, Ending
 from dataparallel.graph.gradient_home import current_home
 from dataparallel.graph.original_hooks import OriginalHooks
-from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
@@ -141,10 +141,18 @@ class Reducer:
         """A leaf has got its gradient; called by its hook."""
         if self._round is None:
             self._take_astray()
-            raise RuntimeError(messages.outside_of_a_round(self.names, index))
+            raise self._stray(index)
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
         self._round.arrived(replica, leaf.device)
+
+    def _stray(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"the parameter {self.names[index]!r} of a replica got a gradient outside of the "
+            "wrapper's backward, so it would not be reduced. Outputs are probably kept in objects "
+            "of a type in which tensors cannot be found; return tensors, containers or "
+            "dataclasses, or register the type with torch.utils._pytree"
+        )
 
     # --- what the wrapper says -------------------------------------------------------------------
 
@@ -245,7 +253,7 @@ class Reducer:
             )
             try:
                 if astray:
-                    raise RuntimeError(messages.outside_of_a_round(self.names, astray[0]))
+                    raise self._stray(astray[0])
                 ended = self._run(round_, backward)
             except BaseException as error:
                 ended = True
@@ -260,7 +268,8 @@ class Reducer:
         round_.set_aside()
         backward()
         if round_.failure is not None:
-            raise RuntimeError(messages.FAILED_MEANWHILE) from round_.failure
+            text = "another part of this backward failed, so its gradients were dropped"
+            raise RuntimeError(text) from round_.failure
         if not self._nesting.computed():
             return False
         if round_.later:
@@ -376,11 +385,22 @@ class Reducer:
             self.can_set_static_graph = first == used
         if self.options.static_graph and first not in (None, used):
             pairs = zip(self.names, first or b"", used, strict=True)
-            raise RuntimeError(messages.graph_changed([name for name, a, b in pairs if a != b]))
+            raise RuntimeError(
+                "Your training graph has changed in this iteration, although static_graph=True "
+                "says that it never does: whether these parameters get a gradient differs from the "
+                f"first iteration: {describe_names(name for name, a, b in pairs if a != b)}. Leave "
+                "static_graph at False"
+            )
         needs_all = self.options.find_unused_parameters is False
         if needs_all and not self.options.static_graph and 0 in used:
-            uses = zip(self.names, used, strict=True)
-            raise RuntimeError(messages.unused([name for name, use in uses if not use]))
+            unused = [name for name, use in zip(self.names, used, strict=True) if not use]
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new "
+                f"one: {len(unused)} parameters got no gradient in this backward although "
+                "find_unused_parameters=False says that all of them would: "
+                f"{describe_names(unused)}. Leave find_unused_parameters at None, which handles "
+                "it, or make sure that all outputs of forward take part in the loss"
+            )
 
     def _after_first(self) -> None:
         """Count the round; after the first one, make the buckets in the order of arrival."""
@@ -428,7 +448,8 @@ class Reducer:
         lost = round_()
         if lost is not None and lost is self._round:
             self._nesting.end()
-            self._fail(lost, self._user_hooks.failure or RuntimeError(messages.FAILED_OUTSIDE))
+            text = "the backward failed in a part of the graph outside of the wrapper's forward"
+            self._fail(lost, self._user_hooks.failure or RuntimeError(text))
 
     def _fail(self, round_: Round, error: BaseException) -> None:
         self.last_error = str(error)

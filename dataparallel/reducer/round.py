@@ -40,8 +40,8 @@ import torch
 from torch import nn
 
 from dataparallel import devices as _devices
+from dataparallel.errors import describe_names
 from dataparallel.graph.original_hooks import OriginalHooks
-from dataparallel.reducer import messages
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
 from dataparallel.reducer.nonfinite import Guard
@@ -139,7 +139,13 @@ class Round:
         changed = self.accumulated.changed() if self.reduces else []
         changed = [index for index in changed if index < self.buckets.num_reduced]
         if changed:
-            raise RuntimeError(messages.changed_in_sum([self.names[i] for i in changed]))
+            raise RuntimeError(
+                "the gradients of these parameters have changed since they were reduced: "
+                f"{describe_names(self.names[index] for index in changed)}. With average='none' "
+                "the processes' gradients are added up, and nobody could tell what was changed "
+                "outside of the wrapper's backward from what is reduced already. Zero the "
+                "gradients before the next backward, or use average='processes'"
+            )
         if self.later:
             self.accumulated.put_aside()
 
@@ -191,7 +197,14 @@ class Round:
         sums = self._hooked(bucket, local_sum(rows, bucket.home))
         came = {i: grad for i, grad in zip(bucket.indices, sums, strict=True) if grad is not None}
         if self.refuses_late:
-            raise RuntimeError(messages.marked_twice([self.names[index] for index in came]))
+            raise RuntimeError(
+                "Expected to mark a variable ready only once, but these parameters got a gradient "
+                "several times in one backward: "
+                f"{describe_names(self.names[index] for index in came)}. A re-entrant checkpoint "
+                "that is used several times does so; leave find_unused_parameters at None, which "
+                "handles it, pass static_graph=True if the graph never changes, or checkpoint with "
+                "use_reentrant=False"
+            )
         self.late.update(came)
         for index, grad in came.items():
             if index in self._through:
@@ -305,7 +318,11 @@ class Round:
         """Wait for all buckets, and deliver them; returns how many gradients are said to be bad."""
         stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) in self._stepped]
         if stepped:
-            raise RuntimeError(messages.late_in_step([self.names[i] for i in stepped]))
+            raise RuntimeError(
+                "these parameters got a gradient after the optimizer had taken their step in "
+                f"backward: {describe_names(self.names[index] for index in stepped)}. Take the "
+                "step after backward, or checkpoint with use_reentrant=False"
+            )
         if self.exchange is None:
             for bucket in self.buckets.all:
                 self._deliver(bucket, None, self.used)
