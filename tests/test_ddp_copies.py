@@ -143,7 +143,7 @@ def _copies_in(
     if rank == 0:
         threads = threading.active_count()
         make()
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
     dist.barrier()
     if rank == 1:
         make()
