@@ -150,17 +150,7 @@ def set_default_mode(mode: str) -> None:
 
 
 class CollectiveChecks:
-    """The checks of one link or process group. See Note [Checked collectives].
-
-    Args:
-        failures: Of the group.
-        name: Of the link; the same in all members, and never used before over these processes.
-        mode: The same in all members. Default: that of :func:`set_default_mode`.
-
-    Attributes:
-        mode: When there are checks.
-        sequence: How many collectives were begun.
-    """
+    """The checks of one link or process group. See Note [Checked collectives]."""
 
     def __init__(self, failures: Failures, name: str, mode: str | None) -> None:
         self.mode: CheckMode = _default if mode is None else checked_mode(mode)
@@ -176,14 +166,7 @@ class CollectiveChecks:
         self._lock = threading.RLock()
 
     def begin_step(self, plan: str | None = None) -> None:
-        """A step begins, here and in the other members; from the first time on, these are counted.
-
-        Args:
-            plan: What the step will be, compared like a collective. Default: nothing is known.
-
-        Raises:
-            CollectiveMismatch: The members have different plans.
-        """
+        """A step begins in all members; from the first time on, these are counted."""
         if not self._counts_steps:
             self._counts_steps, self._step = True, 0
         self._step += 1
@@ -191,16 +174,7 @@ class CollectiveChecks:
             self.before(Call("a step", plan, None, ()))
 
     def before(self, call: Call, alive: Callable[[], object] = lambda: None) -> None:
-        """Count a collective that is about to be launched, and check it, if that is due.
-
-        Args:
-            call: What this member is about to launch.
-            alive: Raises an error if waiting for the others is of no use.
-
-        Raises:
-            CollectiveMismatch: The members are about to launch different collectives. All of them
-                get it, with the same text.
-        """
+        """Count a collective that is about to be launched, and check it, if that is due."""
         with self._lock:
             self.sequence += 1
             if self.mode == "off" or len(self._failures.ranks) == 1:
@@ -227,14 +201,7 @@ class CollectiveChecks:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def hear(self, seconds: float = 0.0) -> None:
-        """Compare what came late; nothing happens where all had come.
-
-        Args:
-            seconds: How long to wait for those that have not come yet. Default: not at all.
-
-        Raises:
-            CollectiveMismatch: The members have launched different collectives.
-        """
+        """Compare what came late; nothing happens where all had come."""
         if not self._unanswered:
             return
         deadline = time.monotonic() + seconds

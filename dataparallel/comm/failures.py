@@ -96,14 +96,7 @@ class Report:
 
 
 class OwnStore:
-    """A store with a connection of its own, whose requests are limited in time.
-
-    Beside a wait on the same connection a look would take seconds. A request that takes too long
-    goes on in its thread, and the next one begins after it.
-
-    Args:
-        store: Of the process group, under a prefix of this package.
-    """
+    """A store with a connection of its own, whose requests are limited in time."""
 
     def __init__(self, store: Store) -> None:
         self._original = store
@@ -111,12 +104,7 @@ class OwnStore:
         self._turn = threading.Lock()
 
     def ask(self, request: Callable[[Store], T], seconds: float) -> T:
-        """What ``request`` returns. Can be interrupted.
-
-        Raises:
-            TimeoutError: It took longer.
-            RuntimeError: The store refused.
-        """
+        """What ``request`` returns. Can be interrupted."""
         answers: list[T] = []
         refusals: list[Exception] = []
         over = threading.Event()
@@ -157,18 +145,7 @@ def shared_store(group: dist.ProcessGroup) -> Store:
 
 
 class Failures:
-    """What this process knows of failures in one process group. See the notes of this module.
-
-    Args:
-        group: The group; not one of this package's own.
-
-    Attributes:
-        store: Where the processes write.
-        ranks: The number that each process has in the default group.
-        rank: This process, as an index of ``ranks``.
-        generation: See Note [Generations].
-        failure: What has ended this generation, as far as this process knows.
-    """
+    """What this process knows of failures in one process group. See the notes of this module."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.store = OwnStore(shared_store(group))
@@ -190,9 +167,6 @@ class Failures:
         doing = f"joins {name_ranks(self.ranks)}"
         self.enter(self.ask(begin, doing) + 1, doing)
 
-    def __repr__(self) -> str:
-        return f"Failures(rank {self.rank} of {len(self.ranks)}, generation {self.generation})"
-
     # --- generations -----------------------------------------------------------------------------
 
     def enter(self, generation: int, doing: str) -> None:
@@ -211,15 +185,7 @@ class Failures:
         return False
 
     def renew(self, doing: str, *, waits: bool = False) -> bool:
-        """Enter the next generation if this one has ended; whether it had.
-
-        Args:
-            doing: For what, for messages.
-            waits: Whether the others are waited for already.
-
-        Raises:
-            CollectiveError: A process has failed that will not come, or has raised meanwhile.
-        """
+        """Enter the next generation if this one has ended; whether it had."""
         if gone := self.ended():
             raise self.cannot(doing, next(iter(gone.values())))
         is_known = self.failure is not None
@@ -240,11 +206,7 @@ class Failures:
         self._links.add(link)
 
     def ask(self, request: Callable[[Store], T], doing: str, seconds: float = _STARTING) -> T:
-        """What a request of the store returns.
-
-        Raises:
-            CollectiveError: The store refused, or did not answer.
-        """
+        """What a request of the store returns."""
         try:
             return self.store.ask(request, seconds)
         except (RuntimeError, TimeoutError) as error:
@@ -332,14 +294,7 @@ class Failures:
     def report(
         self, error: BaseException, doing: str, *, kind: str = "raised", final: bool = False
     ) -> None:
-        """Let all ranks raise because of an error here. Returns within seconds in any case.
-
-        Args:
-            error: What was raised.
-            doing: What it was raised in, for messages.
-            kind: See :class:`Failure`.
-            final: Whether the process ends with it.
-        """
+        """Let all ranks raise because of an error here. Returns within seconds in any case."""
         if isinstance(error, (CollectiveError, CollectiveTimeout)) and error.failure is not None:
             mine = error.failure
         else:
@@ -376,15 +331,7 @@ class Failures:
     def explain(
         self, place: Place, link: str, seconds: float, reason: str | None, *, timed_out: bool
     ) -> CollectiveError | CollectiveTimeout:
-        """The error for a wait that has failed, or was given up. All ranks raise then.
-
-        Args:
-            place: What was waited for.
-            link: In which link, or group.
-            seconds: For how long.
-            reason: What the backend said, if that is more than that the time is over.
-            timed_out: Whether the time is over.
-        """
+        """The error for a wait that has failed, or was given up. All ranks raise then."""
         head = f"rank {self.ranks[self.rank]}: {place} over {len(self.ranks)} processes for "
         head += repr(purpose_of(link))
         with self._failing:
@@ -410,13 +357,7 @@ class Failures:
         return self._error(text, place, next(iter(ended.values()), None), late)
 
     def nobody_came(self, place: Place, link: str, missing: set[int]) -> list[str]:
-        """Give up the making of a link; says of the missing ranks where they are, if they said so.
-
-        Args:
-            place: The making.
-            link: The name that it would have had.
-            missing: Who has not come, as indices of :attr:`ranks`.
-        """
+        """Give up the making of a link; returns where the missing ranks are, if they said so."""
         here = Report(link, place, timed_out=True)
         mine = self._here("waiting", str(place), "another process did not come")
         _, reports = self._exchange(here, mine)
@@ -425,12 +366,7 @@ class Failures:
         return [self._about(i, here, reports[i]) for i in sorted(missing) if i in reports]
 
     def _exchange(self, here: Report, mine: Failure) -> tuple[Failure, dict[int, Report] | str]:
-        """Write the record, and where this rank is.
-
-        Returns:
-            The record; and where the others are, unless the record says it all, or why the store
-            could not be asked.
-        """
+        """Write the record, and where this rank is."""
         text, key = json.dumps(asdict(here)), f"report/{self.generation}/{self.rank}"
         try:
             self.store.ask(lambda store: store.set(key, text), _WRITE)
@@ -607,23 +543,7 @@ def report(
     kind: str = "raised",
     final: bool = False,
 ) -> None:
-    """Let all ranks that wait for this one raise. Returns within seconds in any case.
-
-    Example::
-
-        try:
-            output = model(x)
-        except Exception as error:
-            report(error, "forward")
-            raise
-
-    Args:
-        error: What was raised here.
-        doing: What it was raised in, for messages.
-        group: The ranks of this group, and of those within it. Default: of all groups.
-        kind: See :class:`~dataparallel.comm.process_errors.Failure`.
-        final: Whether the process ends with it.
-    """
+    """Let all ranks that wait for this one raise. Returns within seconds in any case."""
     if getattr(error, _REPORTED, False) and not final:
         return
     mark_reported(error)

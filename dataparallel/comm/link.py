@@ -103,11 +103,7 @@ _HOST = torch.device("cpu")
 
 
 def wait_briefly(work: dist.Work, seconds: float) -> bool:
-    """Wait for a collective for at most so many seconds, and tell whether it has ended.
-
-    Raises:
-        RuntimeError: The collective failed.
-    """
+    """Wait for a collective for at most so many seconds, and tell whether it has ended."""
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError:
@@ -145,14 +141,7 @@ class Pending:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Wait until the result is in the tensor. May be called again.
-
-        On an accelerator the result is ready on the current stream.
-
-        Raises:
-            CollectiveTimeout: The other processes did not come in time.
-            CollectiveError: The collective failed, or the link was broken before it ended.
-        """
+        """Wait until the result is in the tensor. May be called again."""
         self.wait_for_backend()
         with self._lock:
             self._carried.deliver()
@@ -168,11 +157,7 @@ class Pending:
             self._link.wait_in_slices(self._place, self._started, wait)
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future with the list of the one tensor, as ``Work.get_future`` of torch has it.
-
-        An error in it is the backend's own. Wait for it with :meth:`ProcessLink.wait_for`, which is
-        limited in time and says who is missing.
-        """
+        """A future with the list of the one tensor, as ``Work.get_future`` of torch has it."""
         inner: torch.futures.Future[list[torch.Tensor]] = self._work.get_future()
         if self._carried.sent is self._carried.tensor:
             return inner
@@ -196,43 +181,7 @@ class Pending:
 
 
 class ProcessLink:
-    """A process group of one's own, whose collectives are limited in time and say what went wrong.
-
-    Every process of the group makes the same links in the same order, and calls the same methods
-    of each in the same order. See Note [A link of one's own] and Note [After a failure].
-
-    Example::
-
-        link = ProcessLink(purpose="reducer")
-        pending = link.all_reduce(bucket, what="bucket 0 (layer1.weight .. layer1.bias)")
-        ...                                  # computes meanwhile
-        pending.wait()
-        link.close()
-
-    Args:
-        group: The processes that take part. Default: all.
-        timeout: Seconds that a process waits for the others, at a collective and at the
-            construction. Default: the time limit of ``group``.
-        purpose: What the link is for, in one word: it is a part of names and of messages.
-        checks: When collectives are compared before they are launched, the same in all processes;
-            see Note [Checked collectives]. Default: as ``collectives.set_checks`` says.
-
-    Attributes:
-        name: The same in all its processes, and unlike that of any other.
-        rank: This process, from 0 to ``world_size - 1``.
-        world_size: How many processes the link has.
-        timeout: Seconds that a process waits for the others.
-        launched: How many collectives were launched so far, by operation.
-        late: Collectives over these processes that may fail when nobody waits any more.
-        devices: Types of the devices that the backend takes.
-
-    Raises:
-        ValueError: ``timeout`` is not positive, ``purpose`` is not one word, or this process is not
-            a member of ``group``.
-        RuntimeError: ``torch.distributed`` is not initialized.
-        CollectiveTimeout: Another process did not make its link in time.
-        CollectiveError: Another process has ended, or the store does not answer.
-    """
+    """A process group of one's own, whose waits are limited and say what went wrong."""
 
     def __init__(
         self,
@@ -317,13 +266,7 @@ class ProcessLink:
         return self._broken or (None if self.failure is None else str(self.failure))
 
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
-        """Let all processes of the link raise, since this one has failed; the link is broken then.
-
-        Args:
-            error: What was raised here.
-            doing: What it was raised in, for messages.
-            kind: ``"stuck"`` where new links do not help.
-        """
+        """Let all processes of the link raise, since this one has failed."""
         if self.world_size > 1 and self._failures.generation == self._generation:
             self._failures.report(error, doing, kind=kind)
 
@@ -364,14 +307,7 @@ class ProcessLink:
     def failed(
         self, place: Place, started: float, reason: str | None = None, *, timed_out: bool = False
     ) -> CollectiveError | CollectiveTimeout:
-        """The error for a collective that failed; from now on the link is broken in all ranks.
-
-        Args:
-            place: The collective.
-            started: When it was launched.
-            reason: What the backend said; None if another rank has failed.
-            timed_out: Whether the time is over here.
-        """
+        """The error for a collective that failed; from now on the link is broken in all ranks."""
         with self._failing:
             if self._is_closed or self._broken is not None:
                 return self._unusable()
@@ -388,21 +324,7 @@ class ProcessLink:
     # --- collectives -----------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
-        """Replace a tensor, in every process, by the sum over all processes, or another reduction.
-
-        Args:
-            tensor: Of one shape and dtype in all processes, strided or sparse (COO, ``"sum"`` only
-                and not complex; the result is coalesced). Read and written on the current stream of
-                its device, in place: not to be used before the wait is over.
-            op: As torch's ``ReduceOp`` names it, in lower case: whatever the backend has.
-            what: What the tensor is, for messages, for example ``"bucket 3 (a.weight .. b.bias)"``.
-
-        Returns:
-            What to wait for.
-
-        Raises:
-            CollectiveError: The link is broken, or the backend refused.
-        """
+        """Replace a tensor, in every process, by the sum over all, or another reduction."""
         carried = self._carry(tensor, dtype=_summed_as(tensor))
         of_torch: Any = getattr(dist.ReduceOp, op.upper())
         return self._launch(
@@ -412,20 +334,7 @@ class ProcessLink:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
-        """Replace a tensor, in every process, by that of the process ``source``.
-
-        Args:
-            tensor: As in :meth:`all_reduce`, but strided; its bits arrive as they are.
-            source: From 0 to ``world_size - 1``.
-            what: What the tensor is, for messages.
-
-        Returns:
-            What to wait for.
-
-        Raises:
-            ValueError: There is no such process, or the tensor is sparse.
-            CollectiveError: The link is broken, or the backend refused.
-        """
+        """Replace a tensor, in every process, by that of the process ``source``."""
         if not 0 <= source < self.world_size:
             raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
         _check_strided(tensor, "broadcast", what)
@@ -439,20 +348,7 @@ class ProcessLink:
         )
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """The tensors of all processes, by rank, as new tensors on the device of this one.
-
-        Args:
-            tensor: As in :meth:`broadcast`.
-            what: What the tensor is, for messages.
-
-        Returns:
-            ``world_size`` tensors, contiguous.
-
-        Raises:
-            ValueError: The tensor is sparse.
-            CollectiveTimeout: Another process did not come in time.
-            CollectiveError: The collective failed, or the link is broken.
-        """
+        """The tensors of all processes, by rank, as new tensors on the device of this one."""
         _check_strided(tensor, "all_gather", what)
         carried = self._carry(tensor)
         parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
@@ -464,21 +360,7 @@ class ProcessLink:
         return [carried.restored(part) for part in parts]
 
     def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
-        """The values of all processes, by rank: two small collectives, and no pickle.
-
-        Args:
-            value: What JSON can hold: None, bool, int, float, str, list and dict.
-            what: What the value is, for messages.
-
-        Returns:
-            ``world_size`` values, as they come out of JSON: a tuple is a list, keys are strings.
-
-        Raises:
-            TypeError: JSON can't hold the value.
-            ValueError: What came from a process is no JSON.
-            CollectiveTimeout: Another process did not come in time.
-            CollectiveError: The collective failed, or the link is broken.
-        """
+        """The values of all processes, by rank: two small collectives, and no pickle."""
         data = json.dumps(value).encode()
         sizes = self.all_gather(torch.tensor(len(data), device=_HOST), what=f"size of {what}")
         lengths = [int(size) for size in sizes]
@@ -490,32 +372,12 @@ class ProcessLink:
     def run(
         self, call: Call, sent: torch.Tensor, start: Callable[[dist.ProcessGroup], dist.Work | None]
     ) -> None:
-        """Launch any other collective of torch and wait for it.
-
-        Args:
-            call: What it is, for comparisons and messages.
-            sent: What is sent, as the backend takes it.
-            start: Gives it to the backend, over the group that it gets.
-        """
+        """Launch any other collective of torch and wait for it."""
         self.check()
         self._launch(call, self._carry(sent), start).wait_for_backend()
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
-        """The value of a future that somebody else completes, such as a communication hook.
-
-        Args:
-            future: May be completed in any thread.
-            what: What it is, for messages.
-
-        Returns:
-            The value.
-
-        Raises:
-            CollectiveTimeout: The future was not completed in time. The link is broken then, since
-                the other processes may be elsewhere.
-            CollectiveError: The link is broken.
-            Exception: What the future was completed with.
-        """
+        """The value of a future that somebody else completes, such as a communication hook."""
         ready = threading.Event()
         future.add_done_callback(lambda _: ready.set())
         place = Place(self.checks.sequence, "future", what)
@@ -552,18 +414,7 @@ class ProcessLink:
         return Pending(self, place, started, work, carried)
 
     def wait_in_slices(self, place: Place, started: float, wait: Callable[[float], object]) -> None:
-        """Wait for a collective. All waits come here.
-
-        Args:
-            place: What is waited for.
-            started: When it was launched.
-            wait: Waits for at most so many seconds, and tells whether there is nothing left to wait
-                for. A RuntimeError in it is a failure of the backend.
-
-        Raises:
-            CollectiveTimeout: The other processes did not come in time.
-            CollectiveError: The collective failed, or the link was broken before it ended.
-        """
+        """Wait for a collective. All waits come here."""
         deadline = time.monotonic() + self.timeout + _MARGIN
         while True:
             remaining = deadline - time.monotonic()
@@ -601,18 +452,7 @@ class ProcessLink:
 
 
 class Carried:
-    """A tensor on its way through a collective.
-
-    Args:
-        tensor: Where the result belongs.
-        taken: Whether the backend takes tensors on its device; else it travels through the host.
-        dtype: What the backend computes with.
-        load: Whether the contents of ``tensor`` are sent.
-
-    Attributes:
-        tensor: As given, without autograd.
-        sent: What the backend gets.
-    """
+    """A tensor on its way through a collective."""
 
     __slots__ = ("_buffer", "sent", "tensor")
 
@@ -641,11 +481,7 @@ class Carried:
             self.sent = self.sent.view(-1).view(torch.uint8)
 
     def deliver(self) -> None:
-        """Bring the result to the tensor.
-
-        Ready for every stream when the call returns, unless the backend takes the device: then
-        for the current stream.
-        """
+        """Bring the result to the tensor."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -728,11 +564,7 @@ class LateWorks:
             self._launched.append(_Launched(link, place, started, work))
 
     def look(self) -> None:
-        """Raise the error of a collective that has failed.
-
-        Raises:
-            CollectiveError, CollectiveTimeout: It has failed, or its link was given up.
-        """
+        """Raise the error of a collective that has failed."""
         while self._launched:
             with self._lock:
                 if not self._launched:

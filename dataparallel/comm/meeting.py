@@ -32,13 +32,7 @@ _made: weakref.WeakKeyDictionary[Failures, tuple[int, Counter[str]]] = weakref.W
 
 
 class Meeting:
-    """One attempt of the processes of a group to meet.
-
-    Args:
-        failures: Those of the group.
-        purpose: What the new group is for, in one word.
-        timeout: Seconds to wait.
-    """
+    """One attempt of the processes of a group to meet."""
 
     def __init__(self, failures: Failures, purpose: str, timeout: float) -> None:
         self._failures = failures
@@ -62,15 +56,7 @@ class Meeting:
             time.sleep(0.001)
 
     def meet(self) -> str:
-        """Wait until every process wants this group, so that connecting cannot wait for one.
-
-        Returns:
-            The name of the new group.
-
-        Raises:
-            CollectiveTimeout: A process did not come; the message says which.
-            CollectiveError: A process has failed, or the store does not answer.
-        """
+        """Wait until every process wants this group, so that connecting cannot wait for one."""
         failures = self._failures
         started, pause, reminder = time.monotonic(), 0.001, Reminder(self._timeout)
         failures.renew(self._doing)

@@ -35,12 +35,7 @@ _RELEASE_TIMEOUT = 2.0
 
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
-        ValueError: This process is not a member of ``group``.
-    """
+    """The group itself, or the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "collectives across processes need a process group; call "
@@ -56,33 +51,13 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The time limit of a group's collectives, in seconds: the shortest of its backends'.
-
-    Example::
-
-        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-        assert timeout_of(dist.group.WORLD) == 300.0
-    """
+    """The time limit of a group's collectives, in seconds: the shortest of its backends'."""
     limits = torch_internals.time_limits(group)
     return min(limits, default=constants.default_pg_timeout).total_seconds()
 
 
 def make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
-    """A new group over the processes of ``parent``, with its backends and one for the CPU.
-
-    See Note [Groups for accelerators only] and Note [Groups that are bound].
-
-    Args:
-        parent: Who takes part.
-        name: What the processes have agreed on; see Note [Names of process groups].
-        timeout: Seconds that each collective may take.
-
-    Returns:
-        The group, known to ``torch.distributed`` like one of its own.
-
-    Raises:
-        CollectiveError: The processes met, but could not connect.
-    """
+    """A new group over the processes of ``parent``, with its backends and one for the CPU."""
     ranks = dist.get_process_group_ranks(parent)
     try:
         with _unbound.default_group():
@@ -145,15 +120,7 @@ def _backends(parent: dist.ProcessGroup) -> str:
 
 
 def release_group(holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIMEOUT) -> None:
-    """Give the connections and threads of a group back.
-
-    A gloo group joins its threads, each of which may be in a collective that ends only when its
-    time is over. After a moment the rest therefore happens in the background.
-
-    Args:
-        holder: Contains the group, and is empty afterwards. Nobody else should hold the group.
-        seconds: How long to wait for that.
-    """
+    """Give the connections and threads of a group back."""
 
     def release() -> None:
         group = holder.pop()
