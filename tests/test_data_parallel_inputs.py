@@ -152,6 +152,17 @@ def test_in_dims_beside_targets_in_a_scatter_of_the_user(slots: list[str]) -> No
     torch.testing.assert_close(model.loss(nn.MSELoss(), x, y), expected)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_scatter_of_the_user_that_does_not_split_targets(keeps: bool) -> None:
+    class Own(DataParallel[nn.Linear]):
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            return [(part,) for part in inputs[0].chunk(2)], [kwargs if keeps else {}] * 2
+
+    model = Own(nn.Linear(3, 2), ["cpu", "cpu"])
+    with pytest.raises(ValueError, match=r"has not split targets\[0\], which comes as a keyword"):
+        model.loss(nn.MSELoss(), torch.randn(4, 3), torch.randn(4, 2))
+
+
 # Forward mode scripts its formulas, and torch deprecates scripting.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_transforms_are_refused_with_a_remedy(slots: list[str]) -> None:

@@ -462,6 +462,18 @@ class LossCall:
     targets: Mapping[str, int | str]
     timeline: Timeline
 
+    def check(self, given: Mapping[str, Any], chunks: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a ValueError if a scatter of the user's own has not split the targets."""
+        for name in self.targets:
+            whole = given[name] if isinstance(given[name], Tensor) and given[name].dim() else None
+            for chunk in chunks:
+                if name not in chunk or (len(chunks) > 1 and chunk[name] is whole is not None):
+                    raise ValueError(
+                        f"scatter() of the wrapper has not split {name}, which comes as a keyword "
+                        "argument: split keyword arguments like inputs, as scatter() of "
+                        "DataParallel does, or compute the loss from the output"
+                    )
+
     def __call__(
         self,
         replica: nn.Module,

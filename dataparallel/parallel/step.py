@@ -244,6 +244,8 @@ def run(
     with timeline.span("scatter"), runner.quiet():
         must = call.weighs and not (loss is None and callable(model.scalars))
         chunks = model._split(inputs, kwargs, must=must)
+        if loss is not None:
+            loss.check(kwargs, chunks.kwargs)
     if not model._is_repeating:
         timeline.call(chunks.sizes)
     training, num_replicas = call.training, len(chunks.args)
