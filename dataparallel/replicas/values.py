@@ -140,6 +140,11 @@ class _Place:
         pairs = zip(self.copies, self.versions, strict=True)
         return {i for i, (copy, v) in enumerate(pairs) if copy is not None and copy._version != v}
 
+    def drop(self) -> None:
+        """Let go of all copies."""
+        self.copies = [None] * len(self.copies)
+        self.traces = [None] * len(self.traces)
+
     def keep(self, index: int, copy: torch.Tensor, trace: Any) -> None:
         """A copy that was made or written just now."""
         self.copies[index] = copy
@@ -300,7 +305,7 @@ class Values:
         if looks != "no":
             stale = [s.union(place.written()) for place, s in zip(places, stale, strict=True)]
             same = sorted(everything.difference(*stale))
-            if same and self._look(places[0], same, now=looks == "now"):
+            if same and self._differ(places, same, now=looks == "now"):
                 stale = [everything for _ in places]
         due = [place for place, indices in zip(places, stale, strict=True) if indices]
         if due:
@@ -324,6 +329,16 @@ class Values:
                 place.keep(i, copy, traces[i])
 
     # --- writes that leave no trace --------------------------------------------------------------
+
+    def _differ(self, places: Sequence[_Place], indices: list[int], *, now: bool) -> bool:
+        """Whether copies have to be made anew; also where there is no memory to compare them."""
+        try:
+            return self._look(places[0], indices, now=now)
+        except torch.OutOfMemoryError:
+            if not self._in_place:
+                for place in places:
+                    place.drop()
+            return True
 
     def _look(self, place: _Place, indices: list[int], *, now: bool) -> bool:
         """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
