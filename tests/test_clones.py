@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import pickle
@@ -94,9 +95,10 @@ def test_references_in_attributes_lead_to_the_clone(slots: list[str]) -> None:
             self.bound = self.first.forward
             self.partial = functools.partial(torch.mul, self.first.weight)
             self.table = torch.ones(3)
+            self.by_default = lambda x, first=self.first, *, by=self.first.bias: first(x) * by
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.plain_list[0](x) + self.bound(x)
+            y = self.plain_list[0](x) + self.bound(x) + self.by_default(x)
             output: Tensor = y + self.partial(self.first.weight).sum() + self.table.to(x.dtype)
             return output
 
@@ -209,6 +211,69 @@ def test_changes_between_forwards_are_followed(slots: list[str]) -> None:
         torch.testing.assert_close(model(x), original(x))
         with torch.no_grad():
             torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_other_names_of_the_same_objects_are_followed(wrapper: Any, slots: list[str]) -> None:
+    class Named(nn.Module):
+        scale: Tensor
+        factor: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": nn.Linear(3, 3)})
+            self.register_buffer("scale", torch.full((3,), 2.0))
+            self.once = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * (1 if hasattr(self, "once") else 5)
+            y = y * self.scale if hasattr(self, "scale") else y / self.factor
+            result: Tensor = self.parts["a"](y) if "a" in self.parts else -self.parts["b"](y)
+            return result
+
+    original: Any = Named().to(slots[0])
+    model = wrapper(original, slots)
+    x = torch.randn(8, 3, device=slots[0])
+
+    def rename_attribute() -> None:
+        del original.once
+        original.twice = True
+
+    def rename_buffer() -> None:
+        scale = original.scale
+        del original.scale
+        original.register_buffer("factor", scale)
+
+    def rename_child() -> None:
+        original.parts["b"] = original.parts.pop("a")
+
+    torch.testing.assert_close(model(x), original(x))
+    for change in (rename_attribute, rename_buffer, rename_child):
+        change()
+        torch.testing.assert_close(model(x), original(x))
+    model.close()
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_a_container_of_any_kind_that_is_filled_later_is_followed(
+    wrapper: Any, slots: list[str]
+) -> None:
+    class Late(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.found = collections.defaultdict[str, list[Any]](list)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = list(self.found["parts"]) if self.found else []
+            return super().forward(x) * sum([part.sum() for part in parts], torch.ones(()).to(x))
+
+    original = Late().to(slots[0])
+    model = wrapper(original, slots)
+    x = torch.randn(8, 3, device=slots[0])
+    torch.testing.assert_close(model(x), original(x))
+    original.found["parts"].append(original.weight)
+    torch.testing.assert_close(model(x), original(x))
+    model.close()
 
 
 def test_parameters_written_in_forward_are_an_error_and_nothing_is_stale(slots: list[str]) -> None:

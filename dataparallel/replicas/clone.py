@@ -30,7 +30,7 @@ Tables: TypeAlias = Sequence[dict[str, Any]]
 #: Where a module keeps its named parts.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 #: Containers of which those without entries cannot refer to anything.
-CONTAINERS = frozenset({dict, OrderedDict, list, set})
+CONTAINERS = (dict, list, set)
 
 _MISSING = object()
 _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
@@ -165,7 +165,8 @@ def may_refer(value: Any) -> bool:
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return bool(value)
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is not None
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__closure__ is not None or any(type(one) not in _OPAQUE for one in given)
     return isinstance(
         value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
     )
@@ -175,9 +176,9 @@ def substitute(value: Any, replace: Callable[[Any], Any]) -> Any:
     """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
 
     Args:
-        value: Any object; tensors and modules, bound methods, partial functions, functions that
-            close over something, weak references and containers of those are followed, everything
-            else is kept.
+        value: Any object; tensors and modules, bound methods, partial functions, functions (what
+            they close over, and defaults of arguments), weak references and containers of those are
+            followed, everything else is kept.
         replace: Called with each tensor and module, also where a container has it several times.
 
     Returns:
@@ -219,8 +220,8 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         parts = [value.func, value.args, value.keywords]
         return parts, lambda new: kind(new[0], *new[1], **new[2])
     if isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        return [_content(cell) for cell in cells], functools.partial(_rebuilt_function, value)
+        parts = [*map(_content, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+        return parts, functools.partial(_rebuilt_function, value)
     # Of the same class: a WeakMethod refers to a method that nothing else holds.
     return [value()], lambda new: kind(new[0])
 
@@ -248,12 +249,10 @@ def _content(cell: types.CellType) -> Any:
 def _rebuilt_function(value: types.FunctionType, new: list[Any]) -> types.FunctionType:
     cells = tuple(
         cell if part is _MISSING or part is _content(cell) else types.CellType(part)
-        for cell, part in zip(value.__closure__ or (), new, strict=True)
+        for cell, part in zip(value.__closure__ or (), new[:-2], strict=True)
     )
-    result = types.FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-    )
-    result.__kwdefaults__ = value.__kwdefaults__
+    result = types.FunctionType(value.__code__, value.__globals__, value.__name__, new[-2], cells)
+    result.__kwdefaults__ = new[-1]
     result.__dict__.update(value.__dict__)
     return result
 
