@@ -50,6 +50,47 @@ def test_a_forward_without_gradients_does_not_spoil_an_earlier_graph(
     assert_all_close(grads_of(model), grads_of(bare))
 
 
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
+    wrapper: Any, slots: list[str]
+) -> None:
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, scale: dict[str, Any]) -> dict[str, Tensor]:
+            output = self.inner(x) * scale["by"]
+            alive.extend([weakref.ref(x), weakref.ref(output)])
+            return {"output": output}
+
+    alive: list[weakref.ref[Tensor]] = []
+    model = wrapper(Noted().to(slots[0]), slots)
+
+    def forward(*, backward: bool) -> None:
+        x = torch.randn(8, 3, device=slots[0], requires_grad=True)
+        by = torch.randn(8, 3, device=slots[0])
+        alive.extend([weakref.ref(x), weakref.ref(by)])
+        output = model(x, {"by": by})["output"]
+        if backward:
+            output.sum().backward()
+
+    forward(backward=True)
+    alive.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        forward(backward=True)
+        forward(backward=False)
+        with torch.no_grad():
+            forward(backward=False)
+        assert len(alive) == 3 * (2 + 2 * len(slots))
+        assert [tensor() for tensor in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+    model.close()
+
+
 def test_nothing_that_a_forward_kept_outlives_its_owner(slots: list[str]) -> None:
     class Keeps(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -134,36 +134,48 @@ def flatten(
     Raises:
         ValueError: A container contains itself.
     """
-    leaves: list[Any] = []
-    # The containers around the current one, each with the place that leads further down.
-    around: list[tuple[Any, Structure, int]] = []
+    flattening = _Flattening(is_leaf, name)
+    structure = flattening.visit(obj, like)
+    return flattening.leaves, structure
 
-    def visit(obj: Any, like: Structure | None) -> Structure:
-        opened = None if is_leaf is not None and is_leaf(obj) else _open(obj)
+
+class _Flattening:
+    """The state of one :func:`flatten`; a closure would keep the leaves in a reference cycle."""
+
+    def __init__(self, is_leaf: Callable[[Any], bool] | None, name: str) -> None:
+        self._is_leaf, self._name = is_leaf, name
+        self.leaves: list[Any] = []
+        # The containers around the current one, each with the place that leads further down.
+        self._around: list[tuple[Any, Structure, int]] = []
+
+    def visit(self, obj: Any, like: Structure | None) -> Structure:
+        """Append the leaves of ``obj``, and return how it is built."""
+        opened = None if self._is_leaf is not None and self._is_leaf(obj) else _open(obj)
         if opened is None:
-            leaves.append(obj)
+            self.leaves.append(obj)
             return _LEAF
         values, skeleton = opened
         if like is not None and isinstance(obj, dict) and _has_other_order(skeleton, like):
             by_key = dict(zip(skeleton.keys, values, strict=True))
             values = [by_key[key] for key in like.keys]
             skeleton = dataclasses.replace(skeleton, keys=like.keys, make=like.make)
-        for container, _, _ in around:
-            if container is obj:
-                path = name + "".join([step.child_path("", place) for _, step, place in around])
-                raise ValueError(
-                    f"{path} contains itself; pass containers without cycles, or hold the object "
-                    "in a class that is not a container"
-                )
+        self._refuse_cycle(obj)
         children = []
         for position, value in enumerate(values):
-            around.append((obj, skeleton, position))
+            self._around.append((obj, skeleton, position))
             below = like.children[position] if like and position < len(like.children) else None
-            children.append(visit(value, below))
-            around.pop()
+            children.append(self.visit(value, below))
+            self._around.pop()
         return dataclasses.replace(skeleton, children=tuple(children))
 
-    return leaves, visit(obj, like)
+    def _refuse_cycle(self, obj: Any) -> None:
+        for container, _, _ in self._around:
+            if container is obj:
+                steps = [step.child_path("", place) for _, step, place in self._around]
+                raise ValueError(
+                    f"{self._name}{''.join(steps)} contains itself; pass containers without "
+                    "cycles, or hold the object in a class that is not a container"
+                )
 
 
 def _has_other_order(first: Structure, other: Structure) -> bool:
