@@ -254,6 +254,39 @@ def test_other_names_of_the_same_objects_are_followed(wrapper: Any, slots: list[
     model.close()
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Any = getattr(self.weight, "scale", 1)
+        output: Tensor = super().forward(x) * scale
+        return output
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_classes_of_modules_and_attributes_of_parameters_are_followed(
+    wrapper: Any, slots: list[str]
+) -> None:
+    original: Any = nn.Sequential(nn.Linear(3, 3), Scaled(3, 3)).to(slots[0])
+    weight = original[1].weight
+    model = wrapper(original, slots)
+    x = torch.randn(8, 3, device=slots[0])
+    torch.testing.assert_close(model(x), original(x))
+    for change in (
+        lambda: setattr(original[0], "__class__", Doubled),
+        lambda: setattr(weight, "scale", torch.full((3,), 2.0, device=slots[0])),
+        lambda: weight.scale.mul_(3),
+        lambda: setattr(weight, "scale", 5),
+        lambda: delattr(weight, "scale"),
+    ):
+        change()
+        torch.testing.assert_close(model(x), original(x))
+    model.close()
+
+
 @pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 def test_a_container_of_any_kind_that_is_filled_later_is_followed(
     wrapper: Any, slots: list[str]

@@ -16,9 +16,9 @@ of an earlier forward may still need the old ones as they were: activation check
 clone's forward again in backward. Where they are leaves, which stay the same, an earlier forward
 may still need a clone when a later one uses it, as it is with the bare module. So those objects
 stay, and are filled again only if something has changed: an attribute, parameter, buffer or
-submodule of the original or of a clone is another object than before, or an empty container, such
-as a table of hooks, is not empty any more. Modules with attributes that lead to tensors or modules
-are filled anew each time.
+submodule of the original or of a clone is another object than before, an empty container, such as
+a table of hooks, is not empty any more, or a module is of another class. Modules with attributes
+that lead to tensors or modules are filled anew each time.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class ModuleClones:
         self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told.
         self._is_forward = False
-        # The original: its parts, all of its tables, what was in them, and its empty containers.
+        # The original: its parts, the classes of its modules, all of its tables, what was in them,
+        # and its empty containers.
         self._parts: Parts | None = None
+        self._kinds: list[type[nn.Module]] = []
         self._tables: list[dict[str, Any]] = []
         self._values: list[dict[str, Any]] = []
         self._empty: list[Any] = []
@@ -190,6 +192,7 @@ class ModuleClones:
         self._names = {}
         referring = {index for index, names in enumerate(parts.references) if names}
         self._intricate = sorted(referring.union(parts.slotted))
+        self._kinds = list(map(type, parts.modules))
         self._tables = _tables(parts.modules)
         self._values = [table.copy() for table in self._tables]
         self._empty = [
@@ -201,7 +204,8 @@ class ModuleClones:
         self._parts = parts
 
     def _is_unchanged(self) -> bool:
-        return _are_same(self._tables, self._values) and not any(self._empty)
+        kinds = list(map(type, self.parts.modules)) == self._kinds
+        return kinds and _are_same(self._tables, self._values) and not any(self._empty)
 
     def _note_tables(self) -> None:
         taking_part = self._counterparts if self._standing else self._counterparts[:1]
@@ -224,7 +228,9 @@ class ModuleClones:
         values = self._parameters.update(parts.parameters, count, looks=looks)
         if self._leaves is None:
             self._set(parts.parameters, values, detach=detach)
-        elif not self._filled:
+        else:
+            self._leaves.dress()
+        if self._leaves is not None and not self._filled:
             for number, replica in enumerate(self._counterparts):
                 leaves = self._leaves.of(number)
                 replica.update(zip(map(id, parts.parameters), leaves, strict=True))

@@ -397,6 +397,7 @@ class ReplicaParameters:
         self._originals = list(originals)
         self._dtype = dtype
         self._state = self._state_of_originals()
+        self._attributes = self._attributes_of_originals()
         #: What the leaves are filled with.
         self.values = Values(devices, dtype=dtype, in_place=True)
         self._leaves: list[list[nn.Parameter]] = [
@@ -433,6 +434,25 @@ class ReplicaParameters:
                     # Keeps its version counter, which is the original's.
                     leaf.data = value.data
         return True
+
+    def dress(self) -> None:
+        """Give the leaves the attributes that the originals have now."""
+        before, self._attributes = self._attributes, self._attributes_of_originals()
+        if before == self._attributes:
+            return
+        for index in before.keys() | self._attributes.keys():
+            then, now = before.get(index, {}), self._attributes.get(index, {})
+            for leaf in [leaves[index] for leaves in self._leaves] if then != now else ():
+                for name in then.keys() - now.keys() & vars(leaf).keys():
+                    delattr(leaf, name)
+                _take_attributes(leaf, self._originals[index])
+
+    def _attributes_of_originals(self) -> dict[int, dict[str, _Identity]]:
+        return {
+            index: {name: _Identity(value) for name, value in attributes.items()}
+            for index, attributes in enumerate(map(vars, self._originals))
+            if attributes
+        }
 
     def stands_for(self, originals: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters for which the leaves were made."""
@@ -558,7 +578,11 @@ def _dressed(value: torch.Tensor, original: torch.Tensor) -> Any:
     """``value`` as ``original`` is: a parameter if that is one, with its attributes."""
     if isinstance(original, nn.Parameter):
         value = torch_internals.make_subclass(type(original), value, original.requires_grad)
+    _take_attributes(value, original)
+    return value
+
+
+def _take_attributes(value: torch.Tensor, original: torch.Tensor) -> None:
     for name, attribute in vars(original).items():
         moves = isinstance(attribute, torch.Tensor)
         setattr(value, name, attribute.to(value.device) if moves else attribute)
-    return value
