@@ -730,12 +730,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def disabled_join_config() -> Any:
-    """What a wrapper says of ``Join`` outside of it."""
+#: What a wrapper has of the ``Join`` that it takes part in, since 1.10; torch's base class sets it.
+JOIN_CONFIG = "_join_config"
+
+
+def join_config(joinable: Any) -> Any:
+    """What a wrapper says of the ``Join`` that it takes part in."""
+    return getattr(joinable, JOIN_CONFIG)
+
+
+def leave_join(joinable: Any) -> None:
+    """Take part in no ``Join`` any more."""
     from torch.distributed.algorithms import join
 
     kind = "torch.distributed.algorithms.join"
-    return _of(join, "_JoinConfig", kind).construct_disabled_join_config()
+    config = _of(join, "_JoinConfig", kind).construct_disabled_join_config()
+    setattr(joinable, JOIN_CONFIG, config)
 
 
 def configure_join(join: Any) -> None:

@@ -60,6 +60,10 @@ class _OfThread(threading.local):
     synchronizes: bool | None = None
 
 
+#: What belongs to one wrapper alone, and a copy makes anew.
+_NOT_COPIED = ("_made", "_forwards", "_own", "_uneven", "device_mesh")
+
+
 @suggesting
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """Train a module on the devices of this process, and of all processes of a group.
@@ -320,7 +324,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if reduces:
                 _refuse_outer(self)
             training = self._up_to_date(reduces)
-            joins = self._join_config.enable
+            joins = torch_internals.join_config(self).enable
             if joins:
                 uneven.notify()
             if buffers.come_before(training.processes):
@@ -346,7 +350,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self._check_can_go_on()
         training, buffers = self._training, self.buffer_sync
         sends = buffers.come_before(training.processes) or buffers.come_after()
-        needs_others = reduces or sends or self._join_config.enable
+        needs_others = reduces or sends or torch_internals.join_config(self).enable
         if training.processes is not None and training.is_lost(needs_others=needs_others):
             self._rebuild()
         elif not training.fits(self.module):
@@ -909,7 +913,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         # See Note [Copies of a wrapper].
         state = super().__getstate__()
         # As in torch: the copy belongs to the default group of the process that makes it.
-        for name in ("_made", "_forwards", "_own", "_uneven", "_join_config", "device_mesh"):
+        for name in (*_NOT_COPIED, torch_internals.JOIN_CONFIG):
             state.pop(name, None)
         group = CopiedGroup(self.process_group, is_lost=self._lost_group)
         return {

@@ -84,7 +84,7 @@ class UnevenInputs:
 
     @property
     def _config(self) -> Any:
-        return self.model._join_config
+        return torch_internals.join_config(self.model)
 
     def begin(self) -> None:
         """The block of our own context manager is entered."""
@@ -237,7 +237,7 @@ class UnevenInputs:
         self._kept = {}
         self._is_limited = False
         # Torch leaves it as it is: then forwards after the block still tell of themselves.
-        self.model._join_config = torch_internals.disabled_join_config()
+        torch_internals.leave_join(self.model)
         if self._processes is not None:
             self._processes.count_active(None)
 

@@ -128,7 +128,7 @@ def chosen_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | 
             "both broadcast_buffers and forward_sync_buffers were passed; forward_sync_buffers "
             f"counts, which is {forward_sync_buffers}. Pass one of them",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
     return chosen is not False

@@ -132,7 +132,7 @@ def close(directory: Path | None = None) -> None:
 
 def group_of(model: nn.Module | None) -> dist.ProcessGroup | None:
     """The processes of a model's wrapper; None for all."""
-    group = getattr(model, "__dict__", {}).get("process_group")
+    group = getattr(model, "process_group", None)
     return group if dist.is_available() and isinstance(group, dist.ProcessGroup) else None
 
 
