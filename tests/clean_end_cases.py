@@ -62,6 +62,18 @@ def trained_in_processes(rank: int, world_size: int, store: str, destroy: bool) 
     return model
 
 
+def failed_in_processes(rank: int, world_size: int, store: str) -> object:
+    """One process fails and ends; in all, groups are still given back when the interpreter ends."""
+    join_group(rank, world_size, store)
+    model = wrapped("distributed")
+    step(model)
+    with contextlib.suppress(CollectiveError, ValueError), dp.telling_failures():
+        if rank == 1:
+            raise ValueError("no more data")
+        step(model)
+    return model
+
+
 def closed(kind: str) -> object:
     model: Any = trained(kind)
     model.close()

@@ -87,6 +87,11 @@ def test_while_another_thread_trains_in_processes(exits: ExitServer, tmp_path: P
     assert_clean(exits.run(*calls, timeout=LIMIT))
 
 
+def test_right_after_a_failure_of_a_process(exits: ExitServer, tmp_path: Path) -> None:
+    calls = [("failed_in_processes", [rank, 4, str(tmp_path / "store")]) for rank in range(4)]
+    assert_clean(exits.run(*calls, timeout=LIMIT))
+
+
 def test_the_error_of_the_program_is_all_that_is_said(exits: ExitServer) -> None:
     (ended,) = exits.run(("ends_by_an_error", ["distributed"]), timeout=LIMIT)
     assert ended.status == 1

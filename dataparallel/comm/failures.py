@@ -110,12 +110,14 @@ class OwnStore:
         over = threading.Event()
 
         def run() -> None:
+            interpreter_end.start()
             try:
                 with self._turn:
                     answers.append(request(self._connected()))
             except Exception as error:
                 refusals.append(error)
             finally:
+                interpreter_end.stop()
                 over.set()
 
         threading.Thread(target=run, name="dataparallel-request", daemon=True).start()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import constants
 
 from dataparallel import torch_internals
+from dataparallel.comm import interpreter_end
 from dataparallel.comm.failures import groups, shared_store
 from dataparallel.comm.process_errors import CollectiveError, name_ranks
 
@@ -123,12 +124,19 @@ def release_group(holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIM
     """Give the connections and threads of a group back."""
 
     def release() -> None:
-        group = holder.pop()
-        # Otherwise the user has destroyed all groups already, or does so just now.
-        if torch_internals.is_registered(group):
-            with contextlib.suppress(KeyError, ValueError):
-                dist.destroy_process_group(group)
+        interpreter_end.start()
+        try:
+            _destroy(holder.pop())
+        finally:
+            interpreter_end.stop()
 
     thread = threading.Thread(target=release, name="dataparallel-release", daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    # Otherwise the user has destroyed all groups already, or does so just now.
+    if torch_internals.is_registered(group):
+        with contextlib.suppress(KeyError, ValueError):
+            dist.destroy_process_group(group)

@@ -23,12 +23,12 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import failures_of, mark_reported, shared_store
+from dataparallel.comm.failures import failures_of, mark_reported
 from dataparallel.comm.link import Pending, ProcessLink, late_works
 from dataparallel.comm.process_errors import describe_error
 from dataparallel.comm.process_group import parent_group, timeout_of
@@ -40,8 +40,7 @@ from dataparallel.reducer.verify import digest
 
 if TYPE_CHECKING:
     from dataparallel.reducer.nonfinite import Guard
-
-T = TypeVar("T")
+    from dataparallel.torch_internals import Store
 
 # Of how many buckets messages show the sizes.
 _MOST_BUCKETS = 6
@@ -91,9 +90,10 @@ class ReducerProcesses:
         self.world_size = parent.size()
         self._verify: Callable[[ProcessLink], None] = lambda control: None
         self._num_active: Callable[[], int] | None = None
-        self._store = shared_store(parent)
+        failures = failures_of(parent)
+        self._store = failures.store
         #: Collectives that have failed when nobody waited any more.
-        self.late = late_works(failures_of(parent))
+        self.late = late_works(failures)
         self._num_rounds = 0
         self._told: str | None = None
         self._plan: tuple[Any, str] = ((), "")
@@ -209,42 +209,31 @@ class ReducerProcesses:
         before, self._told = self._told, self._key(self.rank)
         key = self._told
 
-        def write() -> None:
+        def write(store: Store) -> None:
             if before is not None:
-                self._store.delete_key(before)
-            self._store.set(key, text)
+                store.delete_key(before)
+            store.set(key, text)
 
-        _limited(write, None)
+        # Here and below, it is about an error that is raised anyway.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._store.ask(write, _STORE_TIMEOUT)
 
     def reasons(self, ranks: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Messages and tracebacks of what has failed in other processes, as far as is known."""
         keys = {rank: self._key(rank) for rank in ranks}
 
-        def read() -> dict[int, tuple[str, str]]:
-            there = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            texts = {rank: json.loads(self._store.get(key)) for rank, key in there.items()}
+        def read(store: Store) -> dict[int, tuple[str, str]]:
+            there = {rank: key for rank, key in keys.items() if store.check([key])}
+            texts = {rank: json.loads(store.get(key)) for rank, key in there.items()}
             return {rank: (str(message), str(trace)) for rank, (message, trace) in texts.items()}
 
-        return _limited(read, {})
+        try:
+            return self._store.ask(read, _STORE_TIMEOUT)
+        except (RuntimeError, TimeoutError):
+            return {}
 
     def _key(self, rank: int) -> str:
         return f"{self.control.name}/failed round {self._num_rounds}/{rank}"
-
-
-def _limited(request: Callable[[], T], otherwise: T) -> T:
-    """What a request of a store returns, or something else if it fails or takes too long."""
-    answers: list[T] = []
-
-    def ask() -> None:
-        # It is about an error that is raised anyway.
-        with contextlib.suppress(Exception):
-            answers.append(request())
-
-    # A call of a store has no time limit of its own.
-    thread = threading.Thread(target=ask, name="dataparallel-failed-round", daemon=True)
-    thread.start()
-    thread.join(_STORE_TIMEOUT)
-    return answers[0] if answers else otherwise
 
 
 def _describe(buckets: Sequence[Bucket], how: str) -> str:
