@@ -102,6 +102,9 @@ class OwnStore:
         self._original = store
         self._own: Store | None = None
         self._turn = threading.Lock()
+        # That of a request which nobody waits for any more.
+        self._given_up = threading.Event()
+        self._given_up.set()
 
     def ask(self, request: Callable[[Store], T], seconds: float) -> T:
         """What ``request`` returns. Can be interrupted."""
@@ -121,9 +124,13 @@ class OwnStore:
                 over.set()
 
         threading.Thread(target=run, name="dataparallel-request", daemon=True).start()
+        if seconds <= _WRITE and not self._given_up.is_set():
+            # It is still behind one without an answer, and comes to its turn later.
+            seconds = SLICE
         deadline = time.monotonic() + seconds
         while not over.wait(min(SLICE, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
+                self._given_up = over
                 raise TimeoutError(f"no answer within {seconds:.2g} s")
         if refusals:
             reason = str(refusals[0]).strip().partition("\n")[0]
