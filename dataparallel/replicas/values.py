@@ -94,6 +94,11 @@ class Steps:
             for parameter in group["params"]
         )
 
+    def are_elsewhere(self) -> bool:
+        """Whether another thread is in the middle of a step of whatever."""
+        with self._lock:
+            return any(thread != threading.get_ident() for thread in self._under_way.values())
+
     @classmethod
     def begin(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before a step: what another thread copies in the middle of it is then a change, too."""
@@ -305,7 +310,7 @@ class Values:
         if looks != "no":
             stale = [s.union(place.written()) for place, s in zip(places, stale, strict=True)]
             same = sorted(everything.difference(*stale))
-            if same and self._differ(places, same, now=looks == "now"):
+            if same and self._differ(places, same, traces, now=looks == "now"):
                 stale = [everything for _ in places]
         due = [place for place, indices in zip(places, stale, strict=True) if indices]
         if due:
@@ -330,17 +335,19 @@ class Values:
 
     # --- writes that leave no trace --------------------------------------------------------------
 
-    def _differ(self, places: Sequence[_Place], indices: list[int], *, now: bool) -> bool:
+    def _differ(
+        self, places: Sequence[_Place], indices: list[int], traces: Sequence[Any], *, now: bool
+    ) -> bool:
         """Whether copies have to be made anew; also where there is no memory to compare them."""
         try:
-            return self._look(places[0], indices, now=now)
+            return self._look(places[0], indices, traces, now=now)
         except torch.OutOfMemoryError:
             if not self._in_place:
                 for place in places:
                     place.drop()
             return True
 
-    def _look(self, place: _Place, indices: list[int], *, now: bool) -> bool:
+    def _look(self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool) -> bool:
         """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
         originals = [self._originals[i].detach() for i in indices]
         ours, theirs = _comparable(originals), _comparable([place.copies[i] for i in indices])
@@ -354,7 +361,10 @@ class Values:
         self._looks += 1
         if now or self._looks <= _LOOKS_AT_ONCE or not devices.is_accelerator(home):
             return bool(differs)
-        self._answers.append((indices, *devices.to_host_later(differs)))
+        # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
+        is_quiet = not self._steps.are_elsewhere()
+        if is_quiet and _traces(self._originals, self._steps.last) == traces:
+            self._answers.append((indices, *devices.to_host_later(differs)))
         return False
 
     def _read_answers(self) -> None:
