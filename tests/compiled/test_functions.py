@@ -78,12 +78,16 @@ def test_compiled_functions(
         x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
         expected = bare(x)
         expected.pow(2).sum().backward()
+    counts = []
     for _ in range(3):
         model.zero_grad()
         output = model(x)
         output.pow(2).sum().backward()
         assert_all_close([output, *grads_of(module)], [expected, *grads_of(bare)])
-    assert len(started) == len(set(slots))
+        counts.append(len(started))
+    # Before the first compilation of a process replicas do not run in turn: each may compile.
+    assert len(set(slots)) <= counts[0] <= len(slots)
+    assert counts == counts[:1] * 3
 
 
 # --- the wrapper within something that is compiled -----------------------------------------------
