@@ -104,8 +104,7 @@ class ModuleClones:
         # and its empty containers.
         self._parts: Parts | None = None
         self._kinds: list[type[nn.Module]] = []
-        self._tables: list[dict[str, Any]] = []
-        self._values: list[dict[str, Any]] = []
+        self._look: _Look | None = None
         self._empty: list[Any] = []
         self._names: dict[int, str] = {}
         # The modules that are filled at each forward.
@@ -120,7 +119,7 @@ class ModuleClones:
         self._own: list[list[Any]] = []
         # Per replica whose writes matter, the tables of all clones, and copies from before the
         # forward; and of replica 0 what was in slots.
-        self._clone_tables: list[list[dict[str, Any]]] = []
+        self._clone_looks: list[_Look] = []
         self._before: list[list[dict[str, Any]]] = []
         self._slots: dict[int, dict[str, Any]] = {}
         self._touched: bool | None = None
@@ -193,8 +192,7 @@ class ModuleClones:
         referring = {index for index, names in enumerate(parts.references) if names}
         self._intricate = sorted(referring.union(parts.slotted))
         self._kinds = list(map(type, parts.modules))
-        self._tables = _tables(parts.modules)
-        self._values = [table.copy() for table in self._tables]
+        self._look = _Look(_tables(parts.modules))
         self._empty = [
             value
             for module in parts.modules
@@ -205,15 +203,15 @@ class ModuleClones:
 
     def _is_unchanged(self) -> bool:
         kinds = list(map(type, self.parts.modules)) == self._kinds
-        return kinds and _are_same(self._tables, self._values) and not any(self._empty)
+        same = kinds and self._look is not None and self._look.is_same()
+        return same and not any(self._empty)
 
     def _note_tables(self) -> None:
         taking_part = self._counterparts if self._standing else self._counterparts[:1]
         modules = self.parts.modules
-        self._clone_tables = [
-            _tables([replica[id(module)] for module in modules]) for replica in taking_part
-        ]
-        self._before = [[table.copy() for table in tables] for tables in self._clone_tables]
+        clones = [_tables([replica[id(module)] for module in modules]) for replica in taking_part]
+        self._clone_looks = [_Look(tables) for tables in clones]
+        self._before = [[table.copy() for table in tables] for tables in clones]
         forward = self._counterparts[0]
         self._slots = {i: slots_of(forward[id(modules[i])]) for i in self.parts.slotted}
 
@@ -360,7 +358,7 @@ class ModuleClones:
                 take_back(module, forward[id(module)], self._before_of(index), back)
         if self._touched:
             # What the original was is not kept: it may have led to the graph of another forward.
-            self._filled, self._values = False, []
+            self._filled, self._look = False, None
         self._is_forward = False
 
     def release(self) -> None:
@@ -388,7 +386,7 @@ class ModuleClones:
         if self._touched is None:
             own = itertools.chain.from_iterable(self._own[: len(self._before)])
             self._touched = any(itertools.chain.from_iterable(own)) or not all(
-                map(_are_same, self._clone_tables, self._before)
+                map(_Look.is_same, self._clone_looks)
             )
         return self._touched
 
@@ -419,14 +417,22 @@ def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     ]
 
 
-def _are_same(tables: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> bool:
-    """Whether the same objects have the same names as before: two comparisons at the speed of C."""
-    now = list(itertools.chain.from_iterable(map(dict.values, tables)))
-    then = list(itertools.chain.from_iterable(map(dict.values, before)))
-    if len(now) != len(then) or not all(map(is_, now, then)):
-        return False
-    names = itertools.chain.from_iterable
-    return list(names(tables)) == list(names(before))
+class _Look:
+    """Tables as they were; whether they are so still takes two comparisons at the speed of C."""
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables
+        self._values = list(itertools.chain.from_iterable(map(dict.values, tables)))
+        self._names = list(itertools.chain.from_iterable(tables))
+
+    def is_same(self) -> bool:
+        """Whether the same objects have the same names as before."""
+        values = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        return (
+            len(values) == len(self._values)
+            and all(map(is_, values, self._values))
+            and list(itertools.chain.from_iterable(self._tables)) == self._names
+        )
 
 
 def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
