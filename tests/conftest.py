@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import types
 from collections.abc import Iterator
 
@@ -104,3 +105,12 @@ def _seeded() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == threads, "the test changed the number of intra-op threads"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_compiled() -> Iterator[None]:
+    """Replicas run in turn where something was compiled; that must not depend on earlier tests."""
+    yield
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if getattr(compiler, "cached_backends", None):
+        torch._dynamo.reset()

@@ -25,6 +25,7 @@ from dataparallel.reducer.buckets import Bucket, BucketStorage
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
+from tests.faults.leaks import replica_threads
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal"),
@@ -62,13 +63,9 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [grad.clone() for grad in grads if grad is not None]
 
 
-def replica_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("dataparallel-replica")]
-
-
-def seconds_until_no_replicas() -> float:
+def seconds_until_no_replicas(besides: set[threading.Thread]) -> float:
     begin = time.monotonic()
-    while replica_threads() and time.monotonic() - begin < 30:
+    while replica_threads() - besides and time.monotonic() - begin < 30:
         time.sleep(0.002)
         if time.monotonic() - begin > 0.2:
             # What was interrupted while it borrowed its threads may be in a cycle.
@@ -99,6 +96,7 @@ def test_ctrl_c_at_any_moment(
     wrapper: Callable[..., Any], repeats: Callable[..., int], figures: Figures
 ) -> None:
     """Goal 3."""
+    before = replica_threads()
     net, x = Net(), torch.randn(32, 16)
     wanted = step(net, x)
     model = wrapper(net, ["cpu"] * 3)
@@ -112,7 +110,7 @@ def test_ctrl_c_at_any_moment(
         control.append(interrupted(lambda: step(model, x), 0.02 + draw.random() / 20))
         net.seconds = 0.0
         model.close()
-        ended.append(control[-1] + seconds_until_no_replicas())
+        ended.append(control[-1] + seconds_until_no_replicas(before))
         torch.testing.assert_close(step(model, x), wanted)
     model.close()
     for what, limit, found in (("control is back", 1.0, control), ("no thread runs", 2.0, ended)):
@@ -138,14 +136,14 @@ def test_ctrl_c_while_a_replica_hears_nothing() -> None:
                 time.sleep(2.0)
             return super().forward(x)
 
-    asleep = [True]
+    asleep, before = [True], replica_threads()
     model = dp.DataParallel(Sleeps(4, 4), ["cpu", "cpu"])
     assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 1.5
-    assert replica_threads() != []
+    assert replica_threads() - before
     asleep.clear()
     assert model(torch.ones(4, 4)).shape == (4, 4)
     model.close()
-    assert seconds_until_no_replicas() < 10
+    assert seconds_until_no_replicas(before) < 10
 
 
 # --- a backward that waits for other processes -------------------------------------------------
