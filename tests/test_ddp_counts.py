@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
 from dataparallel.reducer import buckets
@@ -61,6 +62,37 @@ def test_collectives_of_a_step(
         assert num_buckets > 2
         assert sent == num_buckets
         assert said == num_messages
+
+
+class UsedTwice(Net):
+    """Autograd's engine accumulates the first layer's gradients twice in one backward."""
+
+    def forward(self, x: torch.Tensor, with_spare: bool = False) -> torch.Tensor:
+        x = checkpoint(self.layers[0], self.layers[1](x), use_reentrant=True)
+        for layer in self.layers[2:]:
+            x = torch.tanh(layer(x))
+        return self.spare(checkpoint(self.layers[0], x, use_reentrant=True))
+
+
+def _collectives_of_late_gradients(rank: int, world_size: int) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    model = dp.DistributedDataParallel(UsedTwice(), ["cpu"] * 2, bucket_cap_mb=0.001)
+    processes = model._training.processes
+    assert processes is not None
+    for _ in range(3):
+        model(torch.randn(6, 16)).sum().backward()
+    sent, said = processes.buckets.launched.total(), processes.control.launched.total()
+    model(torch.randn(6, 16)).sum().backward()
+    return (
+        processes.buckets.launched.total() - sent,
+        processes.control.launched.total() - said,
+        len(model.reducer.buckets.plan),
+    )
+
+
+def test_gradients_that_were_late_once_cost_nothing_later(cluster: Cluster) -> None:
+    for sent, said, num_buckets in cluster.run(_collectives_of_late_gradients, 2):
+        assert (sent, said) == (num_buckets, 1)
 
 
 def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int, bool]:
