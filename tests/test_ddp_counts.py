@@ -71,7 +71,8 @@ class UsedTwice(Net):
         x = checkpoint(self.layers[0], self.layers[1](x), use_reentrant=True)
         for layer in self.layers[2:]:
             x = torch.tanh(layer(x))
-        return self.spare(checkpoint(self.layers[0], x, use_reentrant=True))
+        y: torch.Tensor = self.spare(checkpoint(self.layers[0], x, use_reentrant=True))
+        return y
 
 
 def _collectives_of_late_gradients(rank: int, world_size: int) -> tuple[int, int, int]:
