@@ -161,14 +161,9 @@ def _devices_that_exist() -> str:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued on streams (everything but the CPU)."""
-    return device.type != "cpu"
+    """Whether work on ``device`` is queued on streams (everything but the CPU).
 
-
-def has_backward_thread(device: torch.device) -> bool:
-    """Whether the autograd engine runs a thread of its own for ``device``.
-
-    On the CPU a backward runs in the thread that called it.
+    The autograd engine then has a thread for it; on the CPU a backward runs in that of its caller.
     """
     return device.type != "cpu"
 

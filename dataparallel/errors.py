@@ -21,17 +21,9 @@ MOST = 3
 
 
 def listed(entries: Iterable[str], separator: str = ", ", *, number: int | None = None) -> str:
-    """A list for a message, which stays short.
+    """A list for a message, which stays short: "a, b, c and 2 more".
 
-    Example::
-
-        listed(["a", "b"])                    # "a, b"
-        listed(["a", "b", "c", "d", "e"])     # "a, b, c and 2 more"
-
-    Args:
-        entries: What is listed, in this order.
-        separator: What stands between two of them. Default: a comma.
-        number: How many there are, where ``entries`` are only the first ones. Default: those.
+    ``number`` says how many there are, where ``entries`` are only the first ones.
     """
     texts = list(entries)
     more = (len(texts) if number is None else number) - MOST
@@ -55,11 +47,7 @@ def describe_names(names: Iterable[str]) -> str:
 
 
 def lines(entries: Iterable[str]) -> str:
-    """A list for a message, each entry on a line of its own; begins with a new line.
-
-    Args:
-        entries: What is listed, in this order.
-    """
+    """A list for a message, each entry on a line of its own; begins with a new line."""
     texts = list(entries)
     more = len(texts) - MOST
     shown = [*texts[:MOST], *([f"and {more} more"] if more > 0 else [])]
@@ -73,17 +61,6 @@ def suggesting(called: CalledT) -> CalledT:
     """Let the TypeError of a misspelled keyword name the parameter that is nearest.
 
     From 3.13 on Python does so for functions in Python; it is not said twice.
-
-    Example::
-
-        @suggesting
-        def save(directory, *, step, keep=3): ...
-
-        save("run", step=1, kep=5)   # ... unexpected keyword argument 'kep'. Did you mean 'keep'?
-
-    Args:
-        called: A function without ``**kwargs``, or a class with such an ``__init__``. Signature
-            and types remain.
     """
     if isinstance(called, type):
         type.__setattr__(called, "__init__", suggesting(vars(called)["__init__"]))
@@ -109,16 +86,9 @@ def _suggest(error: TypeError, given: Iterable[str], known: list[str]) -> None:
 
 
 def chosen(option: str, value: object, allowed: tuple[T, ...], other: str = "") -> T:
-    """The one of the allowed values that an option has.
+    """The allowed value that an option has; else a ValueError names all, and the nearest.
 
-    Args:
-        option: What messages call it.
-        value: What was given.
-        allowed: The values, strings as a rule.
-        other: What else the option may be, for the message.
-
-    Raises:
-        ValueError: It is none of them; names all, and the nearest.
+    ``other`` is what else the option may be, for the message.
     """
     for known in allowed:
         if value == known:
@@ -146,21 +116,19 @@ def locate(error: BaseException, label: str) -> None:
 
     The exception stays the same object: type, attributes and traceback are kept. Where its type
     makes the text from something other than its message, the label is a note below the traceback.
-
-    Args:
-        error: The exception, changed in place.
-        label: For example ``"in replica 0 on device cpu"``.
     """
     text = str(error)
     if label in text:
         return
+    told = None
     if len(error.args) == 1 and isinstance(error.args[0], str):
-        message = f"{error.args[0]}\n{label}" if error.args[0] else label
-        error.args = (_KeyMessage(message) if isinstance(error, KeyError) else message,)
+        told = f"{error.args[0]}\n{label}" if error.args[0] else label
     elif len(error.args) == 1 and isinstance(error, KeyError):
-        error.args = (_KeyMessage(f"{error.args[0]!r}\n{label}"),)
+        told = f"{error.args[0]!r}\n{label}"
     elif not error.args and not text:
-        error.args = (label,)
+        told = label
+    if told is not None:
+        error.args = (_KeyMessage(told) if isinstance(error, KeyError) else told,)
     elif isinstance(error, OSError) and isinstance(error.strerror, str):
         error.strerror = f"{error.strerror} ({label})"
     elif isinstance(error, UnicodeError) and hasattr(error, "reason"):

@@ -8,7 +8,8 @@ says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning, and
 
 Where a torch lacks a name, importing this file never fails. An entry that has a value for that
 case (``otherwise``) does without, and says what is lost. Any other raises a RuntimeError when it is
-used, which tells the name and the versions that have it. ``missing`` lists both kinds.
+used, which tells the name and the versions that have it. ``missing`` lists both kinds. Attributes
+of objects that are missing raise an AttributeError.
 
 What replaces something of torch's is a *patch*, and stands in the last section: one function, which
 puts it in place, tries whether it has the effect for which it is there, and else takes it back and
@@ -98,14 +99,6 @@ def _private(path: str, otherwise: Any = _RAISES) -> Any:
                 return otherwise
             return _Missing(name, (), {"path": path})
     return found
-
-
-def _of(owner: Any, name: str, kind: str) -> Any:
-    """A private attribute or method of an object of torch's."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        raise lacking(f"{kind}.{name}") from error
 
 
 def _nothing(*_: object) -> None:
@@ -213,8 +206,8 @@ set_view_replay_enabled: Callable[[bool], None] = _private(
 is_any_autocast_enabled: Callable[[], bool] = _private(
     "torch._C._is_any_autocast_enabled", lambda: True
 )
-autocast_device_types: Callable[[], list[str]] | None = _private(
-    "torch._C._autocast_supported_devices", None
+autocast_device_types: Callable[[], list[str]] = _private(
+    "torch._C._autocast_supported_devices", list
 )
 #: How deep autocast blocks are nested. Without an underscore, but nowhere documented.
 increment_autocast_nesting: Callable[[], int] = _private(
@@ -392,10 +385,6 @@ def register_ordered(library: Any, qualified: str) -> None:
 
     Two members of a group that swap two collectives wait for each other. Where it is missing, they
     are kept from being removed, but may be swapped: the log tells so.
-
-    Args:
-        library: The ``torch.library.Library`` that defines it.
-        qualified: Its name, ``"dataparallel::all_reduce"``.
     """
     try:
         effects: Any = importlib.import_module("torch._library.effects")
@@ -431,7 +420,6 @@ replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_f
 #: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")
-num_sparse_values: Callable[[torch.Tensor], int] = operator.methodcaller("_nnz")
 
 
 def mark_as_parameters(tensors: Iterable[torch.Tensor]) -> None:
@@ -481,38 +469,6 @@ def versions_being_loaded() -> Any:
     return None
 
 
-def has_load_hooks(module: torch.nn.Module, *, besides: Callable[..., Any]) -> bool:
-    """Whether a module has hooks for ``load_state_dict()``; one is not counted.
-
-    A wrapper whose module loads the state itself must call them. Where torch keeps hooks elsewhere,
-    the wrapper does not notice its own ones.
-    """
-    before = getattr(module, "_load_state_dict_pre_hooks", {})
-    after = getattr(module, "_load_state_dict_post_hooks", {}).values()
-    return bool(before) or any(hook is not besides for hook in after)
-
-
-def with_state_hooks(
-    module: torch.nn.Module, state_dict: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """What ``state_dict`` returns, with the hooks of another module around it, as torch calls them.
-
-    A wrapper that gives its module's state has hooks of its own. Where torch keeps hooks
-    elsewhere, they are not called.
-    """
-    prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-    keep_vars = args[2] if len(args) > 2 else kwargs.get("keep_vars", False)
-    for hook in getattr(module, "_state_dict_pre_hooks", {}).values():
-        hook(module, prefix, keep_vars)
-    state = state_dict(*args, **kwargs)
-    for hook in getattr(module, "_state_dict_hooks", {}).values():
-        versions = state_versions(state) or {}
-        result = hook(module, state, prefix, versions.get(prefix[:-1], {}))
-        # Those of the older, private way may return another state.
-        state = state if result is None else result
-    return state
-
-
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -535,7 +491,7 @@ else:
 
 def check_input_of(layer: BatchNorm, tensor: torch.Tensor) -> None:
     """Raise what a batch norm raises for an input with a wrong number of dimensions."""
-    _of(layer, "_check_input_dim", "torch.nn.BatchNorm1d")(tensor)
+    operator.methodcaller("_check_input_dim", tensor)(layer)
 
 
 #: Where torch leaves the names of what is not reduced, in a module; and how.
@@ -578,18 +534,15 @@ tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_lea
 
 # --- optimizers ------------------------------------------------------------------------------
 
-#: The hooks of an optimizer by number, for classes whose ``step()`` or ``state_dict()`` replaces
-#: torch's, which would call them.
+#: The hooks of an optimizer by number, for classes whose ``step()`` or ``load_state_dict()``
+#: replaces torch's, which would call them.
 step_pre_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_post_hooks")
-STATE_DICT_PRE_HOOKS = "_optimizer_state_dict_pre_hooks"
-STATE_DICT_POST_HOOKS = "_optimizer_state_dict_post_hooks"
 LOAD_STATE_DICT_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
-LOAD_STATE_DICT_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
-state_dict_pre_hooks: Callable[[Any], Any] = operator.attrgetter(STATE_DICT_PRE_HOOKS)
-state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(STATE_DICT_POST_HOOKS)
 load_state_dict_pre_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STATE_DICT_PRE_HOOKS)
-load_state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STATE_DICT_POST_HOOKS)
+load_state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(
+    "_optimizer_load_state_dict_post_hooks"
+)
 
 #: An attribute that ``GradScaler`` looks for: the optimizer's kernels unscale by themselves.
 SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -597,10 +550,8 @@ SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
     """The numbers of parameters in a ``ZeroRedundancyOptimizer``, whose groups are made current."""
-    kind = "torch.distributed.optim.ZeroRedundancyOptimizer"
-    sync = _of(optimizer, "_sync_param_groups", kind)
-    sync(optimizer.param_groups, optimizer.optim.param_groups)
-    numbers: Mapping[torch.Tensor, int] = _of(optimizer, "_param_to_index", kind)
+    optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+    numbers: Mapping[torch.Tensor, int] = optimizer._param_to_index
     return numbers
 
 
@@ -622,10 +573,8 @@ def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
 
 def overlapped_optimizer(kind: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """What ``_register_fused_optim`` of torch's DistributedDataParallel makes of an optimizer."""
-    from torch.distributed.algorithms import _optimizer_overlap as overlap
-
-    make = _of(overlap, "_as_overlapped_optim", "torch.distributed.algorithms._optimizer_overlap")
-    return make(kind, parameters, *args, **kwargs)
+    overlap: Any = importlib.import_module("torch.distributed.algorithms._optimizer_overlap")
+    return overlap._as_overlapped_optim(kind, parameters, *args, **kwargs)
 
 
 # --- process groups --------------------------------------------------------------------------
@@ -636,7 +585,7 @@ def world() -> Any:
 
     Asked for each time: torch's tests put others in its place.
     """
-    return _of(torch.distributed.distributed_c10d, "_world", "torch.distributed.distributed_c10d")
+    return torch.distributed.distributed_c10d._world
 
 
 def is_registered(group: Any) -> bool:
@@ -649,37 +598,29 @@ def group_named(name: str) -> Any:
 
     As operators in compiled code find theirs.
     """
-    c10d = torch.distributed.distributed_c10d
-    kind = "torch.distributed.distributed_c10d"
-    return _of(c10d, "_resolve_process_group", kind)(name)
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._resolve_process_group(name)
 
 
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
 
-    Args:
-        parent: Whose processes take part.
-        ranks: Theirs in the default group.
-        args: Backend, store and name.
-        kwargs: As for ``new_group``.
+    After its ranks in the default group come backend, store and name.
     """
-    c10d = torch.distributed.distributed_c10d
-    make = _of(c10d, "_new_process_group_helper", "torch.distributed.distributed_c10d")
-    group, _ = make(parent.size(), parent.rank(), ranks, *args, **kwargs)
+    c10d: Any = torch.distributed.distributed_c10d
+    group, _ = c10d._new_process_group_helper(parent.size(), parent.rank(), ranks, *args, **kwargs)
     # The rest of what `new_group` does.
     world().pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     return group
 
 
-def group_devices(group: Any) -> list[torch.device]:
-    """The types of devices for which a process group has a backend."""
-    found: list[torch.device] = _of(group, "_device_types", "torch.distributed.ProcessGroup")
-    return found
+#: The types of devices for which a process group has a backend.
+group_devices: Callable[[Any], list[torch.device]] = operator.attrgetter("_device_types")
 
 
 def group_backend(group: Any, device: torch.device) -> Any:
     """The backend of a process group for a device."""
-    return _of(group, "_get_backend", "torch.distributed.ProcessGroup")(device)
+    return group._get_backend(device)
 
 
 def time_limits(group: Any) -> list[datetime.timedelta]:
@@ -691,12 +632,8 @@ def time_limits(group: Any) -> list[datetime.timedelta]:
     return limits
 
 
-def num_collectives(group: Any) -> int:
-    """How many collectives of a group were called here; RuntimeError where its backend forgets."""
-    kind = "torch.distributed.ProcessGroup"
-    number: int = _of(group, "_get_sequence_number_for_group", kind)()
-    return number
-
+#: How many collectives of a group were called here; RuntimeError where its backend forgets.
+num_collectives: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
 #: Collectives under the names that they had before, which old programs call; or None.
 all_gather_base: Any = _private("torch.distributed._all_gather_base", None)
@@ -741,17 +678,12 @@ def join_config(joinable: Any) -> Any:
 
 def leave_join(joinable: Any) -> None:
     """Take part in no ``Join`` any more."""
-    from torch.distributed.algorithms import join
-
-    kind = "torch.distributed.algorithms.join"
-    config = _of(join, "_JoinConfig", kind).construct_disabled_join_config()
-    setattr(joinable, JOIN_CONFIG, config)
+    join: Any = importlib.import_module("torch.distributed.algorithms.join")
+    setattr(joinable, JOIN_CONFIG, join._JoinConfig.construct_disabled_join_config())
 
 
-def configure_join(join: Any) -> None:
-    """Tell those that take part in a ``Join`` that its block is entered."""
-    _of(join, "_set_joinable_configs", "torch.distributed.algorithms.Join")()
-
+#: Tell those that take part in a ``Join`` that its block is entered.
+configure_join: Callable[[Any], None] = operator.methodcaller("_set_joinable_configs")
 
 #: Whether torch has NCCL for several devices of one process. ``nccl.is_available()`` warns without.
 has_nccl: bool = hasattr(torch._C, "_nccl_all_reduce")
@@ -764,7 +696,7 @@ Future: Any = _private("torch._C.Future")
 
 def open_with(future: Any, function: Callable[[Any], object]) -> None:
     """Have a future give its value to a function, which may raise, before ``wait()`` returns it."""
-    _of(future, "_set_unwrap_func", "torch.futures.Future")(function)
+    future._set_unwrap_func(function)
 
 
 #: What ``torch.distributed.rpc.functions.async_execution`` sets on a function.
@@ -773,10 +705,8 @@ ASYNC_MARK = "_wrapped_async_rpc_function"
 
 def rpc_agent() -> Any:
     """What sends the calls of ``torch.distributed.rpc``; None before ``init_rpc``."""
-    from torch.distributed.rpc import api
-
-    is_set: Callable[[], bool] = _of(api, "_is_current_rpc_agent_set", "torch.distributed.rpc.api")
-    return _of(api, "_get_current_rpc_agent", "torch.distributed.rpc.api")() if is_set() else None
+    api: Any = importlib.import_module("torch.distributed.rpc.api")
+    return api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None
 
 
 def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:
@@ -814,21 +744,11 @@ COMPILED_INLINE = "_torchdynamo_inline"
 _DISABLED, _DISABLED_WHY = "_torchdynamo_disable", "_torchdynamo_disable_msg"
 
 
-def is_compiled_function(attributes: Mapping[str, Any]) -> bool:
-    """Whether a function with these attributes was made by ``torch.compile``."""
-    # A function for which the compiler is disabled has the first attribute too.
-    return COMPILED_ORIGINAL in attributes and not attributes.get(_DISABLED, False)
-
-
 def mark_untraced(function: FunctionT, why: str) -> FunctionT:
     """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
 
     That imports the compiler, and costs at each call. Where torch has no such switch for calls by
     what is not compiled itself, the mark for compiled callers remains.
-
-    Args:
-        function: Marked in place.
-        why: For whoever asks that everything be compiled.
     """
     function.__dict__[_DISABLED] = True
     function.__dict__[_DISABLED_WHY] = why
@@ -850,11 +770,6 @@ def mark_constant(function: FunctionT) -> FunctionT:
     return function
 
 
-def optimized_module() -> Any:
-    """The class of what ``torch.compile`` makes of a module; empty without the compiler."""
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-
-
 def backends_in_use() -> list[Any]:
     """The backends for which something was compiled, or is to be."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
@@ -867,9 +782,6 @@ def state_of_compiled_calls() -> Callable[[], None]:
 
     A flag, that a compiled module runs, and with ``dynamic=`` two settings, which belong to a
     thread since torch 2.13. What this torch lacks is left out.
-
-    Returns:
-        A function that writes what was found.
     """
     names = {
         "torch._dynamo.eval_frame": ("_in_optimized_module",),
@@ -930,13 +842,7 @@ def _tell_once(lost: str, why: str) -> None:
 
 
 def _holds(lost: str, check: Callable[[], object], undo: Callable[[], object]) -> bool:
-    """Whether a patch has its effect; else it is taken back, and the log tells what is lost.
-
-    Args:
-        lost: What no longer holds, for the log.
-        check: Returns whether the patch works, or raises.
-        undo: Takes it back.
-    """
+    """Whether a patch has its effect; else it is taken back, and the log tells what is lost."""
     try:
         why = "" if check() else "what was put in place of a part of torch is not reached"
     except Exception as error:
@@ -945,6 +851,13 @@ def _holds(lost: str, check: Callable[[], object], undo: Callable[[], object]) -
         undo()
         _tell_once(lost, why)
     return not why
+
+
+def _replace(owner: Any, name: str, new: object, lost: str, check: Callable[[], object]) -> bool:
+    """Put something in the place of a variable of torch's; see :func:`_holds`."""
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    return _holds(lost, check, lambda: setattr(owner, name, before))
 
 
 def _in_fresh_thread(check: Callable[[], T]) -> T:
@@ -993,20 +906,15 @@ def replace_compile_lock(make: Callable[[Any], Any]) -> bool:
 
     Torch's keeps two threads from compiling at the same time, but not one from running while
     another compiles. Where it cannot be replaced, replicas are not stopped while one compiles.
-
-    Args:
-        make: Makes the lock, from torch's.
-
-    Returns:
-        Whether it is in place. The compiler must have been imported.
     """
     frames: Any = sys.modules["torch._dynamo.convert_frame"]
     before = frames.compile_lock
-    frames.compile_lock = make(before)
-    return _holds(
+    return _replace(
+        frames,
+        "compile_lock",
+        make(before),
         "replicas run while another one compiles, and may compile the same thing again",
         lambda: _users(frames, "compile_lock") and not _is_held_elsewhere(before),
-        lambda: setattr(frames, "compile_lock", before),
     )
 
 
@@ -1044,11 +952,12 @@ def first_calls_without_search() -> Iterator[None]:
         yield
         return
     before = first.__init__
-    first.__init__ = _not_first
-    _holds(
+    _replace(
+        first,
+        "__init__",
+        _not_first,
         "the first call of what a replica compiled draws from torch's default generator",
         lambda: type(first()()) is contextlib.nullcontext,
-        lambda: setattr(first, "__init__", before),
     )
     try:
         yield
@@ -1057,7 +966,7 @@ def first_calls_without_search() -> Iterator[None]:
 
 
 def _not_first(context: Any) -> None:
-    context._is_first = False
+    vars(context)["_is_first"] = False
 
 
 class _Context:
@@ -1100,11 +1009,12 @@ def hand_on_contexts_for_any_thread() -> None:
     module: Any = torch.autograd.graph
     if torch.__version__ >= _COPIES or getattr(module, "contextvars", None) is not contextvars:
         return
-    module.contextvars = _ContextVariables()
-    _holds(
+    _replace(
+        module,
+        "contextvars",
+        _ContextVariables(),
         "what is compiled cannot run its backward on several devices at the same time",
         lambda: _in_fresh_thread(_is_entered_twice),
-        lambda: setattr(module, "contextvars", contextvars),
     )
 
 
@@ -1154,18 +1064,13 @@ def replace_default_generator(stand_in: Any, is_reached: Callable[[], bool]) -> 
     ``torch.get_rng_state()`` and ``manual_seed()`` then mean the generator of the replica in whose
     thread they are called, as checkpoints need it. Where they no longer look there, recomputation
     in a replica draws other numbers than forward did.
-
-    Args:
-        stand_in: With the methods of a generator.
-        is_reached: Whether the functions come to it; called in a thread of its own.
     """
-    module: Any = torch.random
-    before = module.default_generator
-    module.default_generator = stand_in
-    return _holds(
+    return _replace(
+        torch.random,
+        "default_generator",
+        stand_in,
         "checkpoints in replicas draw other numbers when they are recomputed",
         lambda: _in_fresh_thread(is_reached),
-        lambda: setattr(module, "default_generator", before),
     )
 
 
@@ -1176,9 +1081,6 @@ def replace_checkpoint_states(
 
     ``torch.utils.checkpoint`` asks ``get_device_states``, which knows the default generators of the
     devices. Where it no longer does, recomputation on a shared accelerator draws other numbers.
-
-    Args:
-        states_in: The states for a type of device, its indices, and the states found by torch.
     """
     module: Any = torch.utils.checkpoint
     original = module.get_device_states
@@ -1191,15 +1093,16 @@ def replace_checkpoint_states(
             return indices, states
         return indices, states_in(module._infer_device_type(*args), indices, states)
 
-    get_device_states.thread_aware = True  # type: ignore[attr-defined]
-    module.get_device_states = get_device_states
-    _holds(
+    vars(get_device_states)["thread_aware"] = True
+    _replace(
+        module,
+        "get_device_states",
+        get_device_states,
         "checkpoints on a shared accelerator draw other numbers when they are recomputed",
         # Both kinds of checkpoints ask.
         lambda: (
             callable(module._infer_device_type) and len(_users(module, "get_device_states")) > 1
         ),
-        lambda: setattr(module, "get_device_states", original),
     )
 
 
@@ -1251,15 +1154,9 @@ def install_kernels(
     kernels: Callable[[Kernels], Iterable[tuple[str, Callable[..., Any]]]],
     is_reached: Callable[[Any], bool],
 ) -> Kernels | None:
-    """Register kernels, and try them.
+    """Register kernels, and try them; None where it cannot be done, as the log tells.
 
-    Args:
-        name: Of the dispatch key.
-        kernels: Makes them, given what holds them.
-        is_reached: Whether an operation comes to them while the key, its argument, is switched on.
-
-    Returns:
-        None where it cannot be done; the log tells so.
+    ``is_reached`` says whether an operation comes to them while the key is switched on.
     """
     lost = (
         "random operations cannot be redirected: replicas that share a device draw from one "

@@ -122,15 +122,20 @@ def _launch(
     blocks = min(-(-packs // THREADS), backend.most_blocks(device))
     group = next(size for size in (2, 4, 8) if len(inputs) <= size or size == 8)
     kernel = f"reduce_add_{SUFFIXES[out.dtype]}_{group}"
+    partial = None
+    if statistics is not None:
+        partial = torch.empty(2 * blocks, dtype=torch.float64, device=device)
     parameters = _Parameters(
-        out=out.data_ptr(), size=out.numel(), scale=scale, num_inputs=len(inputs)
+        out=out.data_ptr(),
+        size=out.numel(),
+        scale=scale,
+        num_inputs=len(inputs),
+        partial=None if partial is None else partial.data_ptr(),
     )
     parameters.inputs[: len(inputs)] = [term.data_ptr() for term in inputs]
-    if statistics is None:
+    if partial is None or statistics is None:
         backend.launch(device, "reduce_add", kernel, blocks, parameters)
         return
-    partial = torch.empty(2 * blocks, dtype=torch.float64, device=device)
-    parameters.partial = partial.data_ptr()
     backend.launch(device, "reduce_add", f"{kernel}_statistics", blocks, parameters)
     finish = _FinishParameters(
         partial=partial.data_ptr(), statistics=statistics.data_ptr(), num_blocks=blocks

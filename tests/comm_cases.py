@@ -98,6 +98,3 @@ class _OnCuda:
 
     def is_complex(self) -> bool:
         return self._like.is_complex()
-
-    def is_floating_point(self) -> bool:
-        return self._like.is_floating_point()

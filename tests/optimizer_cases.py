@@ -97,19 +97,6 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
-class Counting(torch.optim.SGD):
-    """Keeps numbers that belong to no parameter, some of them different in each shard."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        group["steps"] = group.get("steps", 0) + 1
-        self.state["total"] = {"steps": group["steps"]}  # type: ignore[index]
-        if group["weight_decay"]:
-            group["norm"] = sum(float(p.grad.norm()) for p in group["params"])
-        if group["dampening"]:
-            group["moved"].add_(1)
-
-
 # --- in backward ---------------------------------------------------------------------------------
 
 #: Two ways in which six parameters may be put into buckets.

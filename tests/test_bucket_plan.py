@@ -130,7 +130,6 @@ def test_the_record() -> None:
         buckets=((4,), (2, 3), (1,), (0,)), limits=(20, 20, NO_LIMIT, 8), bytes=(4, 32, 8, 8)
     )
     assert len(made) == 4
-    assert made.places == ((3, 0), (2, 0), (1, 0), (1, 1), (0, 0))
     assert [made.bucket_of(index) for index in range(5)] == [3, 2, 1, 1, 0]
     with pytest.raises(AttributeError, match="cannot assign to field"):
         made.limits = ()  # type: ignore[misc]

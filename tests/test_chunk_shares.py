@@ -112,7 +112,7 @@ def test_a_plan_asks_a_function_for_sizes() -> None:
     plan = plan_scatter((x,), {"y": x + 8}, 3, chunk_sizes=sizes_of)
     assert plan.sizes == (7, 1)
     assert plan.batch_size == 8
-    args, kwargs = execute(plan, ["cpu"] * 3)
+    args, kwargs = execute(plan, [torch.device("cpu")] * 3)
     assert [a[0].tolist() for a in args] == [[*range(7)], [7]]
     assert [k["y"].tolist() for k in kwargs] == [[*range(8, 15)], [15]]
     assert asked == [(8, 3)]

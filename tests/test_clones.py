@@ -267,6 +267,17 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_another_registry_of_parameters_is_followed(wrapper: Any, slots: list[str]) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(slots[0])
+    model = wrapper(net, slots)
+    x = torch.randn(4, 2, device=slots[0])
+    model(x)
+    net[1].__dict__["_parameters"] = dict(nn.Linear(2, 1).to(slots[0])._parameters)
+    torch.testing.assert_close(model(x), net(x))
+    model.close()
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 def test_classes_of_modules_and_attributes_of_parameters_are_followed(
     wrapper: Any, slots: list[str]
 ) -> None:

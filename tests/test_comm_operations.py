@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dataparallel.collectives import wires
+from dataparallel.collectives import hybrid_members, wires
 from dataparallel.comm.link import ProcessLink
 from tests.bit_cases import random_bits, spread
 from tests.cluster import Cluster
@@ -63,7 +63,7 @@ def reduce_integers(rank: int, world_size: int, device: str) -> Results:
     for dtype in INTEGERS:
         for op in INTEGER_OPS:
             mine = integers(rank, dtype).to(device)
-            wires.reduce_over(link, mine, op, "integers")
+            hybrid_members.reduce_over(link, mine, op, "integers")
             found.append((dtype, op, mine.cpu().tolist()))
     link.close()
     return found
@@ -90,11 +90,11 @@ def reduce_bools(rank: int, world_size: int, bitwise: bool) -> Results:
         for op in INTEGER_OPS:
             # All combinations of True and False in three processes.
             mine = (torch.arange(8) >> rank & 1).bool()
-            wires.reduce_over(link, mine, op, "bools")
+            hybrid_members.reduce_over(link, mine, op, "bools")
             # The bytes, because any byte but 0 looks like True.
             found.append((op, mine.view(torch.uint8).tolist()))
         wide = torch.tensor([-3, 5 + rank], dtype=torch.int16)[:, None].expand(2, 3).contiguous().mT
-        wires.reduce_over(link, wide, "bxor", "integers")
+        hybrid_members.reduce_over(link, wide, "bxor", "integers")
         found.append(("wide", wide.tolist()))
     link.close()
     return found
@@ -139,7 +139,7 @@ def reduce_floats(rank: int, world_size: int, device: str) -> Results:
             mine = floats(rank, world_size, dtype).to(device)
             # The memory of the processes need not look alike.
             mine = spread(mine) if rank == 0 else mine
-            wires.reduce_over(link, mine, op, "floats")
+            hybrid_members.reduce_over(link, mine, op, "floats")
             found.append((dtype, op, mine.dtype == dtype, mine.cpu().double()))
     link.close()
     return found
@@ -174,7 +174,7 @@ def reduce_complex(rank: int, world_size: int, device: str) -> Results:
             mine = complex_numbers(rank, dtype).to(device)
             # In place, so the tensor itself gets the conjugate of the result.
             view = mine.conj()
-            wires.reduce_over(link, view, op, "numbers")
+            hybrid_members.reduce_over(link, view, op, "numbers")
             found.append((dtype, op, mine.cpu()))
     link.close()
     return found

@@ -109,8 +109,12 @@ def wait_in_two_links(rank: int, world_size: int) -> str:
 
 def test_a_timeout_finds_who_waits_in_another_link(cluster: Cluster) -> None:
     first, second = cluster.run(wait_in_two_links, 2)
-    assert "rank 1 waits in another link, 'control': all_reduce of numbers (coll" in first
-    assert "rank 0 waits in another link, 'reducer': all_reduce of numbers (coll" in second
+    assert (
+        "rank 1 waits in another link: all_reduce of numbers (collective 1) for 'control'" in first
+    )
+    assert (
+        "rank 0 waits in another link: all_reduce of numbers (collective 1) for 'reducer'" in second
+    )
 
 
 def come_late(rank: int, world_size: int) -> BaseException | None:

@@ -117,6 +117,12 @@ def test_order_of_a_copy_between_devices(queued: list[str]) -> None:
     ]
 
 
+def test_scatter_copies_on_the_stream_that_is_given(queued: list[str]) -> None:
+    streams = [None, devices.current_stream(torch.device("virtual:1"))]
+    comm.scatter(torch.ones(2), ["cpu", "virtual:1"], streams=streams)
+    assert queued[0] == "on current virtual:1:"
+
+
 def test_order_of_a_gather_of_several_devices(queued: list[str]) -> None:
     parts = [torch.ones(1, device=f"virtual:{i}") for i in (1, 2, 1)]
     comm.gather(parts, destination="virtual:1")
@@ -139,43 +145,27 @@ def test_nothing_waits_on_the_cpu_or_within_a_device(queued: list[str]) -> None:
     assert queued == []
 
 
-def test_nccl_serves_sums_only_where_their_order_cannot_show(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = [torch.device("cuda", i) for i in range(3)]
+def test_which_copies_nccl_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [torch.device("cuda", i) for i in (1, 2)]
 
-    def adds(terms: list[Any], index: int) -> bool:
-        return nccl.can_add(terms, cuda[index])
-
-    def broadcasts(tensor: Any, count: int) -> bool:
-        return nccl.can_broadcast(tensor, cuda[:count])
+    def copies(tensor: Any, *devices: torch.device) -> bool:
+        return nccl.can_broadcast(tensor, devices)
 
     monkeypatch.setattr(nccl, "has_nccl", True)
-    pair, three = [_OnCuda(0), _OnCuda(1)], [_OnCuda(0), _OnCuda(1), _OnCuda(2)]
-    assert broadcasts(_OnCuda(0), 3)
-    assert not broadcasts(_OnCuda(0), 1)
-    assert not broadcasts(_OnCuda(0, torch.complex64), 2)
-    assert adds(pair, 1)
-    assert not adds(pair, 2), "the sum must end where one of its terms is"
-    assert not adds(three, 0), "NCCL adds three terms in an order of its own"
-    assert adds([_OnCuda(i, torch.int64) for i in range(3)], 0)
-    assert not adds([_OnCuda(0), _OnCuda(0)], 0)
+    assert copies(_OnCuda(0), *others)
+    assert not copies(_OnCuda(0), *others, torch.device("cpu"))
+    assert not copies(_OnCuda(0, torch.complex64), *others)
     monkeypatch.setattr(nccl, "has_nccl", False)
-    assert not adds(pair, 1), "this torch was built without NCCL"
+    assert not copies(_OnCuda(0), *others), "this torch was built without NCCL"
 
 
 @pytest.mark.multi_gpu(2)
 def test_nccl_equals_copies() -> None:
     tensors = [torch.randn(4, 3, 2, 5).to(f"cuda:{i}") for i in range(2)]
     tensors = [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
-    slots = parse_devices(["cuda:0", "cuda:1"])
+    slots = parse_devices(["cuda:1"])
     assert nccl.can_broadcast(tensors[0], slots)
     for slot, mine in nccl.broadcast(tensors[0], slots).items():
         assert mine.device == slot
         assert mine.stride() == tensors[0].stride()
         assert torch.equal(mine.cpu(), tensors[0].cpu())
-    for destination in slots:
-        assert nccl.can_add(tensors, destination)
-        mine = nccl.add(tensors, destination)
-        assert mine.device == destination
-        assert torch.equal(mine.cpu(), tensors[0].cpu() + tensors[1].cpu())

@@ -25,8 +25,8 @@ def counted_copies() -> Iterator[list[tuple[torch.Size, torch.device]]]:
     seen: list[tuple[torch.Size, torch.device]] = []
     arrive = copies.arrive
 
-    def noted(device: torch.device, sources: Any, make: Any, stream: Any = None) -> torch.Tensor:
-        result = arrive(device, sources, make, stream)
+    def noted(device: torch.device, sources: Any, make: Any) -> torch.Tensor:
+        result = arrive(device, sources, make)
         seen.append((result.shape, device))
         return result
 

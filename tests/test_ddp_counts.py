@@ -50,18 +50,13 @@ def _collectives(
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize(
-    ("spare", "num_messages"),
-    # One message for each round, and a map if somebody has unused parameters.
-    [([True, True], 1), ([False, True], 2), ([False, False], 2)],
-)
-def test_collectives_of_a_step(
-    cluster: Cluster, replicas: int, spare: list[bool], num_messages: int
-) -> None:
+@pytest.mark.parametrize("spare", [[True, True], [False, True], [False, False]])
+def test_collectives_of_a_step(cluster: Cluster, replicas: int, spare: list[bool]) -> None:
+    """The vote is the only message of a round, whatever parameters anybody has used."""
     for sent, said, num_buckets in cluster.run(_collectives, 2, replicas, spare):
         assert num_buckets > 2
         assert sent == num_buckets
-        assert said == num_messages
+        assert said == 1
 
 
 class UsedTwice(Net):

@@ -346,7 +346,7 @@ def test_a_wrapper_that_is_dropped_leaves_nothing_behind(slots: list[str]) -> No
     for _ in range(3):
         backward(model(batch(slots[0], 0)).sum())
     reducer = weakref.ref(model.reducer)
-    leaf = weakref.ref(model._training.leaves.of(1)[0])
+    leaf = weakref.ref(model._training.leaves.rows[1][0])
     del model
     gc.collect()
     assert reducer() is None
@@ -396,7 +396,8 @@ def test_the_plan_is_logged_where_torch_is_asked_to_tell_more(
         for level in (DebugLevel.OFF, DebugLevel.INFO):
             set_debug_level(level)
             model = dp.DistributedDataParallel(net, ["cpu", "cpu"])
-            backward(model(torch.ones(4, 300)).sum())
+            for _ in range(2):
+                backward(model(torch.ones(4, 300)).sum())
             model.close()
         set_debug_level(before)
     assert caplog.messages == [
@@ -429,4 +430,19 @@ def test_messages_name_three_parameters_or_all(level: DebugLevel) -> None:
             model(torch.ones(2, 2)).sum().backward()
     finally:
         set_debug_level(before)
+    model.close()
+
+
+class ReplacesAParameter(dp.DistributedDataParallel[nn.Linear]):
+    """Does at the last moment what belongs between two forwards."""
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        self.module.weight = nn.Parameter(torch.ones(1, 2))
+        return super().scatter(inputs, kwargs, device_ids)
+
+
+def test_a_parameter_that_is_replaced_within_the_forward_is_refused() -> None:
+    model = ReplacesAParameter(nn.Linear(2, 1), ["cpu", "cpu"])
+    with pytest.raises(RuntimeError, match="replaced while its forward was being prepared"):
+        model(torch.ones(4, 2))
     model.close()

@@ -102,7 +102,8 @@ def _hooked(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]
     model = wrap(2)
     model.register_comm_hook(None, "allreduce")
     with model.join():
-        step(model, rank)
+        for _ in range(2):
+            step(model, rank)
     return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 import dataparallel as dp
-from dataparallel.reducer.trained import ignored_names
+from dataparallel.reducer.options import ignored_names
 from tests.cluster import Cluster
 from tests.ddp_buffer_cases import (
     OPTIONS,

@@ -163,9 +163,7 @@ def test_output_device_that_does_not_exist() -> None:
 
 def test_kinds_of_devices() -> None:
     assert not devices.is_accelerator(CPU)
-    assert not devices.has_backward_thread(CPU)
     assert devices.is_accelerator(VIRTUAL[1])
-    assert devices.has_backward_thread(VIRTUAL[1])
     assert devices.device_module(VIRTUAL[1]).device_count() == 4
 
 
@@ -182,7 +180,7 @@ def test_backward_runs_in_a_thread_of_its_own_where_it_is_said_to(index: int) ->
         y.register_hook(note)
         y.sum().backward()
         own_thread = threads[device.type] != threading.get_ident()
-        assert own_thread == devices.has_backward_thread(device)
+        assert own_thread == devices.is_accelerator(device)
 
 
 def test_use_device_is_restored() -> None:

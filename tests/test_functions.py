@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +10,21 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from dataparallel import virtual
-from dataparallel.graph.functions import (
-    Broadcast,
-    Gather,
-    ReduceAddCoalesced,
-    Scatter,
-    apply_function,
-)
+from dataparallel.comm.local import chunk_lengths
+from dataparallel.graph import functions
+from dataparallel.graph.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
+
+
+def apply_function(
+    function: type[torch.autograd.Function], place: str | Sequence[str], *args: Any
+) -> Any:
+    """Applies it to devices, as its callers do; with even chunks by default."""
+    if isinstance(place, str):
+        return functions.apply_function(function, torch.device(place), *args)
+    if function is Scatter and args[0] is None:
+        _, dim, tensor = args
+        args = (chunk_lengths(tensor.size(dim), len(place)), dim, tensor)
+    return functions.apply_function(function, [torch.device(slot) for slot in place], *args)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

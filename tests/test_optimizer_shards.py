@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dataparallel import DataParallel, ShardedOptimizer, virtual
-from dataparallel.devices import current_stream, use_stream, wait_stream
+from dataparallel.devices import current_stream, memory_allocated, use_stream, wait_stream
 from tests.models import placed
 from tests.optimizer_cases import (
     ADAMW,
@@ -106,11 +105,17 @@ def test_a_module_that_is_spread_over_devices() -> None:
     assert len(at) > 2
 
 
-class DataOptimizer(Optimizer):
-    """Writes through ``.data``, which bumps no version counter."""
+def test_between_steps_other_devices_hold_nothing_but_state() -> None:
+    twins = Twins(["virtual:0", "virtual:1"], torch.optim.SGD, lr=0.1)
+    other = torch.device("virtual:1")
+    before = memory_allocated(other)
+    twins.steps(2)
+    assert any(twins.sharded.device_of(p) == other for p in twins.module.parameters())
+    assert memory_allocated(other) == before
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
+
+class DataOptimizer(torch.optim.SGD):
+    """Writes through ``.data``, which bumps no version counter."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -183,10 +188,18 @@ def test_a_failed_shard_and_the_step_after_it(slots: list[str], in_threads: bool
     twins.assert_equal()
 
 
+class SumOfAll(Optimizer):
+    """Nobody knows whether it looks at one parameter at a time."""
+
+
 def test_what_cannot_be_sharded_is_refused(slots: list[str]) -> None:
     model = DataParallel(placed(build, slots[0], torch.float), slots)
-    with pytest.raises(ValueError, match=r"LBFGS\.step needs closure: it"):
-        ShardedOptimizer(torch.optim.LBFGS, model)
+    for optimizer_class in (torch.optim.LBFGS, SumOfAll):
+        match = (
+            rf"{optimizer_class.__name__}\.step cannot be done in parts: .* such as torch\.optim"
+        )
+        with pytest.raises(ValueError, match=match):
+            ShardedOptimizer(optimizer_class, model)
     for arguments in ({"differentiable": True}, {"params": [{"params": [], "differentiable": 1}]}):
         with pytest.raises(ValueError, match="differentiable=True needs one graph"):
             ShardedOptimizer(ADAMW, model, **arguments)

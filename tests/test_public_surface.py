@@ -57,6 +57,7 @@ EXPORTED = {
         "ResumableSampler",
         "Saving",
         "close",
+        "export",
         "generations",
         "load",
         "save",

@@ -108,11 +108,15 @@ def test_a_backward_from_before() -> None:
     plain = dataparallel.DataParallel(make_net(), ["cpu", "cpu"])
     reducing = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
     losses = [nn.functional.mse_loss(model(x), y) for model in (plain, reducing)]
+    inputs = x.clone().requires_grad_()
+    inputs_loss = nn.functional.mse_loss(reducing(inputs), y)
     for model in (plain, reducing):
         model.add_replica("cpu")
     losses[0].backward()
     with pytest.raises(RuntimeError, match="dropped or added after the forward"):
         losses[1].backward()
+    with pytest.raises(RuntimeError, match="dropped or added after the forward"):
+        torch.autograd.grad(inputs_loss, [inputs])
     nn.functional.mse_loss(reducing(x), y).backward()
     grads = [[p.grad for p in model.parameters()] for model in (plain, reducing)]
     assert_close(grads[0], grads[1])  # type: ignore[arg-type]
@@ -157,7 +161,7 @@ def test_leaves_of_a_replica_that_is_dropped() -> None:
     """They go at once, since others may need the memory."""
     model = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
     nn.functional.mse_loss(model(batch_of(0)[0]), batch_of(0)[1]).backward()
-    leaves = [weakref.ref(leaf) for leaf in model._training.leaves.of(1)]
+    leaves = [weakref.ref(leaf) for leaf in model._training.leaves.rows[1]]
     gc.collect()
     gc.disable()
     try:

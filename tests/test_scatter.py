@@ -222,7 +222,7 @@ def test_without_a_tensor_one_replica_runs(slots: list[str]) -> None:
     assert scatter_kwargs((), None, slots) == (((),), ({},))
     plan = plan_scatter((Replicate(torch.ones(3)), torch.tensor(1.0)), None, 4)
     assert (plan.sizes, plan.batch_size) == ((1,), None)
-    (args,), kwargs = execute(plan, slots)
+    (args,), kwargs = execute(plan, [torch.device(slot) for slot in slots])
     assert kwargs == [{}]
     assert [str(arg.device) for arg in args] == [slots[0]] * 2
 
@@ -246,7 +246,7 @@ def test_plan_is_made_before_anything_is_copied() -> None:
     x = torch.randn(7, 2)
     plan = plan_scatter((x,), {"mask": torch.ones(2)}, 3, in_dims={"mask": None})
     assert (plan.batch_size, plan.sizes, plan.dim) == (7, (3, 3, 1), 0)
-    args, kwargs = execute(plan, CPU)
+    args, kwargs = execute(plan, [torch.device("cpu")] * 4)
     assert_same(args, [(part,) for part in torch.split(x, [3, 3, 1])])
     assert len(kwargs) == 3
     with pytest.raises(dataclasses.FrozenInstanceError, match="sizes"):

@@ -151,9 +151,16 @@ def test_states_of_torch_report_their_own_names() -> None:
         named = OrderedDict((path + name, value) for name, value in state.items())
         result = target.load_state_dict(named, strict=False)
         assert result.missing_keys == [path + "b.bias"]
-        # The module itself reports what it does not know, and has no prefix.
-        extra = "extra" if path == "" else "0.module.extra"
-        assert set(result.unexpected_keys) == {extra, path + "more"}
+        assert set(result.unexpected_keys) == {path + "module.extra", path + "more"}
+
+
+@pytest.mark.parametrize("path", ["", "0."])
+def test_errors_name_what_was_given(path: str) -> None:
+    model: nn.Module = ours(nn.Linear(2, 2))
+    model = nn.Sequential(model) if path else model
+    state = {f"{path}weight": torch.ones(3, 2), f"{path}bias": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=f"size mismatch for {path}weight"):
+        model.load_state_dict(state)
 
 
 @pytest.mark.parametrize("path", ["", "0."])

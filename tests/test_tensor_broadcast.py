@@ -14,7 +14,7 @@ from tests.cluster import Cluster
 
 
 def _broadcast(rank: int, world_size: int, message_bytes: int) -> tuple[int, list[Any]]:
-    buffers._MESSAGE_BYTES = message_bytes
+    buffers.MESSAGE_BYTES = message_bytes
     values = torch.arange(12.0) + 100 * rank
     pair = TwoTensor(values[:3].clone(), values[3:5].clone().double().float()[[0, 1, 1]])
     tensors: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dataparallel.tools import cli
+from dataparallel.tools import arguments, cli
 from dataparallel.tools.bench import output, processes, rounds, train
 from dataparallel.tools.bench.cases import CASES, criterion
 from dataparallel.tools.bench.contestants import Contestant, TrainTask, plan_contestants
@@ -285,7 +285,7 @@ def test_gradients_are_views_of_buckets_where_they_are_sent() -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "two"])
 def test_a_bar_is_a_number_above_zero(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0"):
-        train.above_zero(text)
+        arguments.above_zero(text)
 
 
 def test_a_small_run_on_virtual_devices(

@@ -192,22 +192,6 @@ def test_names_are_torchs_own_objects() -> None:
     assert torch_internals.BatchNorm is torch.nn.modules.batchnorm._BatchNorm
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda: torch_internals.group_devices(object()), "ProcessGroup._device_types"),
-        (lambda: torch_internals.group_backend(object(), torch.device("cpu")), "_get_backend"),
-        (lambda: torch_internals.num_collectives(object()), "_get_sequence_number_for_group"),
-        (lambda: torch_internals.open_with(object(), print), "Future._set_unwrap_func"),
-        (lambda: torch_internals.own_state_numbers(object()), "_sync_param_groups"),
-        (lambda: torch_internals.configure_join(object()), "Join._set_joinable_configs"),
-    ],
-)
-def test_an_object_without_a_private_attribute_says_so(call: Any, name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"has no .*{re.escape(name)}.*one of torch 2.11 to"):
-        call()
-
-
 CONTEXT = [
     name
     for path, (name, has_other) in entries().items()

@@ -20,7 +20,7 @@ LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
 
 def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[Any]:
-    return pools.run(tasks, LABELS[: len(tasks)], **options)
+    return pools.run(tasks, LABELS.__getitem__, **options)
 
 
 def wait_until(predicate: Callable[[], bool], seconds: float = 10.0) -> bool:

@@ -21,7 +21,7 @@ LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
 
 def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[Any]:
-    return pools.run(tasks, LABELS[: len(tasks)], **options)
+    return pools.run(tasks, LABELS.__getitem__, **options)
 
 
 INTERRUPTED = """
@@ -114,11 +114,11 @@ def test_the_interpreter_exits_with_pools_alive_and_replicas_stuck() -> None:
         from dataparallel.threads.workers import WorkerPools
         from dataparallel.threads.apply import parallel_apply
         pools = WorkerPools()
-        pools.run([int, int], ["a", "b"])
+        pools.run([int, int], "ab".__getitem__)
         parallel_apply([int, int], [1, 2])
         stuck = lambda: time.sleep(600)
         def call():
-            pools.run([stuck, int], ["a", "b"])
+            pools.run([stuck, int], "ab".__getitem__)
         threading.Thread(target=call, daemon=True).start()
         time.sleep(0.2)
         print("end")

@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.threads import intra_op
+from dataparallel.threads import context
+from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
 
+CPU = torch.device("cpu")
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
 
 
 def run(pools: WorkerPools, *tasks: Callable[[], Any], **options: Any) -> list[Any]:
-    return pools.run(tasks, LABELS[: len(tasks)], **options)
+    return pools.run(tasks, LABELS.__getitem__, **options)
 
 
 def replica_threads() -> set[threading.Thread]:
@@ -108,7 +110,7 @@ def test_a_pool_can_be_dropped_by_one_of_its_own_replicas() -> None:
     holder = [WorkerPools()]
     before = replica_threads()
     tasks: list[Callable[[], Any]] = [holder.clear, int]
-    holder[0].run(tasks, LABELS[:2])
+    holder[0].run(tasks, LABELS.__getitem__)
     started = replica_threads() - before
     gc.collect()
     assert wait_until(lambda: not any(t.is_alive() for t in started))
@@ -186,20 +188,17 @@ def test_pools_are_copied_and_pickled_without_threads() -> None:
 def test_a_worker_has_its_share_and_nobody_else_notices() -> None:
     whole = torch.get_num_threads()
     later: list[int] = []
-    pools = WorkerPools()
     try:
-        torch.set_num_threads(4)
-        for count, shares in ((4, [3, 1]), (6, [2, 4])):
+        for count, shares in ((4, [2, 2]), (7, [4, 3])):
             torch.set_num_threads(count)
-            assert run(pools, *[torch.get_num_threads] * 2, threads=shares) == shares
+            assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2) == shares
             assert torch.get_num_threads() == count
             thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
             thread.start()
             thread.join()
-        assert later == [4, 6]
+        assert later == [4, 7]
     finally:
         torch.set_num_threads(whole)
-        pools.close()
 
 
 def test_a_share_limits_matrix_products_too() -> None:
@@ -216,17 +215,19 @@ def test_a_share_limits_matrix_products_too() -> None:
     try:
         # This sets MKL's count for the whole process, unless a thread has its own.
         torch.set_num_threads(2)
-        pools = WorkerPools()
+        calls: list[Callable[[], float]] = [cores_used, float]
         # One thread works alone: the process uses as much time as the thread.
-        used = min(pools.run([cores_used], LABELS[:1], threads=[1])[0] for _ in range(3))
+        used = min(apply_replicas(calls, [CPU] * 2)[0] for _ in range(3))
         assert used < 1.3
-        pools.close()
     finally:
         torch.set_num_threads(whole)
 
 
 def test_without_openmp_symbols_the_share_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intra_op, "_setters", lambda: ())
+    monkeypatch.setattr(context, "_setters", lambda: ())
     whole = torch.get_num_threads()
-    intra_op.use_threads(whole + 1)
-    assert torch.get_num_threads() == whole
+    try:
+        torch.set_num_threads(4)
+        assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2, WorkerPools()) == [4, 4]
+    finally:
+        torch.set_num_threads(whole)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from dataparallel.tools.extras import needs_extra
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction["Parser"]
@@ -21,8 +24,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += _suggestion([str(value)], map(str, action.choices or ()))
-            raise
+            hint = _suggestion([str(value)], map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse what is unknown: no outer parser knows what is close to it."""
@@ -73,6 +76,23 @@ def add_command(
     return parser
 
 
+def late(module: Callable[[], ModuleType], *, extra: str) -> Callable[[argparse.Namespace], int]:
+    """The ``run`` of a module that nobody imports before its command is called.
+
+    Args:
+        module: Imports it.
+        extra: Brings the packages that it needs.
+    """
+
+    def run(arguments: argparse.Namespace) -> int:
+        with needs_extra(extra):
+            found = module()
+        status: int = found.run(arguments)
+        return status
+
+    return run
+
+
 def print_help(parser: argparse.ArgumentParser) -> int:
     """What a command does that only groups others; the exit status is that of success."""
     parser.print_help()
@@ -99,6 +119,17 @@ def device_names(text: str) -> list[str]:
     if not given:
         raise argparse.ArgumentTypeError("name one device per replica, for example cpu,cpu")
     return given
+
+
+def above_zero(text: str) -> float:
+    """Convert a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def count(text: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,6 +25,8 @@ from dataparallel.graph.functions import (
 
 Scalars = Literal["stack", "mean", "sum"]
 
+_CPU = torch.device("cpu")
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _KEEP_APART = 'to get one output per replica, use output_device="each"'
 
 
@@ -72,19 +76,25 @@ def gather(
     if not outputs:
         raise ValueError("gather needs the output of at least one replica, got none")
     columns, structure = _columns(outputs)
-    tensors = [leaf for column in columns for leaf in column if isinstance(leaf, torch.Tensor)]
-    default = tensors[0].device if tensors else torch.device("cpu")
-    target = parse_output_device(target_device, default)
-    how = _How(target, dim, scalars, _fractions(weights, len(outputs)))
-    dims = dims_of_outputs(structure, out_dims)
-    hows = [how if entry is DEFAULT else how._replace(dim=entry) for entry in dims]
-    cells = list(zip(structure.paths("outputs"), columns, hows, strict=True))
-    faults = [fault for cell in cells if (fault := _fault(*cell)) is not None]
+    first = _first_device(columns) if target_device is None else _CPU
+    fractions = _fractions(weights, len(outputs)) if scalars == "mean" or weights else ()
+    how = _How(parse_output_device(target_device, first), scalars, fractions)
+    cells, faults = [], []
+    for i, own in enumerate(dims_of_outputs(structure, out_dims)):
+        cell = _Cell(columns[i], dim if own is DEFAULT else own, how, structure, i)
+        cells.append(cell)
+        if own is not None and (fault := _fault(cell)) is not None:
+            faults.append(fault)
     if faults:
         raise ValueError(
             f"the outputs of the replicas cannot be put together: {listed(faults, '; ')}"
         )
-    return structure.rebuild([_gather_leaf(*cell) for cell in cells])
+    return structure.rebuild(list(map(_gather_leaf, cells)))
+
+
+def _first_device(columns: Sequence[Sequence[Any]]) -> torch.device:
+    leaves = itertools.chain.from_iterable(columns)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), _CPU)
 
 
 def dims_of_outputs(structure: Structure, out_dims: Any) -> list[Any]:
@@ -94,106 +104,125 @@ def dims_of_outputs(structure: Structure, out_dims: Any) -> list[Any]:
 
 class _How(NamedTuple):
     device: torch.device
+    scalars: Scalars
+    fractions: Sequence[float]
+
+
+class _Cell(NamedTuple):
+    """What the replicas returned in one place, and how it is put together."""
+
+    column: Sequence[Any]
     #: None: it belongs to no sample.
     dim: int | None
-    scalars: Scalars
-    fractions: tuple[float, ...]
+    how: _How
+    structure: Structure
+    place: int
+
+    @property
+    def path(self) -> str:
+        """Where it is, as a reader would write it."""
+        return self.structure.paths("outputs")[self.place]
 
 
 def _columns(outputs: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Structure]:
-    """The leaves of all replicas that have the same place."""
     first, structure = flatten(outputs[0], name="outputs")
     rows = [first]
     for i, output in enumerate(outputs[1:], start=1):
         leaves, other = flatten(output, like=structure, name="outputs")
-        found = difference(structure, other, "outputs", ("replica 0", f"replica {i}"))
-        if found is not None:
+        if other != structure:
+            found = difference(structure, other, "outputs", ("replica 0", f"replica {i}"))
             raise ValueError(f"the replicas return different containers: {found}; {_KEEP_APART}")
         rows.append(leaves)
-    for path, leaf in zip(structure.paths("outputs"), first, strict=True):
+    for i, leaf in enumerate(first):
         if isinstance(leaf, PackedSequence):
             raise TypeError(
-                f"{path} is a PackedSequence, which interleaves the samples and cannot be "
-                f"concatenated; call pad_packed_sequence inside forward, or {_KEEP_APART}"
+                f"{structure.paths('outputs')[i]} is a PackedSequence, which interleaves the "
+                "samples and cannot be concatenated; call pad_packed_sequence inside forward, or "
+                f"{_KEEP_APART}"
             )
     return list(zip(*rows, strict=True)), structure
 
 
-def _fractions(weights: Sequence[float] | None, num_replicas: int) -> tuple[float, ...]:
-    weights = (1.0,) * num_replicas if weights is None else weights
+def _fractions(weights: Sequence[float] | None, num_replicas: int) -> Sequence[float]:
+    equal = (1.0 / num_replicas,) * num_replicas
+    if weights is None:
+        return equal
     if len(weights) != num_replicas:
         raise ValueError(f"there are {len(weights)} weights but {num_replicas} replicas")
     if min(weights) < 0:
         raise ValueError(f"a weight cannot be negative, but got {tuple(weights)}")
     total = float(sum(weights))
-    if total == 0:
-        # All chunks are empty, and a mean over nothing has no value; let it show as in a bare mean.
-        return (1.0 / num_replicas,) * num_replicas
-    return tuple([weight / total for weight in weights])
+    # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
+    return [weight / total for weight in weights] if total else equal
 
 
-def _fault(path: str, column: Sequence[Any], how: _How) -> str | None:
+def _fault(cell: _Cell) -> str | None:
     """Why the leaves of one place cannot be gathered."""
-    kinds = ["a tensor" if isinstance(x, torch.Tensor) else type(x).__name__ for x in column]
-    if how.dim is None or "a tensor" not in kinds:
+    column, dim, first = cell.column, cell.dim, cell.column[0]
+    num_tensors = sum(map(isinstance, column, itertools.repeat(torch.Tensor)))
+    if num_tensors == 0:
         return None
-    if set(kinds) != {"a tensor"}:
+    if num_tensors < len(column):
+        kinds = ["a tensor" if isinstance(x, torch.Tensor) else type(x).__name__ for x in column]
         each = ", ".join(f"{kind} in replica {i}" for i, kind in enumerate(kinds))
-        return f"{path} is {each}; return a tensor in all or in none"
-    first, shapes = column[0], [tuple(tensor.shape) for tensor in column]
+        return f"{cell.path} is {each}; return a tensor in all or in none"
+    shapes = list(map(_shape_of, column))
     if not any(shapes):
         exact = [t.dtype for t in column if not (t.is_floating_point() or t.is_complex())]
-        if how.scalars == "mean" and exact and len(column) > 1:
-            return f"{path} is a 0-d tensor of {exact[0]}, which has no mean; convert it to float"
+        if cell.how.scalars != "mean" or len(column) == 1 or not exact:
+            return None
+        return f"{cell.path} is a 0-d tensor of {exact[0]}, which has no mean; convert it to float"
+    assert dim is not None
+    in_range = -first.dim() <= dim < first.dim()
+    if len(column) == 1 or (in_range and shapes.count(first.shape) == len(column)):
         return None
-    told = ", ".join(map(str, shapes))
+    told = ", ".join(str(tuple(shape)) for shape in shapes)
     if len(set(map(len, shapes))) > 1:
-        return f"{path} has another number of dimensions in each replica: {told}; {_KEEP_APART}"
-    if len(column) == 1:
-        return None
-    if not -first.dim() <= how.dim < first.dim():
         return (
-            f"{path} of shape {shapes[0]} has no dim {how.dim} to concatenate along; "
+            f"{cell.path} has another number of dimensions in each replica: {told}; {_KEEP_APART}"
+        )
+    if not in_range:
+        return (
+            f"{cell.path} of shape {tuple(first.shape)} has no dim {dim} to concatenate along; "
             f"give it another dim, or None, through out_dims; {_KEEP_APART}"
         )
-    dim = how.dim % first.dim()
-    differ = {i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1}
-    if differ - {dim}:
-        hint = (
-            f"if its samples are along dim {differ.pop()}, say so through out_dims; "
-            if len(differ) == 1
-            else ""
-        )
-        return f"the shapes of {path} differ in more than dim {dim}: {told}; {hint}{_KEEP_APART}"
-    return None
+    dim %= first.dim()
+    differ = {i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1} - {dim}
+    if not differ:
+        return None
+    hint = ""
+    if len(differ) == 1:
+        hint = f"if its samples are along dim {differ.pop()}, say so through out_dims; "
+    return f"the shapes of {cell.path} differ in more than dim {dim}: {told}; {hint}{_KEEP_APART}"
 
 
-def _gather_leaf(path: str, column: Sequence[Any], how: _How) -> Any:
-    first = column[0]
-    if how.dim is None:
-        return move(first, how.device)
+def _gather_leaf(cell: _Cell) -> Any:
+    column, first = cell.column, cell.column[0]
+    if cell.dim is None:
+        return move(first, cell.how.device)
     if isinstance(first, torch.Tensor):
-        return _gather_tensors(column, how)
+        return _gather_tensors(column, cell.dim, cell.how)
     if any(leaf is not first for leaf in column) and any(
         may_hold(leaf) and held_tensors(leaf) for leaf in column
     ):
-        return _gather_objects(path, column, how)
+        return _gather_objects(cell)
     return first if all(_equal(first, leaf) for leaf in column) else list(column)
 
 
-def _gather_objects(path: str, column: Sequence[Any], how: _How) -> Any:
+def _gather_objects(cell: _Cell) -> Any:
     """Objects that hold tensors, made anew from what iterating over them gives, as torch does."""
-    kind = type(column[0])
+    column, kind = cell.column, type(cell.column[0])
     unknown = (
-        f"{path} is a {kind.__name__}, which holds tensors and is no container that can be put "
-        f"together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys and "
-        f"values with use_cache=False); {_KEEP_APART}"
+        f"{cell.path} is a {kind.__name__}, which holds tensors and is no container that can be "
+        f"put together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys "
+        f"and values with use_cache=False); {_KEEP_APART}"
     )
     if issubclass(kind, (set, frozenset)):
         raise TypeError(unknown)
     try:
         columns, structure = _columns([list(leaf) for leaf in column])
-        result = kind(structure.rebuild([_gather_leaf(path, inner, how) for inner in columns]))
+        inner = [_gather_leaf(cell._replace(column=column)) for column in columns]
+        result = kind(structure.rebuild(inner))
     except (TypeError, ValueError, AttributeError) as error:
         raise TypeError(unknown) from error
     if len(held_tensors(result)) != len(held_tensors(column[0])):
@@ -213,12 +242,14 @@ def _equal(first: Any, other: Any) -> bool:
         return False
 
 
-def _gather_tensors(column: Sequence[torch.Tensor], how: _How) -> torch.Tensor:
+def _gather_tensors(column: Sequence[torch.Tensor], dim: int, how: _How) -> torch.Tensor:
     scalar = column[0].dim() == 0
     if len(column) == 1 and not (scalar and how.scalars == "stack"):
         return move_tensor(column[0], how.device)
-    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
-    column = [tensor.to(dtype) for tensor in column]
+    dtypes = dict.fromkeys(map(_dtype_of, column))
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    if len(dtypes) > 1:
+        column = [tensor.to(dtype) for tensor in column]
     if scalar and how.scalars == "sum":
         return _sum(column, how.device)
     if scalar and how.scalars == "mean":
@@ -231,7 +262,7 @@ def _gather_tensors(column: Sequence[torch.Tensor], how: _How) -> torch.Tensor:
         ]
         return _sum(shares, how.device).to(dtype)
     column = behind_own_nodes(column, how.device)
-    gathered: torch.Tensor = apply_function(Gather, how.device, how.dim, *column)
+    gathered: torch.Tensor = apply_function(Gather, how.device, dim, *column)
     return gathered
 
 

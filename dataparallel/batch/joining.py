@@ -63,12 +63,9 @@ def join_scalars(
     *,
     weighs: bool,
 ) -> Joining:
-    """Decide how the 0-d outputs of one forward are joined. See Note [What a chunk counts].
-
-    ``args``, ``kwargs`` and ``sizes`` are those of the chunks; ``weighs`` says whether it matters
-    what this process counts among others.
-    """
-    _check_divisors(scalars, [one.get(_DIVISOR) for one in kwargs])
+    """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count."""
+    if kwargs and _DIVISOR in kwargs[0]:
+        _check_divisors(scalars, [one.get(_DIVISOR) for one in kwargs])
     if not callable(scalars):
         return Joining(scalars, sizes)
     if len(args) == 1 and not weighs:
@@ -118,10 +115,7 @@ def _check_divisors(scalars: ScalarsOption, divisors: Sequence[Any]) -> None:
 
 
 def read_weight(what: str, found: Any) -> float:
-    """The weight of a chunk, from what the caller's function ``what`` returned for it.
-
-    For a tensor the host waits.
-    """
+    """The weight of a chunk, from what the caller's function ``what`` returned; may wait for it."""
     if isinstance(found, Tensor) and found.numel() != 1:
         raise TypeError(
             f"{what} must return a number or a 0-d tensor for each chunk, but returned a "
@@ -136,10 +130,9 @@ def read_weight(what: str, found: Any) -> float:
 def count_samples(
     plan: Callable[[], ScatterPlan], chunk: tuple[Sequence[Any], Mapping[str, Any]], *, must: bool
 ) -> int:
-    """The number of samples in a chunk that was not split off by a plan.
+    """The number of samples in a chunk that no plan has made, or a guess if nobody ``must`` know.
 
-    ``plan`` plans to give the chunk to one replica, which counts its samples. Where that cannot be,
-    it is a guess, or a ValueError if the number ``must`` be known.
+    ``plan`` plans to give the chunk to one replica, which counts its samples.
     """
     args, kwargs = chunk
     values = (*args, *kwargs.values())
@@ -187,12 +180,10 @@ def tell_of_vectors(output: Any, out_dims: Any) -> None:
 
 
 def tell_of_dims(outputs: Sequence[Any], sizes: Sequence[int], dim: int, out_dims: Any) -> None:
-    """Say which outputs were concatenated along ``dim``, but seem to have their samples elsewhere.
-
-    A state of an LSTM has the size of the chunk along one dim, which is another one, and as many
-    layers as everywhere along ``dim``. Rows that a forward has made several of per sample are no
-    such case, nor are lists of different lengths.
-    """
+    """Say which outputs were joined along ``dim``, but seem to have their samples elsewhere."""
+    # A state of an LSTM has the size of the chunk along one dim, which is another one, and as many
+    # layers as everywhere along ``dim``. Rows that a forward has made several of per sample are no
+    # such case, nor are lists of different lengths.
     leaves, structure = flatten(outputs[0], name="outputs")
     others = [flatten(output, like=structure)[0] for output in outputs[1:]]
     dims = dims_of_outputs(structure, out_dims)

@@ -32,13 +32,7 @@ class BatchSplitter(Protocol):
         """How many samples each slot gets."""
 
     def attempt(self, call: Callable[[], T], modules: Sequence[nn.Module | None], inputs: Any) -> T:
-        """Run a forward, once more with other chunks if there was too little memory.
-
-        Args:
-            call: Splits the batch and runs the replicas.
-            modules: The originals whose buffers it may write.
-            inputs: What it splits, in any containers.
-        """
+        """Run a forward, once more with other chunks if there was too little memory."""
 
     @property
     def is_repeating(self) -> bool:
@@ -63,59 +57,54 @@ class Replicate:
     value: Any
 
 
-class _Default:
-    def __repr__(self) -> str:
-        return "the default dim"
-
-
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
-DEFAULT = _Default()
+DEFAULT: Any = object()
 
+#: A "split list" is split where it has as many elements as the batch has samples.
 Action = Literal["split", "split list", "copy", "share", "unknown"]
 
 
 class Leaf(NamedTuple):
     """One leaf of the arguments, and what becomes of it."""
 
-    path: str
     value: Any
     action: Action
     dim: int
+    #: Where it is: what the container is called and how it is built, and which of its leaves it is.
+    name: str
+    structure: Structure
+    place: int
+
+    @property
+    def path(self) -> str:
+        """Where it is, as a reader would write it."""
+        return self.structure.paths(self.name)[self.place]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal where chunks are: what is one object for the caller is one in each replica."""
+        return id(self.value), self.dim
 
 
 class Tree(NamedTuple):
     """One container of arguments, without markers."""
 
     structure: Structure
-    leaves: tuple[Leaf, ...]
+    leaves: list[Leaf]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScatterPlan:
-    """How arguments divide into chunks; nothing has been copied yet.
+    """How arguments divide into chunks; nothing has been copied yet."""
 
-    Attributes:
-        batch_size: Number of samples; ``None`` where no tensor is split.
-        dim: Dimension that is split unless an argument has its own.
-        sizes: Number of samples of each chunk, for as many chunks as replicas take part;
-            ``(1,)`` where no tensor is split.
-        trees: The containers and their leaves.
-    """
-
+    #: Number of samples; None where no tensor is split.
     batch_size: int | None
     dim: int
+    #: Of each chunk, for as many chunks as replicas take part; (1,) where no tensor is split.
     sizes: tuple[int, ...]
     trees: tuple[Tree, ...] = dataclasses.field(repr=False)
-
-    def leaves(self, action: Action) -> list[Leaf]:
-        """Each tensor once per dim: what is one object for the caller is one in each replica."""
-        found = {
-            (id(leaf.value), leaf.dim): leaf
-            for tree in self.trees
-            for leaf in tree.leaves
-            if leaf.action == action
-        }
-        return list(found.values())
+    #: Those of all containers, by what becomes of them.
+    leaves: Mapping[Action, Sequence[Leaf]] = dataclasses.field(repr=False)
 
 
 def plan_scatter(
@@ -127,13 +116,20 @@ def plan_scatter(
     in_dims: Mapping[str | int, Any] | None = None,
     split_lists: bool = False,
 ) -> ScatterPlan:
-    """Decide how the arguments of one call are split.
+    """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`."""
+    args = () if args is None else args
+    kwargs = {} if kwargs is None else dict(kwargs)
+    known: Any = DEFAULT
+    named: Any = DEFAULT
+    if in_dims is not None:
+        known, named = _spread_over_arguments(in_dims, args, kwargs)
+    trees = [("inputs", args, known), ("kwargs", kwargs, named)]
+    return plan_trees(trees, num_slots, dim, chunk_sizes, split_lists)
 
-    Fewer samples than slots make fewer chunks, an empty batch one empty chunk, and so do arguments
-    without a tensor to split. Names and positions in ``in_dims`` that a call doesn't use are
-    ignored. See :func:`dataparallel.scatter_kwargs`.
-    """
-    in_dims = {} if in_dims is None else in_dims
+
+def _spread_over_arguments(
+    in_dims: Mapping[str | int, Any], args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Mapping[int, Any], Mapping[str, Any]]:
     if not isinstance(in_dims, Mapping):
         raise TypeError(
             "in_dims is a mapping from argument names or positions to dims, such as "
@@ -143,13 +139,9 @@ def plan_scatter(
     faults = [key for key in by_position if not isinstance(key, int) or key < 0]
     if faults:
         raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
-    args = () if args is None else args
-    kwargs = {} if kwargs is None else dict(kwargs)
     count = len(args) if isinstance(args, (tuple, list)) else 0
-    known = {i: by_position[i] for i in by_position if i < count}
-    named = {name: in_dims[name] for name in in_dims if name in kwargs}
-    trees = [("inputs", args, known), ("kwargs", kwargs, named)]
-    return plan_trees(trees, num_slots, dim, chunk_sizes, split_lists)
+    known: dict[Any, Any] = {i: by_position[i] for i in by_position if i < count}
+    return known, {name: in_dims[name] for name in kwargs if name in in_dims}
 
 
 def plan_trees(
@@ -160,31 +152,29 @@ def plan_trees(
     split_lists: bool,
 ) -> ScatterPlan:
     """Plan any containers, each given as its name, itself, and its ``in_dims``."""
-    trees = []
+    trees: list[Tree] = []
+    by_action: dict[Action, list[Leaf]] = {"split": [], "copy": [], "unknown": []}
     faults: list[str] = []
     for name, obj, spec in named_trees:
         values, structure = flatten(obj, is_leaf=_is_list if split_lists else is_empty, name=name)
-        specs = spread_dims(structure, spec, name)
-        pairs = zip(values, structure.paths(name), specs, strict=True)
-        leaves = [_decide(value, path, own, dim, faults) for value, path, own in pairs]
-        trees.append(Tree(without_markers(structure), tuple(leaves)))
+        tree = Tree(without_markers(structure), [])
+        for i, own in enumerate(spread_dims(structure, spec, name)):
+            given = Leaf(values[i], "share", 0, name, structure, i)
+            leaf = _decide(given, dim if own is DEFAULT else own, own is DEFAULT, faults)
+            tree.leaves.append(leaf)
+            by_action.setdefault(leaf.action, []).append(leaf)
+        trees.append(tree)
     if faults:
         raise ValueError(
             f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
         )
-    everything = [leaf for tree in trees for leaf in tree.leaves]
-    total = _batch_size([leaf for leaf in everything if leaf.action == "split"])
+    total = _batch_size(by_action["split"])
     sizes = settle(total, num_slots, chunk_sizes)
     if chunk_sizes is not None and not callable(chunk_sizes):
         total = sum(sizes)
-    if total is not None and len(sizes) > 1:
-        _refuse_batches([leaf for leaf in everything if leaf.action == "unknown"], total, dim)
-    if split_lists:
-        trees = [
-            tree._replace(leaves=tuple([_settle_list(leaf, total) for leaf in tree.leaves]))
-            for tree in trees
-        ]
-    return ScatterPlan(total, dim, sizes, tuple(trees))
+    if by_action["unknown"] and total is not None and len(sizes) > 1:
+        _refuse_batches(by_action["unknown"], total, dim)
+    return ScatterPlan(total, dim, sizes, tuple(trees), by_action)
 
 
 def is_empty(obj: Any) -> bool:
@@ -202,31 +192,25 @@ def without_markers(structure: Structure) -> Structure:
     """Without :class:`Replicate`, which the replicas don't get to see."""
     if structure.kind is Replicate:
         return without_markers(structure.children[0])
+    if structure.is_flat:
+        return structure
     children = tuple(map(without_markers, structure.children))
     if children == structure.children:
         return structure
-    return dataclasses.replace(structure, children=children)
+    return dataclasses.replace(structure, children=children, is_flat=False)
 
 
 # --- dims ----------------------------------------------------------------------------------------
 
 
 def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_dims") -> list[Any]:
-    """One entry of ``in_dims``, or of the named option, per leaf.
-
-    Args:
-        structure: How the container is built.
-        spec: What the option says of it: a dim, None, :data:`DEFAULT`, or a mapping or sequence of
-            these for its parts.
-        path: What the container is called.
-        option: What the option is called.
-    """
+    """What an option says of each leaf of a container: a dim, None, or :data:`DEFAULT`."""
     if structure.kind is Replicate:
         return [None] * structure.num_leaves
-    if spec is None or (structure.is_leaf and (spec is DEFAULT or isinstance(spec, int))):
-        return [spec] * structure.num_leaves
-    if spec is DEFAULT or isinstance(spec, int):
+    if spec is None or spec is DEFAULT or isinstance(spec, int):
         # A marker further down says more than the dim of the container.
+        if spec is None or structure.is_flat:
+            return [spec] * structure.num_leaves
         below = [spec] * len(structure.children)
     elif isinstance(spec, Mapping):
         unknown = [key for key in spec if key not in structure.keys]
@@ -266,53 +250,53 @@ def _parts(structure: Structure) -> str:
     return f"has {'length ' + str(len(structure.keys)) if by_position else list(structure.keys)}"
 
 
-def _decide(value: Any, path: str, spec: Any, default_dim: int, faults: list[str]) -> Leaf:
-    if isinstance(value, PackedSequence):
-        raise TypeError(
-            f"{path} is a PackedSequence, which interleaves the samples and cannot be split; pass "
-            "the padded tensor and the lengths, and call pack_padded_sequence inside forward"
-        )
+def _decide(leaf: Leaf, dim: int | None, is_default: bool, faults: list[str]) -> Leaf:
+    """What becomes of a leaf; ``dim`` is its own, or the default one."""
+    value = leaf.value
     if isinstance(value, torch.Tensor):
-        if spec is None or (spec is DEFAULT and value.dim() == 0):
-            return Leaf(path, value, "copy", 0)
-        dim = default_dim if spec is DEFAULT else spec
+        if dim is None or (is_default and value.dim() == 0):
+            # No dim, so that it has another key than where it is split.
+            return leaf._replace(action="copy", dim=-1)
         if -value.dim() <= dim < value.dim():
-            return Leaf(path, value, "split", dim % value.dim())
+            return leaf._replace(action="split", dim=dim % value.dim())
         span = f"from {-value.dim()} to {value.dim() - 1}" if value.dim() else "none, as it is 0-d"
         faults.append(
-            f"dim {dim} is out of range for {path} of shape {tuple(value.shape)}, "
+            f"dim {dim} is out of range for {leaf.path} of shape {tuple(value.shape)}, "
             f"whose dims are {span}"
         )
-    elif isinstance(value, list) and value and spec is not None:
-        return Leaf(path, value, "split list", 0)
-    elif spec is not None and may_hold(value) and not is_empty(value):
-        return Leaf(path, value, "unknown", 0)
-    return Leaf(path, value, "share", 0)
+    elif isinstance(value, PackedSequence):
+        raise TypeError(
+            f"{leaf.path} is a PackedSequence, which interleaves the samples and cannot be split; "
+            "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
+        )
+    elif dim is not None and not is_empty(value):
+        if isinstance(value, list):
+            return leaf._replace(action="split list")
+        if may_hold(value):
+            return leaf._replace(action="unknown")
+    return leaf
 
 
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _settle_list(leaf: Leaf, batch_size: int | None) -> Leaf:
-    if leaf.action == "split list" and len(leaf.value) != batch_size:
-        return leaf._replace(action="share")
-    return leaf
-
-
 def _batch_size(split: Sequence[Leaf]) -> int | None:
     """The size that all tensors have along the dim along which they are split."""
-    sizes = [leaf.value.size(leaf.dim) for leaf in split]
-    if len(set(sizes)) > 1:
+    if not split:
+        return None
+    size: int = split[0].value.size(split[0].dim)
+    others = [leaf for leaf in split if leaf.value.size(leaf.dim) != size]
+    if others:
         found = listed(
-            f"{leaf.path} has {size} along dim {leaf.dim} (shape {tuple(leaf.value.shape)})"
-            for i, (leaf, size) in enumerate(zip(split, sizes, strict=True))
-            if i == 0 or size != sizes[0]
+            f"{leaf.path} has {leaf.value.size(leaf.dim)} along dim {leaf.dim} "
+            f"(shape {tuple(leaf.value.shape)})"
+            for leaf in (split[0], *others)
         )
         raise ValueError(
             f"tensors that are split must agree on the batch size, but {found}; mark what belongs "
             "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
         )
-    return sizes[0] if sizes else None
+    return size
 
 
 def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
@@ -332,18 +316,7 @@ def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
 def settle(
     batch_size: int | None, num_slots: int, given: Sequence[int] | ChunkSizesOf | None
 ) -> tuple[int, ...]:
-    """The sizes of the chunks, at least one, for as many slots as take part.
-
-    Example::
-
-        settle(10, 2, None)          # (5, 5)
-        settle(10, 2, (7, 3))        # (7, 3)
-
-    Args:
-        batch_size: Number of samples; ``None`` where no tensor is split.
-        num_slots: How many device slots there are.
-        given: Sizes, or a function that decides them. Default: as ``torch.chunk`` divides.
-    """
+    """The sizes of the chunks, at least one, for as many slots as take part."""
     if batch_size is None and (given is None or callable(given)):
         return (1,)
     if callable(given):

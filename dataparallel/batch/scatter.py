@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,31 +110,35 @@ def scatter_kwargs(
     return tuple(args), tuple(keywords)
 
 
-def execute(plan: ScatterPlan, devices: Sequence[DeviceLike]) -> list[list[Any]]:
+def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[list[Any]]:
     """For each planned container its chunks, on as many of the first devices."""
     count = len(plan.sizes)
-    slots = parse_devices(devices)[:count]
+    slots = devices[:count]
     assert len(slots) == count, (len(slots), count)
-    copies = _whole(plan.leaves("copy"), slots)
-    parts = {
-        (id(leaf.value), leaf.dim): _split(leaf, plan.sizes, slots) for leaf in plan.leaves("split")
-    }
+    parts: dict[tuple[int, int], Sequence[Any]] = {}
+    if plan.leaves["copy"]:
+        parts.update(_whole(plan.leaves["copy"], slots))
+    for leaf in plan.leaves["split"]:
+        if leaf.key not in parts:
+            parts[leaf.key] = _split(leaf, plan.sizes, slots)
     chunks: list[list[Any]] = []
     for structure, leaves in plan.trees:
         rows: list[Sequence[Any]] = []
         for leaf in leaves:
-            if leaf.action == "split":
-                rows.append(parts[id(leaf.value), leaf.dim])
-            elif leaf.action == "copy":
-                rows.append(copies[id(leaf.value)])
-            elif leaf.action == "split list":
-                starts = [sum(plan.sizes[:i]) for i in range(count)]
-                pairs = zip(starts, plan.sizes, strict=True)
-                rows.append([leaf.value[start : start + size] for start, size in pairs])
+            if leaf.action in ("split", "copy"):
+                rows.append(parts[leaf.key])
+            elif leaf.action == "split list" and len(leaf.value) == plan.batch_size:
+                rows.append(_list_parts(leaf.value, plan.sizes))
             else:
                 rows.append([leaf.value] * count)
-        chunks.append([structure.rebuild([row[i] for row in rows]) for i in range(count)])
+        columns = zip(*rows, strict=True) if rows else [()] * count
+        chunks.append(list(map(structure.rebuild, columns)))
     return chunks
+
+
+def _list_parts(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    rest = iter(values)
+    return [list(itertools.islice(rest, size)) for size in sizes]
 
 
 def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
@@ -144,12 +149,17 @@ def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> S
     return chunks
 
 
-def _whole(leaves: list[Leaf], slots: Sequence[torch.device]) -> dict[int, list[torch.Tensor]]:
+def _whole(
+    leaves: Sequence[Leaf], slots: Sequence[torch.device]
+) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """The copies of tensors that go whole to each slot, by the keys of their leaves."""
     # What a replica writes in place no other one may see. The first slot on a tensor's own device
     # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
-    copies: dict[int, list[torch.Tensor]] = {}
-    for origin in dict.fromkeys([leaf.value.device for leaf in leaves]):
-        tensors = [leaf.value for leaf in leaves if leaf.value.device == origin]
+    copies: dict[tuple[int, int], list[torch.Tensor]] = {}
+    given: dict[tuple[int, int], torch.Tensor] = {leaf.key: leaf.value for leaf in leaves}
+    for origin in dict.fromkeys([tensor.device for tensor in given.values()]):
+        keys = [key for key, tensor in given.items() if tensor.device == origin]
+        tensors = [given[key] for key in keys]
         own = slots.index(origin) if origin in slots else len(slots)
         others = [*slots[:own], *slots[own + 1 :]]
         flat: tuple[torch.Tensor, ...] = ()
@@ -165,7 +175,7 @@ def _whole(leaves: list[Leaf], slots: Sequence[torch.device]) -> dict[int, list[
                 # Two sums may come in any order; of more, the rounding would depend on timing.
                 joins = others and tensor.requires_grad and tensor.layout == torch.strided
                 whole.insert(own, tensor.view_as(tensor) if joins else tensor)
-            copies[id(tensor)] = whole
+            copies[keys[i]] = whole
     return copies
 
 
@@ -180,20 +190,14 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def move(output: Any, device: DeviceLike) -> Any:
-    """The tensors in a container on one device, with edges in autograd; -1 means the CPU.
-
-    Tensors that are there already are not copied; leaves that aren't tensors keep their identity.
-    """
+    """The tensors in a container on one device, with edges in autograd; -1 means the CPU."""
     target = parse_output_device(device, torch.device("cpu"))
     leaves, structure = flatten(output, name="outputs")
     return structure.rebuild(_moved(leaves, target))
 
 
 def place(arguments: Any, device: torch.device | None) -> Any:
-    """A container of arguments as a single replica gets it: whole, and without markers.
-
-    Its tensors go to ``device``; None leaves them where they are.
-    """
+    """Arguments as a single replica gets them: whole, without markers, and on its device if any."""
     leaves, structure = flatten(arguments, is_leaf=is_empty)
     moved = leaves if device is None else _moved(leaves, device)
     return without_markers(structure).rebuild(moved)
@@ -207,11 +211,7 @@ def _moved(leaves: Sequence[Any], device: torch.device) -> list[Any]:
 
 
 class SharedObjects:
-    """Objects that all replicas of a call get. See Note [Objects of unknown type].
-
-    Args:
-        leaves: Where they are in the arguments.
-    """
+    """Objects that all replicas of a call get. See Note [Objects of unknown type]."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._objects = [(leaf.path, leaf.value, _state(leaf.value)) for leaf in leaves]
@@ -240,8 +240,8 @@ class SharedObjects:
 
 def shared_objects(plan: ScatterPlan) -> SharedObjects | None:
     """Objects that several replicas get though nobody has said so; None without any."""
-    leaves = plan.leaves("unknown") if len(plan.sizes) > 1 else []
-    return SharedObjects(leaves) if leaves else None
+    leaves = plan.leaves["unknown"]
+    return SharedObjects(leaves) if leaves and len(plan.sizes) > 1 else None
 
 
 def _state(obj: Any) -> list[tuple[torch.Tensor, int]]:

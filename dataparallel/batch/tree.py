@@ -22,7 +22,7 @@ import functools
 import types
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -33,10 +33,9 @@ from dataparallel import torch_internals
 # Looked up first: most leaves are of these types, and none of them is ever opened. A PackedSequence
 # is a named tuple, but its parts have no batch dimension of their own.
 _LEAF_TYPES = (
-    *(torch.Tensor, nn.Module, torch.Size, PackedSequence, type),
+    *(torch.Tensor, nn.Module, torch.Size, PackedSequence, type(None), type),
     *(str, bytes, int, float, complex),
 )
-_BUILTIN_TYPES = (tuple, list, dict, OrderedDict, defaultdict)
 # Nothing in these is looked at. What a module or a function holds is shared on purpose.
 _OPAQUE = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
@@ -46,56 +45,47 @@ _OPAQUE = (
 #: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
 _MOST_VALUES = 10_000
 
+_Make: TypeAlias = Callable[[Sequence[Any]], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How a container is built, without its leaves; equal where containers, keys and nesting are.
+    """How a container is built, without its leaves; equal where types, keys and nesting are."""
 
-    Example::
-
-        leaves, structure = flatten({"a": 1, "b": [2, 3]})
-        leaves                            # [1, 2, 3]
-        structure.paths("inputs")         # ["inputs['a']", "inputs['b'][0]", "inputs['b'][1]"]
-        structure.rebuild([10, 20, 30])   # {"a": 10, "b": [20, 30]}
-    """
-
+    #: Type of the container; None for a leaf.
     kind: type | None = None
-    """Type of the container; ``None`` for a leaf."""
+    #: Index, dict key or attribute name of each child.
     keys: tuple[Any, ...] = ()
-    """Index, dict key or attribute name of each child."""
     children: tuple[Structure, ...] = ()
+    #: Whether the keys are attribute names.
     attributes: bool = False
-    """Whether the keys are attribute names."""
+    #: What a registered node keeps beside its children.
     context: Any = None
-    """What a registered node keeps beside its children."""
-    make: Callable[[Sequence[Any]], Any] = dataclasses.field(
-        default=lambda leaves: leaves[0], compare=False, repr=False
-    )
+    make: _Make = dataclasses.field(default=tuple, compare=False, repr=False)
+    num_leaves: int = dataclasses.field(default=1, compare=False, repr=False)
+    #: Whether all children are leaves.
+    is_flat: bool = dataclasses.field(default=True, compare=False, repr=False)
 
     @property
     def is_leaf(self) -> bool:
         """Whether this is the place of one leaf."""
         return self.kind is None
 
-    @functools.cached_property
-    def num_leaves(self) -> int:
-        """How many leaves :meth:`rebuild` takes."""
-        return 1 if self.kind is None else sum([child.num_leaves for child in self.children])
-
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Build the container again around ``leaves``, as many as :attr:`num_leaves`."""
         assert len(leaves) == self.num_leaves, (len(leaves), self.num_leaves)
-        return self._rebuild(iter(leaves))
+        if self.kind is None:
+            return leaves[0]
+        return self.make(leaves) if self.is_flat else self._rebuild(iter(leaves))
 
     def _rebuild(self, leaves: Iterator[Any]) -> Any:
-        if self.kind is None:
-            return next(leaves)
-        return self.make([child._rebuild(leaves) for child in self.children])
+        return self.make(
+            [next(leaves) if child is LEAF else child._rebuild(leaves) for child in self.children]
+        )
 
     def child_path(self, root: str, position: int) -> str:
         """How a reader would write the child at ``position`` of a container called ``root``."""
-        key = self.keys[position]
-        return f"{root}.{key}" if self.attributes else f"{root}[{key!r}]"
+        return root + _step(self.keys[position], self.attributes)
 
     def paths(self, root: str) -> list[str]:
         """One expression per leaf, such as ``inputs[0]['mask']``, for error messages."""
@@ -108,8 +98,11 @@ class Structure:
         ]
 
 
-_LEAF = Structure()
-_Opened = tuple[Sequence[Any], Structure]
+def _step(key: Any, attributes: bool) -> str:
+    return f".{key}" if attributes else f"[{key!r}]"
+
+
+LEAF = Structure()
 
 
 def flatten(
@@ -119,68 +112,75 @@ def flatten(
     is_leaf: Callable[[Any], bool] | None = None,
     name: str = "input",
 ) -> tuple[list[Any], Structure]:
-    """Take a container apart.
+    """The leaves of a container in order, and the structure that builds it around others.
 
-    Args:
-        obj: Any object; one that is not a container is itself the only leaf.
-        like: Take the keys of dicts in the order of this structure wherever they are the same keys,
-            so that dicts filled in another order compare equal.
-        is_leaf: Containers for which this is true are leaves too.
-        name: What ``obj`` is called in error messages.
-
-    Returns:
-        The leaves in order, and the structure that rebuilds ``obj`` around as many others.
-
-    Raises:
-        ValueError: A container contains itself.
+    Dicts with the same keys as in ``like`` are taken in its order; ``is_leaf`` makes leaves of
+    containers. ``name`` is for the ValueError if a container contains itself.
     """
-    flattening = _Flattening(is_leaf, name)
-    structure = flattening.visit(obj, like)
-    return flattening.leaves, structure
+    if isinstance(obj, _LEAF_TYPES):
+        return [obj], LEAF
+    walk = _Walk([], [], is_leaf, name)
+    structure = _visit(obj, like, walk)
+    return walk.leaves, structure
 
 
-class _Flattening:
+class _Walk(NamedTuple):
     """The state of one :func:`flatten`; a closure would keep the leaves in a reference cycle."""
 
-    def __init__(self, is_leaf: Callable[[Any], bool] | None, name: str) -> None:
-        self._is_leaf, self._name = is_leaf, name
-        self.leaves: list[Any] = []
-        # The containers around the current one, each with the place that leads further down.
-        self._around: list[tuple[Any, Structure, int]] = []
+    leaves: list[Any]
+    #: The containers around the current one, and the steps that lead further down.
+    around: list[tuple[Any, Any, bool]]
+    is_leaf: Callable[[Any], bool] | None
+    name: str
 
-    def visit(self, obj: Any, like: Structure | None) -> Structure:
-        """Append the leaves of ``obj``, and return how it is built."""
-        opened = None if self._is_leaf is not None and self._is_leaf(obj) else _open(obj)
-        if opened is None:
-            self.leaves.append(obj)
-            return _LEAF
-        values, skeleton = opened
-        if like is not None and isinstance(obj, dict) and _has_other_order(skeleton, like):
-            by_key = dict(zip(skeleton.keys, values, strict=True))
-            values = [by_key[key] for key in like.keys]
-            skeleton = dataclasses.replace(skeleton, keys=like.keys, make=like.make)
-        self._refuse_cycle(obj)
-        children = []
-        for position, value in enumerate(values):
-            self._around.append((obj, skeleton, position))
+
+class _Opened(NamedTuple):
+    """The children of a container, and how another one is made around others."""
+
+    values: Sequence[Any]
+    keys: tuple[Any, ...]
+    make: _Make
+    attributes: bool = False
+    context: Any = None
+
+
+def _visit(obj: Any, like: Structure | None, walk: _Walk) -> Structure:
+    """Append the leaves of ``obj``, and return how it is built."""
+    opened = None if walk.is_leaf is not None and walk.is_leaf(obj) else _open(obj)
+    if opened is None:
+        walk.leaves.append(obj)
+        return LEAF
+    values, keys, make, attributes, context = opened
+    if like is not None and like.keys != keys and _are_in_other_order(obj, keys, like):
+        by_key = dict(zip(keys, values, strict=True))
+        keys, make, values = like.keys, like.make, [by_key[key] for key in like.keys]
+    for container, _, _ in walk.around:
+        if container is obj:
+            steps = "".join([_step(key, named) for _, key, named in walk.around])
+            raise ValueError(
+                f"{walk.name}{steps} contains itself; pass containers without "
+                "cycles, or hold the object in a class that is not a container"
+            )
+    before, is_flat, children = len(walk.leaves), True, []
+    for position, value in enumerate(values):
+        child = LEAF
+        if isinstance(value, _LEAF_TYPES):
+            walk.leaves.append(value)
+        else:
             below = like.children[position] if like and position < len(like.children) else None
-            children.append(self.visit(value, below))
-            self._around.pop()
-        return dataclasses.replace(skeleton, children=tuple(children))
-
-    def _refuse_cycle(self, obj: Any) -> None:
-        for container, _, _ in self._around:
-            if container is obj:
-                steps = [step.child_path("", place) for _, step, place in self._around]
-                raise ValueError(
-                    f"{self._name}{''.join(steps)} contains itself; pass containers without "
-                    "cycles, or hold the object in a class that is not a container"
-                )
+            walk.around.append((obj, keys[position], attributes))
+            child = _visit(value, below, walk)
+            walk.around.pop()
+        is_flat = is_flat and child is LEAF
+        children.append(child)
+    num_leaves = len(walk.leaves) - before
+    return Structure(
+        type(obj), keys, tuple(children), attributes, context, make, num_leaves, is_flat
+    )
 
 
-def _has_other_order(first: Structure, other: Structure) -> bool:
-    is_other = first.kind is other.kind and first.keys != other.keys
-    return is_other and set(first.keys) == set(other.keys)
+def _are_in_other_order(obj: Any, keys: tuple[Any, ...], like: Structure) -> bool:
+    return isinstance(obj, dict) and type(obj) is like.kind and set(keys) == set(like.keys)
 
 
 def difference(
@@ -216,27 +216,34 @@ def difference(
 
 
 def _open(obj: Any) -> _Opened | None:
-    if obj is None or isinstance(obj, _LEAF_TYPES):
-        return None
-    kind = type(obj)
-    is_data = dataclasses.is_dataclass(obj)
-    # The constructor of a dict that is a dataclass may take a single field apart.
-    registered = kind in torch_internals.registered_containers and kind not in _BUILTIN_TYPES
-    if registered and not (is_data and isinstance(obj, dict)):
-        return _open_registered(obj)
-    if isinstance(obj, dict):
+    kind: Any = type(obj)
+    if kind is tuple or kind is list:
+        return _Opened(obj, tuple(range(len(obj))), kind)
+    if kind is dict:
+        keys = tuple(obj)
+        return _Opened([*obj.values()], keys, lambda new: dict(zip(keys, new, strict=True)))
+    is_data, is_dict = dataclasses.is_dataclass(obj), isinstance(obj, dict)
+    # The constructor of a dict that is a dataclass may take a single field apart, and torch's
+    # functions for these two leave out what a subclass of theirs would have.
+    registered = torch_internals.registered_containers.get(kind)
+    if registered and not (is_data and is_dict) and kind not in (OrderedDict, defaultdict):
+        return _open_registered(obj, registered)
+    if is_dict:
         return _open_dict(obj)
     if isinstance(obj, (list, tuple)):
+        if hasattr(kind, "n_sequence_fields"):
+            return _Opened(obj, tuple(range(len(obj))), kind)
+        if hasattr(kind, "_fields") and hasattr(kind, "_make"):
+            return _Opened(obj, tuple(kind._fields), kind._make, attributes=True)
         return _open_sequence(obj)
     if isinstance(obj, UserDict):
-        return _open_attributes(obj, ["data"])
+        return _open_attributes(obj, ("data",))
     if is_data:
-        return _open_attributes(obj, [name for name in _field_names(obj) if hasattr(obj, name)])
+        return _open_attributes(obj, tuple(n for n in _field_names(obj) if hasattr(obj, n)))
     return None
 
 
-def _open_registered(obj: Any) -> _Opened:
-    node = torch_internals.registered_containers[type(obj)]
+def _open_registered(obj: Any, node: Any) -> _Opened:
     values, context = node.flatten_fn(obj)
     keys: tuple[Any, ...] = tuple(range(len(values)))
     attributes = False
@@ -245,7 +252,7 @@ def _open_registered(obj: Any) -> _Opened:
         attributes = all(isinstance(entry, torch_internals.AttributeKey) for entry in entries)
         keys = tuple(_raw_key(entry) for entry in entries)
     make = lambda children: node.unflatten_fn(list(children), context)  # noqa: E731
-    return values, Structure(type(obj), keys, (), attributes, context, make)
+    return _Opened(values, keys, make, attributes, context)
 
 
 def _raw_key(entry: Any) -> Any:
@@ -253,20 +260,18 @@ def _raw_key(entry: Any) -> Any:
     return named[0] if named else entry
 
 
+# These make another one without the class's own methods: they may check, convert or refuse what
+# they are given, and the original has been through them already.
+
+
 def _open_dict(obj: dict[Any, Any]) -> _Opened:
-    kind, keys = type(obj), tuple(obj)
-    values = [dict.__getitem__(obj, key) for key in keys]
-    if kind is dict:
-        return values, Structure(kind, keys, make=lambda new: dict(zip(keys, new, strict=True)))
-    fields = _field_names(obj)
+    kind, keys, fields = type(obj), tuple(obj), _field_names(obj)
 
     def make(children: Sequence[Any]) -> Any:
-        # Without the class's own methods: they may check, convert or refuse what they are given,
-        # and the original has been through them already.
         new: Any = kind.__new__(kind)
         _copy_attributes(obj, new)
         if isinstance(obj, defaultdict):
-            new.default_factory = obj.default_factory
+            defaultdict.__init__(new, obj.default_factory)
         base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
         for key, child in zip(keys, children, strict=True):
             base.__setitem__(new, key, child)
@@ -274,16 +279,11 @@ def _open_dict(obj: dict[Any, Any]) -> _Opened:
                 object.__setattr__(new, key, child)
         return new
 
-    return values, Structure(kind, keys, make=make)
+    return _Opened([dict.__getitem__(obj, key) for key in keys], keys, make)
 
 
 def _open_sequence(obj: list[Any] | tuple[Any, ...]) -> _Opened:
     kind: Any = type(obj)
-    keys: tuple[Any, ...] = tuple(range(len(obj)))
-    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):
-        return obj, Structure(kind, keys, make=kind)
-    if hasattr(kind, "_fields") and hasattr(kind, "_make"):
-        return obj, Structure(kind, tuple(kind._fields), (), True, None, kind._make)
 
     def make(children: Sequence[Any]) -> Any:
         new = list.__new__(kind) if isinstance(obj, list) else tuple.__new__(kind, children)
@@ -292,22 +292,20 @@ def _open_sequence(obj: list[Any] | tuple[Any, ...]) -> _Opened:
             list.extend(new, children)
         return new
 
-    return list(obj), Structure(kind, keys, make=make)
+    return _Opened(list(obj), tuple(range(len(obj))), make)
 
 
-def _open_attributes(obj: Any, names: Sequence[str]) -> _Opened:
+def _open_attributes(obj: Any, names: tuple[str, ...]) -> _Opened:
     kind = type(obj)
 
     def make(children: Sequence[Any]) -> Any:
         new = object.__new__(kind)
         _copy_attributes(obj, new)
         for name, child in zip(names, children, strict=True):
-            # Past a frozen dataclass's own __setattr__, and without running __init__ again.
             object.__setattr__(new, name, child)
         return new
 
-    values = [getattr(obj, name) for name in names]
-    return values, Structure(kind, tuple(names), (), True, None, make)
+    return _Opened([getattr(obj, name) for name in names], names, make, attributes=True)
 
 
 def _field_names(obj: Any) -> tuple[str, ...]:

@@ -211,6 +211,9 @@ class AsyncCollectiveTensor(_TorchAsync):
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
+    def _stand_for(self, elem: Tensor, claim: Claim) -> None:
+        self.elem, self._claim = elem, claim
+
     def _leaf(self) -> Tensor:
         """The plain tensor without a history, as a copy of it starts."""
         leaf = self._finished().detach().requires_grad_(self.requires_grad)
@@ -303,7 +306,7 @@ def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
     )
     # Code in C++ that asks for memory gets an error instead of a null pointer.
     torch_internals.refuse_memory(made)
-    made.elem, made._claim = elem, claim
+    made._stand_for(elem, claim)
     return made
 
 

@@ -40,5 +40,5 @@ def _advise() -> Callable[[int, int], Any] | None:
     if advice is None:
         return None
     madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return lambda begin, length: madvise(begin, length, advice)
+    # With their types: ctypes passes a plain number as an int, which cuts addresses.
+    return lambda begin, length: madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)

@@ -169,9 +169,7 @@ class HybridGroup(LocalGroup):
         ticket = _Ticket(value)
 
         def lead(tickets: list[_Ticket[V]]) -> Sequence[R]:
-            for each in tickets:
-                each.used = True
-            return combine([each.value for each in tickets])
+            return combine([each.use() for each in tickets])
 
         seconds = self._link.time_limit() or self.timeout
         try:
@@ -188,6 +186,10 @@ class HybridGroup(LocalGroup):
 class _Ticket(Generic[V]):
     value: V
     used: bool = False
+
+    def use(self) -> V:
+        self.used = True
+        return self.value
 
 
 def _refuse_transforms(name: str) -> None:

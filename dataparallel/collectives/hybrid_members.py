@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel.collectives.collective import (
@@ -25,9 +26,9 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
 )
 from dataparallel.collectives.members import bring, spread
-from dataparallel.collectives.parcels import all_to_all
 from dataparallel.collectives.reductions import mean_of, reduce_terms
-from dataparallel.collectives.wires import reduce_over
+from dataparallel.collectives.wires import plan_reduction
+from dataparallel.comm.checks import Call
 from dataparallel.comm.link import ProcessLink
 
 
@@ -184,25 +185,54 @@ class HybridMembers:
             like: Has the dtype of all pieces, and is where they are wanted.
         """
         here = self.link.rank
-        nothing = torch.empty(0, dtype=like.dtype, device=like.device)
-        sent = [
-            torch.cat([_flat(part) for part in parts]) if parts and rank != here else nothing
-            for rank, parts in enumerate(messages)
-        ]
         lengths = [[shape.numel() for shape in expected] for expected in shapes]
         lengths[here] = []
-        arrived = all_to_all(
-            self.link,
-            sent,
-            what=f"{collective.name} over {self.size} members",
-            like=[(torch.Size([sum(each)]), like.dtype, like.device) for each in lengths],
-        )
+        away = [[] if rank == here else parts for rank, parts in enumerate(messages)]
+        gives = [sum(part.numel() for part in parts) for parts in away]
+        gets = [sum(each) for each in lengths]
+        # Through the host where the backend does not take the device.
+        place = like.device if like.device.type in self.link.devices else torch.device("cpu")
+        sent = torch.empty(sum(gives), dtype=like.dtype, device=place)
+        leaving = [part for parts in away for part in parts]
+        ranges = torch.split(sent, [part.numel() for part in leaving])
+        for target, part in zip(ranges, leaving, strict=True):
+            target.view(part.shape).copy_(part)
+        arrived = torch.empty(sum(gets), dtype=like.dtype, device=place)
+        self._send(f"{collective.name} over {self.size} members", sent, arrived, gives, gets)
         found: list[Sequence[Tensor]] = []
-        for part, each, expected in zip(arrived, lengths, shapes, strict=True):
+        by_rank = torch.split(arrived.to(like.device), gets)
+        for part, each, expected in zip(by_rank, lengths, shapes, strict=True):
             flat = torch.split(part, each) if each else ()
             found.append([one.view(shape) for one, shape in zip(flat, expected, strict=False)])
         found[here] = messages[here]
         return found
+
+    def _send(
+        self, what: str, sent: Tensor, arrived: Tensor, gives: Sequence[int], gets: Sequence[int]
+    ) -> None:
+        """Send each process as many elements as it expects; as bytes, which all backends take."""
+        width = sent.element_size()
+        gives, gets = [n * width for n in gives], [n * width for n in gets]
+        packed, into = sent.view(torch.uint8), arrived.view(torch.uint8)
+        self.link.run(
+            Call("all_to_all", "", torch.uint8, (), what, gives, gets),
+            packed,
+            lambda group: dist.all_to_all_single(into, packed, gets, gives, group, async_op=True),
+        )
+
+
+def reduce_over(link: ProcessLink, tensor: Tensor, op: str, what: str) -> None:
+    """Replace a tensor, in every process of a link, by the reduction over all of them."""
+    plan = plan_reduction(op, tensor, link.backend_for(tensor.device))
+    if plan.gathered:
+        tensor.copy_(reduce_terms(plan.op, link.all_gather(tensor, what=what)))
+    elif plan.wire.op is None:
+        link.all_reduce(tensor, op=plan.op, what=what).wait()
+    else:
+        sent = torch.empty(tensor.numel(), dtype=plan.wire.dtype, device=tensor.device)
+        plan.wire.load(sent, tensor)
+        link.all_reduce(sent, op=plan.op, what=what).wait()
+        tensor.copy_(plan.wire.restore(sent, tensor))
 
 
 def _begun(op: str) -> str:
@@ -217,7 +247,3 @@ def _reduce(op: str, terms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous()
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().reshape(-1)

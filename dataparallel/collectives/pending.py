@@ -26,6 +26,7 @@ import copy
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -267,6 +268,12 @@ class _Entry:
     def held(self) -> Claim | None:
         return None if self.claim is None else self.claim()
 
+    def make_claim(self, on_freed: Callable[[int, weakref.ref[Claim]], None]) -> Claim:
+        made = Claim(self.writes)
+        key: int = self.storage.cdata
+        self.claim = weakref.ref(made, functools.partial(on_freed, key))
+        return made
+
     def is_of_use(self) -> bool:
         expired: Any = self.storage.expired
         if expired():
@@ -312,9 +319,7 @@ class _Registry:
                 return None
             held = entry.held()
             if held is None:
-                held = Claim(entry.writes)
-                key: int = entry.storage.cdata
-                entry.claim = weakref.ref(held, functools.partial(self._note, key))
+                held = entry.make_claim(self._note)
             return held
 
     def wait(self, tensor: Tensor) -> None:

@@ -73,28 +73,13 @@ class GroupChecks:
             try:
                 self._checks.before(call)
             except CollectiveMismatch as error:
-                self._note(error)
+                if not error.usable:
+                    self.give_up(error)
                 raise
-
-    def hear(self, seconds: float = 0.0) -> None:
-        """Raise a CollectiveMismatch that was found after a launch.
-
-        Args:
-            seconds: How long to wait for it. Default: not at all.
-        """
-        try:
-            self._checks.hear(seconds)
-        except CollectiveMismatch as error:
-            self._note(error)
-            raise
 
     def give_up(self, error: Exception) -> None:
         """Use the group no more, since a collective is still under way here."""
         self._broken = str(error)
-
-    def _note(self, error: CollectiveMismatch) -> None:
-        if not error.usable:
-            self.give_up(error)
 
 
 _all: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupChecks] = weakref.WeakKeyDictionary()

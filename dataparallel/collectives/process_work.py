@@ -19,8 +19,13 @@ from torch import Tensor
 
 from dataparallel.collectives.process_checks import checks_of
 from dataparallel.comm.failures import SLICE
-from dataparallel.comm.link import LATE_ANSWER, is_time_limit, wait_briefly
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Place
+from dataparallel.comm.link import is_time_limit, wait_briefly
+from dataparallel.comm.process_errors import (
+    CollectiveError,
+    CollectiveFailure,
+    CollectiveTimeout,
+    Place,
+)
 from dataparallel.devices import (
     NullStream,
     current_stream,
@@ -128,16 +133,13 @@ class ProcessWork:
         failures = self._checks.failures
         try:
             while not self._wait_a_little():
-                self._checks.hear()
                 if self._group.size() > 1 and failures.while_waiting() not in (None, self._known):
                     error = self._error(None)
                     self._checks.give_up(error)
                     raise error
-        except (CollectiveError, CollectiveTimeout):
+        except CollectiveFailure:
             raise
         except RuntimeError as error:
-            # Why another process has not come may be known already.
-            self._checks.hear(LATE_ANSWER)
             raise self._error(str(error)) from error
 
     def _wait_a_little(self) -> bool:

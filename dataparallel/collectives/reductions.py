@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel import kernels
 from dataparallel.collectives.wires import BITWISE, COMBINED, EXTREMES
-from dataparallel.comm.sums import add_here
+from dataparallel.comm.local import type_of_sum
 
 #: All operations, by torch's names.
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -62,16 +63,17 @@ def reduce_terms(op: str, terms: Sequence[Tensor], *, out: Tensor | None = None)
     """
     if len(terms) == 1:
         return terms[0].clone()
-    if op in ("sum", "avg"):
-        # See Note [Order of a sum].
-        added = add_here(terms, out)
-        return mean_of(added, len(terms)) if op == "avg" else added
-    combined: Any = COMBINED[op]
-    total: Tensor = combined(terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        # In place from here on, without a new tensor per term.
-        combined(total, term, out=total)
-    return total
+    averaged = op == "avg"
+    name = "sum" if averaged else op
+    if name == "sum" and type_of_sum(terms[0], len(terms)) != terms[0].dtype:
+        total = kernels.reduce_add(terms, out=out)
+    else:
+        # See Note [Order of a sum]. In place after the first two, without a new tensor per term.
+        combined: Any = COMBINED[name]
+        total = combined(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            combined(total, term, out=total)
+    return mean_of(total, len(terms)) if averaged else total
 
 
 def mean_of(total: Tensor, count: int) -> Tensor:

@@ -77,8 +77,10 @@ class SyncBatchNorm(BatchNorm):
         if not bias:
             # Torch's own argument for it is not in all versions.
             self.register_parameter("bias", None)
-        self.group = _kept(group)
-        self.label = "batch norm"
+        self._join(group, "batch norm")
+
+    def _join(self, group: Group, label: str) -> None:
+        self.group, self.label = _kept(group), label
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -198,8 +200,7 @@ def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None
         layer.__class__ = cls
     if group is None:
         group = "hybrid" if own is None else own
-    layer.group = _kept(group)
-    layer.label = f"batch norm {name!r}" if name else "batch norm"
+    layer._join(group, f"batch norm {name!r}" if name else "batch norm")
 
 
 def _kept(group: Group) -> Group:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dataparallel.comm.link import TAKEN, ProcessLink
+from dataparallel.comm.link import summed_as
 
 #: What each does with two tensors of one shape and dtype.
 COMBINED: dict[str, Any] = {
@@ -89,7 +88,7 @@ class Reduction:
     """How tensors of several processes become one.
 
     Args:
-        op: One of :data:`COMBINED`, which the backend or :func:`fold` applies to what travels.
+        op: One of :data:`COMBINED`, applied to what travels.
         wire: What travels.
         gathered: Whether every process gets the tensors of all, and reduces them itself.
     """
@@ -111,9 +110,6 @@ def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduct
         The plan.
     """
     dtype = tensor.dtype
-    if tensor.layout != torch.strided:
-        wide = torch.float32 if dtype.is_floating_point else torch.int64
-        return Reduction(op, Wire(dtype if dtype == torch.float64 else wide), gathered=False)
     if dtype == torch.bool:
         op = _OF_BOOLS.get(op, op)
     if op in EXTREMES and dtype.is_floating_point:
@@ -124,40 +120,10 @@ def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduct
     # No backend multiplies complex numbers.
     gathered = op == "product" and dtype.is_complex
     gathered |= op in BITWISE and backend not in _HAVE_BITWISE
-    return Reduction(op, Wire(_substitute(dtype)), gathered)
-
-
-def fold(op: str, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Reduce the parts, in their order, into ``total``, of the same shape and dtype."""
-    total.copy_(parts[0])
-    for part in parts[1:]:
-        COMBINED[op](total, part, out=total)
+    return Reduction(op, Wire(summed_as(tensor)), gathered)
 
 
 def _turn_negative(bits: torch.Tensor) -> None:
     """From the bits of floats to integers in the same order, in place; its own inverse."""
     limits = torch.iinfo(bits.dtype)
     bits.bitwise_xor_((bits >> (limits.bits - 1)).bitwise_and_(limits.max))
-
-
-def _substitute(dtype: torch.dtype) -> torch.dtype:
-    """The type in which to add values of type ``dtype``; see Note [What a backend takes]."""
-    if dtype in TAKEN:
-        return dtype
-    if dtype.is_complex:
-        return torch.complex64
-    return torch.float32 if dtype.is_floating_point else torch.int64
-
-
-def reduce_over(link: ProcessLink, tensor: torch.Tensor, op: str, what: str) -> None:
-    """Replace a tensor, in every process of a link, by the reduction over all of them."""
-    plan = plan_reduction(op, tensor, link.backend_for(tensor.device))
-    if plan.gathered:
-        fold(plan.op, link.all_gather(tensor, what=what), tensor)
-    elif plan.wire.op is None:
-        link.all_reduce(tensor, op=plan.op, what=what).wait()
-    else:
-        sent = torch.empty(tensor.numel(), dtype=plan.wire.dtype, device=tensor.device)
-        plan.wire.load(sent, tensor)
-        link.all_reduce(sent, op=plan.op, what=what).wait()
-        tensor.copy_(plan.wire.restore(sent, tensor))

@@ -4,8 +4,14 @@ The functions have the names, arguments and results of ``torch.nn.parallel.comm`
 devices: accelerators, the CPU, mixtures, and one device several times.
 """
 
-from dataparallel.comm.coalesced import broadcast_coalesced, reduce_add_coalesced
-from dataparallel.comm.local import broadcast, gather, reduce_add, scatter
+from dataparallel.comm.local import (
+    broadcast,
+    broadcast_coalesced,
+    gather,
+    reduce_add,
+    reduce_add_coalesced,
+    scatter,
+)
 
 __all__ = [
     "broadcast",

@@ -53,18 +53,12 @@ class BucketPlan:
         return len(self.buckets)
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Per parameter, the number of its bucket and its position in the bucket."""
-        found = {
-            index: (number, position)
-            for number, bucket in enumerate(self.buckets)
-            for position, index in enumerate(bucket)
-        }
-        return tuple(found[index] for index in range(len(found)))
+    def _numbers(self) -> dict[int, int]:
+        return {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
 
     def bucket_of(self, index: int) -> int:
         """The number of the bucket that has the parameter ``index``."""
-        return self.places[index][0]
+        return self._numbers[index]
 
 
 def compute_bucket_assignment_by_size(
@@ -147,11 +141,8 @@ def fill(
 ) -> list[Filled]:
     """The buckets that became full, in this order, then the others in the order of their ends.
 
-    Args:
-        tensors: Pairs of an index and a tensor. Each dtype and device has buckets of its own.
-        limits: Bytes with which the first bucket of a dtype and device is full, the second one, and
-            so on; the last one is for all further buckets.
-        sparse: Indices that are alone in their buckets.
+    Each dtype and device has buckets of its own, which take the limits one after another, and the
+    last one for all further buckets. Indices in ``sparse`` are alone.
     """
     full: list[Filled] = []
     filling: dict[_Group, tuple[Filled, int]] = {}
@@ -185,24 +176,9 @@ def plan_buckets(
 ) -> BucketPlan:
     """Decide which gradients are reduced together. See Note [Order of buckets].
 
-    Example::
-
-        plan = plan_buckets([weight, bias], first_bytes=2**20, cap_bytes=25 * 2**20)
-        plan.buckets    # ((0, 1),), since both are small
-
-    Args:
-        parameters: Dense tensors, in registration order.
-        first_bytes: The smaller limit; if it is not below ``cap_bytes``, all limits are the same.
-        cap_bytes: The limit of the other buckets, in bytes. Or a list: the limits of the buckets of
-            each dtype and device, in the order of launching, the last one for all further buckets;
-            then ``first_bytes`` is not used.
-        expect_sparse: Whether the gradient of a parameter will be sparse. Default: none will be.
-        order: Every index once, in the order in which the gradients arrive. Default: not known.
-        parts: Indices that have buckets of their own, in the order in which these are launched.
-            Default: all are together.
-
-    Returns:
-        The plan; the same in every process where dtypes, sizes and the arguments are.
+    ``first_bytes`` is the smaller limit, and is not used where ``cap_bytes`` lists the limits.
+    ``order`` is that in which gradients arrive, if it is known. ``parts`` have buckets of their
+    own, which are launched one part after another.
     """
     sparse = {index for index, flag in enumerate(expect_sparse) if flag}
     arrival = list(reversed(range(len(parameters)))) if order is None else list(order)

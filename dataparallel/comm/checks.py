@@ -9,9 +9,9 @@ all of them raise the same error and nothing was launched. That costs as much as
 so by default it is done for the first three collectives, or steps where somebody says when they
 begin, and for three after a difference.
 
-The ranks may come at different times. One that has waited for a moment says so and launches, so
-that a program that waits for something else between a launch and its wait runs on. It then hears of
-a difference in its wait, the others before they launch.
+The ranks may come at different times. One that has waited for a moment launches, so that a program
+that waits for something else between a launch and its wait runs on. Those that come later compare,
+and report a difference as a failure, which ends the wait of the first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from dataparallel.comm.failures import Failures, texts_at
+from dataparallel.comm.failures import Failures
 from dataparallel.comm.process_errors import CollectiveError, name_ranks, purpose_of
 from dataparallel.errors import chosen
 
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     Attributes:
         operation: Its name.
         option: With what it reduces, or from which member it comes; empty if it has neither.
-        dtype: Of what this process gives; None if that is no tensor.
+        dtype: Of what this process gives, or its name; None if that is no tensor.
         shape: Of what this process gives; empty where members may have others.
         what: What it is about, the same in all members up to the first parenthesis.
         gives: For each member, how much this one sends there; empty where nobody chooses.
@@ -81,17 +81,11 @@ class Call(NamedTuple):
 
     operation: str
     option: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | str | None
     shape: Sequence[int]
     what: str = ""
     gives: Sequence[int] = ()
     gets: Sequence[int] = ()
-
-    def fields(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        lists = {name: list(getattr(self, name)) for name in ("shape", "gives", "gets")}
-        return {**self._asdict(), "dtype": dtype, **lists}
 
 
 _COMPARED = {
@@ -103,32 +97,32 @@ _COMPARED = {
 }
 
 
-def difference(calls: Sequence[dict[str, Any]]) -> str | None:
+def _difference(calls: Sequence[Call]) -> str | None:
     """In what the calls of the ranks differ: ``"shapes"``; None if they go together."""
     for field, title in _COMPARED.items():
-        values = [str(call[field]) for call in calls]
+        values = [str(getattr(call, field)) for call in calls]
         if field == "what":
             values = [value.partition(" (")[0] for value in values]
         if len(set(values)) > 1:
             return title
     for i, one in enumerate(calls):
-        for j, size in enumerate(one["gives"]):
-            if j < len(calls) and calls[j]["gets"][i : i + 1] != [size]:
+        for j, size in enumerate(one.gives):
+            if j < len(calls) and calls[j].gets[i : i + 1] != [size]:
                 return "sizes"
     return None
 
 
-def describe(call: dict[str, Any]) -> str:
+def _describe(call: Call) -> str:
     """``all_reduce (sum) of bucket 0 (a .. b), float32 (4, 3)``."""
-    text: str = call["operation"]
-    if call["option"]:
-        text += f" ({call['option']})"
-    if call["what"]:
-        text += f" of {call['what']}"
-    if call["dtype"]:
-        text += f", {call['dtype']} {tuple(call['shape'])}"
-    if call["gives"] or call["gets"]:
-        text += f", sends {_sizes(call['gives'])} and expects {_sizes(call['gets'])}"
+    text = call.operation
+    if call.option:
+        text += f" ({call.option})"
+    if call.what:
+        text += f" of {call.what}"
+    if call.dtype:
+        text += f", {str(call.dtype).removeprefix('torch.')} {tuple(call.shape)}"
+    if call.gives or call.gets:
+        text += f", sends {_sizes(call.gives)} and expects {_sizes(call.gets)}"
     return text
 
 
@@ -157,12 +151,11 @@ class CollectiveChecks:
         self.sequence = 0
         self._failures = failures
         self._name = name
+        self._doing = f"compares its collectives for {purpose_of(name)!r}"
         self._step = 0
         self._counts_steps = False
         self._until = FIRST_STEPS
         self._number = 0
-        # Numbers of checks to which not all had come when this rank launched.
-        self._unanswered: list[int] = []
         self._lock = threading.RLock()
 
     def begin_step(self, plan: str | None = None) -> None:
@@ -173,81 +166,72 @@ class CollectiveChecks:
         if plan is not None:
             self.before(Call("a step", plan, None, ()))
 
-    def before(self, call: Call, alive: Callable[[], object] = lambda: None) -> None:
-        """Count a collective that is about to be launched, and check it, if that is due."""
+    def before(self, call: Call) -> None:
+        """Count a collective that is about to be launched, and check it, if that is due.
+
+        Raises:
+            CollectiveMismatch: Another process comes with another one.
+        """
         with self._lock:
             self.sequence += 1
             if self.mode == "off" or len(self._failures.ranks) == 1:
                 return
             self._step += not self._counts_steps
             if self.mode == "always" or self._step <= self._until:
-                self.hear()
-                self._check(call, alive)
+                self._check(call)
 
-    def _check(self, call: Call, alive: Callable[[], object]) -> None:
+    def _check(self, call: Call) -> None:
         self._number += 1
         self._write(call, left=False)
-        # Where an answer is late already, this one is not waited for.
-        deadline = time.monotonic() + (0 if self._unanswered else _PATIENCE)
-        pause = _SHORTEST_PAUSE
-        while not self._compare(self._number):
+        deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_PAUSE
+        while not self._all_go_together():
             if time.monotonic() > deadline:
                 self._write(call, left=True)
-                if not self._compare(self._number):
-                    self._unanswered.append(self._number)
+                # Who has come meanwhile may not have seen that.
+                self._all_go_together()
                 return
-            alive()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def hear(self, seconds: float = 0.0) -> None:
-        """Compare what came late; nothing happens where all had come."""
-        if not self._unanswered:
-            return
-        deadline = time.monotonic() + seconds
-        with self._lock:
-            while self._unanswered:
-                if self._compare(self._unanswered[0]):
-                    self._unanswered.pop(0)
-                elif time.monotonic() >= deadline:
-                    return
-                else:
-                    time.sleep(_LONGEST_PAUSE)
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/check/{number}/{rank}"
 
     def _write(self, call: Call, *, left: bool) -> None:
-        text = json.dumps([self.sequence, call.fields(), left])
+        text = json.dumps(
+            [self.sequence, call._replace(dtype=call.dtype and str(call.dtype)), left]
+        )
         number, rank = self._number, self._failures.rank
-        doing = f"compares its collectives for {purpose_of(self._name)!r}"
-        self._failures.ask(lambda store: store.set(self._key(number, rank), text), doing)
+        self._failures.ask(lambda store: store.set(self._key(number, rank), text), self._doing)
         if number > _KEPT:
             old = self._key(number - _KEPT, rank)
-            self._failures.ask(lambda store: store.delete_key(old), doing)
+            self._failures.ask(lambda store: store.delete_key(old), self._doing)
 
-    def _compare(self, number: int) -> bool:
-        """Whether all have come to a check, and with the same collective."""
+    def _all_go_together(self) -> bool:
+        """Whether all have come, and with the same collective."""
         ranks = self._failures.ranks
-        keys = [self._key(number, i) for i in range(len(ranks))]
-        doing = f"compares its collectives for {purpose_of(self._name)!r}"
-        texts = self._failures.ask(lambda store: texts_at(store, keys), doing)
+        keys = [self._key(self._number, i) for i in range(len(ranks))]
+        texts = self._failures.ask(
+            lambda store: [store.get(key) for key in keys] if store.check(keys) else None,
+            self._doing,
+        )
         if texts is None:
             return False
-        said = [json.loads(text) for text in texts]
-        kind = difference([call for _, call, _ in said])
+        said = [(number, Call(*call), left) for number, call, left in map(json.loads, texts)]
+        kind = _difference([call for _, call, _ in said])
         if kind is None:
             return True
         self._until = self._step + FIRST_STEPS
-        self._unanswered.clear()
         usable = not any(left for _, _, left in said)
         by_text: dict[str, list[int]] = {}
         for (_, call, _), rank in zip(said, ranks, strict=True):
-            by_text.setdefault(describe(call), []).append(rank)
+            by_text.setdefault(_describe(call), []).append(rank)
         lines = "".join(f"\n  {name_ranks(who)}: {text}" for text, who in by_text.items())
-        raise CollectiveMismatch(
+        error = CollectiveMismatch(
             f"the processes came with different {kind} to collective {said[0][0]} for "
             f"{purpose_of(self._name)!r}, which was not launched:{lines}\n"
             f"{_USABLE if usable else _UNUSABLE}",
             usable=usable,
         )
+        if not usable:
+            self._failures.report(error, "a comparison of collectives")
+        raise error

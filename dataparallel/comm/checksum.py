@@ -25,38 +25,15 @@ _LARGE = 2**18
 
 
 def checksum(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A few integers that depend on all bits of some tensors, to compare them with others.
+    """A few integers that depend on all bits of some tensors of one device, to compare with others.
 
-    A change of a single element always changes the result, whatever its size and sign; equal
-    values give equal results on both devices.
-
-    Example::
-
-        before = checksum([weight], [weight])
-        weight.data[0] += 1e-7
-        assert not torch.equal(before, checksum([weight], [weight]))
-
-    Args:
-        tensors: Strided tensors of any dtypes, all on one device.
-        others: Those with whose checksum this one is compared, as many; all on one device too. What
-            is computed depends on the devices of both: kernels read memory once, in one launch, and
-            plain torch has sums that take it less time than the same ones.
-
-    Returns:
-        A new tensor with one dimension on the tensors' device. Nothing waits for it.
+    A change of a single element always changes them, and equal values give equal ones wherever they
+    are. How they are computed depends on both devices: kernels read memory once, in one launch, and
+    plain torch has sums that take it less time than the same ones. Nothing waits for the result.
     """
-    if all(map(_is_served, (*tensors[:1], *others[:1]))) and not any(
-        map(is_wrapper, (*tensors, *others))
-    ):
+    served = all(backend_of(first.device) is not None for first in (*tensors[:1], *others[:1]))
+    if served and not any(map(is_wrapper, (*tensors, *others))):
         return fingerprint(tensors)
-    return _column_sums(tensors)
-
-
-def _is_served(tensor: torch.Tensor) -> bool:
-    return backend_of(tensor.device) is not None
-
-
-def _column_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not tensors:
         return torch.zeros(_COLUMNS, dtype=torch.int32)
     large = [_aligned_bytes(tensor) for tensor in tensors if tensor.nbytes >= _LARGE]

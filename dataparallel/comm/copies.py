@@ -1,4 +1,4 @@
-"""Copies between devices, ordered by streams; on one device, shared memory."""
+"""Copies between devices, ordered by streams; several tensors in one flat buffer, and out again."""
 
 from __future__ import annotations
 
@@ -67,12 +67,8 @@ def copy_to(
     tensor = tensor.detach()
     if tensor.device == device:
         return tensor
-    return arrive(
-        device,
-        [tensor],
-        lambda: tensor.to(device, non_blocking=may_be_deferred(tensor, device)),
-        stream,
-    )
+    deferred = may_be_deferred(tensor, device)
+    return arrive(device, [tensor], lambda: tensor.to(device, non_blocking=deferred), stream)
 
 
 def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
@@ -82,3 +78,60 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
     if _devices.is_accelerator(source.device):
         return True
     return source.layout == torch.strided and source.is_pinned()
+
+
+# --- flat buffers --------------------------------------------------------------------------------
+
+#: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
+#: and costs two more passes over its memory; from this size on the passes are what costs more.
+LARGE_BYTES = 256 * 2**10
+
+
+def packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides without gaps that keep the order of dimensions in memory (channels_last, say)."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def memory_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """All elements as one dimension, in the order in which packed ``strides`` lay them out.
+
+    A view where the tensor has these strides, else a copy.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.stride() != tuple(strides):
+        laid_out = torch.empty_strided(
+            tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = laid_out.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def pack(tensors: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]) -> torch.Tensor:
+    """One flat tensor with the elements of ``tensors``, of one dtype and device, in order."""
+    flat = [memory_order(tensor, s) for tensor, s in zip(tensors, strides, strict=True)]
+    return torch.cat(flat)
+
+
+def unpack(
+    flat: torch.Tensor, shapes: Sequence[torch.Size], strides: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The tensors in a flat buffer: they share its memory.
+
+    See Note [Version counters of coalesced results].
+    """
+    tensors = []
+    offset = flat.storage_offset()
+    for shape, stride in zip(shapes, strides, strict=True):
+        tensors.append(flat.as_strided(shape, tuple(stride), offset).data)
+        offset += shape.numel()
+    return tensors
+
+
+# Note [Version counters of coalesced results]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Views of one buffer share its version counter: an in-place change of one parameter would then
+# count as a change of all, and backward would refuse tensors that nobody touched. The results
+# occupy disjoint parts of the buffer and the buffer itself is never handed out, so each gets a
+# counter of its own (`.data`).

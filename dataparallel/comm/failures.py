@@ -1,4 +1,4 @@
-"""How the processes of a group learn that one of them has failed, and which.
+"""What happens when a process dies, raises or does not come: how the others learn of it.
 
 Note [Failures across processes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -9,9 +9,9 @@ ends the collectives of its neighbors. All waits come in slices, and after each 
 looks for the record. So all ranks raise within a second, with the text of the first error.
 
 A rank whose wait fails since a connection broke, or since the time is over, does not know which
-rank is the cause. It says so in the record, and where it is. All that wait report where they are,
-too. A rank whose process has ended, or that has sent no report, is the cause. Nobody looks for
-processes that have ended before a wait has failed.
+rank is the cause. The record says so. All that wait write where they are, too: a rank whose process
+has ended, or that has written nothing, is the cause. Nobody looks for processes that have ended
+before a wait has failed.
 
 Note [Generations]
 ~~~~~~~~~~~~~~~~~~
@@ -20,19 +20,30 @@ over the group. The next link belongs to a new generation, which has a record of
 writes into the store which generation it is in, and those that meet to make a link all take the
 highest one. Each begins above the last number that it has written itself: where processes destroy
 their group and make it again, the store may still have what they wrote before.
+
+Note [Names of links]
+~~~~~~~~~~~~~~~~~~~~~
+Processes that connect find each other under a name in the store, which must be the same in all of
+them and may never be used twice. ``torch.distributed.new_group`` counts the groups that a process
+has at the moment (or waits for processes outside of the group): a group made after another was
+destroyed finds the old addresses, and a process with one more group never meets the others. A link
+is named by its purpose, its generation, and how many links for that purpose were made in it.
+Whoever gives up ends the generation, so that nobody meets one who has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -43,10 +54,12 @@ from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
 from dataparallel.comm.process_errors import (
     CollectiveError,
+    CollectiveFailure,
     CollectiveTimeout,
     Failure,
     Place,
     Process,
+    Reminder,
     describe_error,
     name_ranks,
     purpose_of,
@@ -65,13 +78,15 @@ _LOOK, _WRITE, _STARTING = 1.0, 2.0, 15.0
 _REFUSING = 0.5
 # Seconds in which a process whose connections have just broken may turn out to have ended.
 _ENDING = 0.1
-# Seconds that a rank waits for the reports of the others.
+# Seconds that a rank waits for the others to write where they are.
 _GRACE = 0.8
 _POLL = 0.02
+# Between two looks at who has come to make a link.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # On an exception: that the others know it.
 _REPORTED = "_dataparallel_reported"
-# On the hook for uncaught exceptions: the one that was there before.
-_BEFORE = "_dataparallel_before"
+#: How the descriptions of process groups that this package makes begin.
+OWN = "dataparallel/"
 
 _REMEDY = (
     "every process must run the same collectives in the same order; look for an earlier error of "
@@ -80,19 +95,13 @@ _REMEDY = (
 
 
 class Link(Protocol):
-    """What is closed when a generation ends."""
+    """What belongs to a generation, and is closed when that ends."""
 
     def give_up(self) -> None:
         """Close all connections, and wait for nothing."""
 
-
-@dataclass(frozen=True)
-class Report:
-    """Where a rank was when a collective failed, there or elsewhere."""
-
-    link: str
-    place: Place
-    timed_out: bool
+    def check_late(self) -> None:
+        """Raise the error of a collective that has failed when nobody waited any more."""
 
 
 class OwnStore:
@@ -102,55 +111,56 @@ class OwnStore:
         self._original = store
         self._own: Store | None = None
         self._turn = threading.Lock()
-        # That of a request which nobody waits for any more.
-        self._given_up = threading.Event()
-        self._given_up.set()
+        # Of a request which nobody waits for any more.
+        self._given_up: threading.Thread | None = None
 
     def ask(self, request: Callable[[Store], T], seconds: float) -> T:
         """What ``request`` returns. Can be interrupted."""
         answers: list[T] = []
         refusals: list[Exception] = []
-        over = threading.Event()
 
         def run() -> None:
-            interpreter_end.start()
             try:
                 with self._turn:
                     answers.append(request(self._connected()))
             except Exception as error:
                 refusals.append(error)
-            finally:
-                interpreter_end.stop()
-                over.set()
 
-        threading.Thread(target=run, name="dataparallel-request", daemon=True).start()
-        if seconds <= _WRITE and not self._given_up.is_set():
+        thread = interpreter_end.run_beside(run, "dataparallel-request")
+        if seconds <= _WRITE and self._given_up is not None and self._given_up.is_alive():
             # It is still behind one without an answer, and comes to its turn later.
             seconds = SLICE
         deadline = time.monotonic() + seconds
-        while not over.wait(min(SLICE, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                self._given_up = over
+        while thread.is_alive():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                self._given_up = thread
                 raise TimeoutError(f"no answer within {seconds:.2g} s")
+            thread.join(min(SLICE, remaining))
         if refusals:
             reason = str(refusals[0]).strip().partition("\n")[0]
             raise RuntimeError(reason) from refusals[0]
         return answers[0]
 
     def _connected(self) -> Store:
-        own = self._own
-        if own is None:
+        if self._own is None:
             # Torch's types lack it.
             untyped: Any = self._original
-            self._own = own = untyped.clone()
+            own: Store = untyped.clone()
             with contextlib.suppress(RuntimeError):
                 own.set_timeout(timedelta(seconds=30))
-        return own
+            self._own = own
+        return self._own
 
 
 def shared_store(group: dist.ProcessGroup) -> Store:
     """The part of the group's store in which everything of this package is."""
     return torch_internals.PrefixStore("dataparallel", group.get_group_store())
+
+
+def read(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """What is at some places of a store; to get what is not there would be to wait for it."""
+    return [store.get(key) if store.check([key]) else None for key in keys]
 
 
 class Failures:
@@ -160,71 +170,157 @@ class Failures:
         self.store = OwnStore(shared_store(group))
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
-        self.generation = 0
         self.failure: Failure | None = None
+        self._everyone = range(len(self.ranks))
         self._process = Process.this()
         self._processes: dict[int, Process] = {}
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._links: tuple[weakref.ref[Link], ...] = ()
+        self._num_made: Counter[str] = Counter()
         self._refusing_since: float | None = None
         self._has_met = False
         self._failing = threading.Lock()
 
         def begin(store: Store) -> int:
             store.set(f"process/{self.rank}", json.dumps(asdict(self._process)))
-            return number_at(store, f"generation/{self.rank}")
+            return store.add(f"generation/{self.rank}", 1)
 
-        doing = f"joins {name_ranks(self.ranks)}"
-        self.enter(self.ask(begin, doing) + 1, doing)
+        self.generation = self.ask(begin, f"joins {name_ranks(self.ranks)}")
 
-    # --- generations -----------------------------------------------------------------------------
+    def ask(self, request: Callable[[Store], T], doing: str) -> T:
+        """What a request of the store returns."""
+        try:
+            return self.store.ask(request, _STARTING)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._cannot(doing, self._cut_off(str(error))) from error
 
-    def enter(self, generation: int, doing: str) -> None:
+    def _cannot(self, doing: str, failure: Failure) -> CollectiveError:
+        text = f"rank {self.ranks[self.rank]} {doing}, but {failure}; start all processes again"
+        return CollectiveError(text, failure=failure)
+
+    # --- making links ----------------------------------------------------------------------------
+
+    def meet(self, purpose: str, timeout: float) -> str:
+        """Wait until every rank wants a link, so that connecting waits for none; returns its name.
+
+        Enters a new generation if this one has ended.
+        """
+        doing = self._making(purpose)
+        started, pause, reminder = time.monotonic(), _SHORTEST_PAUSE, Reminder(timeout)
+        self._renew(doing)
+        name = self._come(purpose)
+        has_come: set[int] = set()
+        while missing := self._missing(f"{name}/here", doing):
+            has_come |= set(self._everyone) - missing
+            interpreter_end.come_by()
+            if self._follow(doing) or self._renew(doing, waits=True):
+                name = self._come(purpose)
+                continue
+            if time.monotonic() - started > timeout:
+                # Who has come and given up is not why.
+                raise self._too_late(name, timeout, missing - has_come or missing)
+            reminder.look(functools.partial(self._waits_for, doing, missing))
+            # A wait of the store itself could not be interrupted.
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._has_met = True
+        # Remembered for when the store may be gone.
+        self._processes.clear()
+        self._others()
+        return name
+
+    def watch_over(self, link: Link, name: str, timeout: float) -> None:
+        """Close a link when this generation ends, and wait until every rank has connected.
+
+        The first may close its own at once.
+        """
+        self._links = (*(ref for ref in self._links if ref() is not None), weakref.ref(link))
+        doing, started = self._making(purpose_of(name)), time.monotonic()
+        self._write(f"{name}/connected", doing)
+        while missing := self._missing(f"{name}/connected", doing):
+            interpreter_end.come_by()
+            if (failure := self.look()) is not None:
+                raise self._cannot(doing, failure)
+            if time.monotonic() - started > timeout:
+                raise self._too_late(name, timeout, missing)
+            time.sleep(_SHORTEST_PAUSE)
+
+    def check_late(self) -> None:
+        """Raise the error of a collective, over whatever link, that has failed unnoticed."""
+        for reference in self._links:
+            if (link := reference()) is not None:
+                link.check_late()
+
+    def _making(self, purpose: str) -> str:
+        return f"makes the process group {purpose!r} over {name_ranks(self.ranks)}"
+
+    def _come(self, purpose: str) -> str:
+        self._num_made[purpose] += 1
+        name = f"{purpose}/{self.generation}.{self._num_made[purpose]}"
+        self._write(f"{name}/here", self._making(purpose))
+        return name
+
+    def _write(self, place: str, doing: str) -> None:
+        self.ask(lambda store: store.set(f"{place}/{self.rank}", "1"), doing)
+
+    def _missing(self, place: str, doing: str) -> set[int]:
+        """The processes that have written nothing at a place."""
+        keys = [f"{place}/{i}" for i in self._everyone]
+        return self.ask(
+            lambda store: {i for i, key in enumerate(keys) if not store.check([key])}, doing
+        )
+
+    def _waits_for(self, doing: str, missing: set[int]) -> str:
+        names = name_ranks([self.ranks[i] for i in sorted(missing)])
+        return f"rank {self.ranks[self.rank]} {doing} and waits for {names}"
+
+    def _too_late(self, name: str, timeout: float, missing: set[int]) -> CollectiveTimeout:
+        """Give up the making of a link; says where the missing ranks are, if they do."""
+        place = Place(0, "the making", f"the process group {purpose_of(name)!r}")
+        mine = self._here("timed out", str(place), "another process did not come", link=name)
+        _, reports = self._exchange(mine, mine)
+        told = [self._about(i, mine, reports[i]) for i in sorted(missing) if i in reports]
+        names = name_ranks([self.ranks[i] for i in sorted(missing)])
+        return CollectiveTimeout(
+            f"rank {self.ranks[self.rank]} {self._making(purpose_of(name))}, but {names} did not "
+            f"come within {timeout:.3g} s{''.join(f'; {one}' for one in told)}; every process must "
+            "make the same groups in the same order; look for an earlier error there, and raise "
+            "the timeout if it is only slow",
+            place,
+        )
+
+    def _enter(self, generation: int, doing: str) -> None:
         """Begin a new generation, in which nothing has failed yet."""
         key = f"generation/{self.rank}"
         self.ask(lambda store: store.set(key, str(generation)), doing)
         self.generation, self.failure = generation, None
+        self._num_made.clear()
 
-    def follow(self, doing: str) -> bool:
+    def _follow(self, doing: str) -> bool:
         """Enter the generation in which another process is already; whether there is one."""
-        keys = [f"generation/{i}" for i in range(len(self.ranks))]
-        highest = self.ask(lambda store: max(number_at(store, key) for key in keys), doing)
-        if highest > self.generation:
-            self.enter(highest, doing)
-            return True
-        return False
+        keys = [f"generation/{i}" for i in self._everyone]
+        texts = self.ask(lambda store: read(store, keys), doing)
+        highest = max(int(text) for text in texts if text is not None and text.isdigit())
+        if highest <= self.generation:
+            return False
+        self._enter(highest, doing)
+        return True
 
-    def renew(self, doing: str, *, waits: bool = False) -> bool:
+    def _renew(self, doing: str, *, waits: bool = False) -> bool:
         """Enter the next generation if this one has ended; whether it had."""
-        if gone := self.ended():
-            raise self.cannot(doing, next(iter(gone.values())))
+        if gone := self._ended():
+            raise self._cannot(doing, gone)
         is_known = self.failure is not None
         failure = self.look()
         if failure is None:
             return False
-        elsewhere = failure.rank != self.ranks[self.rank]
+        elsewhere, died = failure.rank != self.ranks[self.rank], failure.kind == "died"
         # Before the first meeting nobody has anything to recover from: who fails does not come.
-        is_news = not is_known and failure.kind != "waiting" and (waits or not self._has_met)
-        if failure.kind == "cut off" or (elsewhere and (failure.final or is_news)):
-            raise self.cannot(doing, failure)
-        if not self.follow(doing):
-            self.enter(self.generation + 1, doing)
+        is_news = not is_known and failure.is_cause and (waits or not self._has_met)
+        if failure.kind == "cut off" or (elsewhere and (died or is_news)):
+            raise self._cannot(doing, failure)
+        if not self._follow(doing):
+            self._enter(self.generation + 1, doing)
         return True
-
-    def watch_over(self, link: Link) -> None:
-        """Close a link when this generation ends."""
-        self._links.add(link)
-
-    def ask(self, request: Callable[[Store], T], doing: str, seconds: float = _STARTING) -> T:
-        """What a request of the store returns."""
-        try:
-            return self.store.ask(request, seconds)
-        except (RuntimeError, TimeoutError) as error:
-            raise self.cannot(doing, self._cut_off(str(error))) from error
-
-    def cannot(self, doing: str, failure: Failure) -> CollectiveError:
-        """The error for what this process cannot do because of a failure."""
-        text = f"rank {self.ranks[self.rank]} {doing}, but {failure}; start all processes again"
-        return CollectiveError(text, failure=failure)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -237,11 +333,9 @@ class Failures:
         """The record of this generation, if there is one; or that the store is gone."""
         if self.failure is not None:
             return self.failure
-        key = self._record()
+        keys = [self._record()]
         try:
-            text = self.store.ask(
-                lambda store: store.get(key) if store.check([key]) else None, _LOOK
-            )
+            (text,) = self.store.ask(lambda store: read(store, keys), _LOOK)
         except TimeoutError:
             # Silence is no failure: the wait goes on until its own time is over.
             return None
@@ -253,36 +347,28 @@ class Failures:
             return self._cut_off(str(error)) if gone else None
         self._refusing_since = None
         if text is not None:
-            self._end(_failure_from(text))
+            self._end(Failure.of_text(text))
         return self.failure
 
-    def ended(self) -> dict[int, Failure]:
-        """The other ranks of the group whose processes are no longer there."""
-        found = {}
+    def _ended(self) -> Failure | None:
+        """Another rank of the group whose process is no longer there."""
         for i, process in self._others().items():
             if process.state() == "ended":
                 who = self.ranks[i], process.host, process.pid
-                found[i] = Failure(*who, kind="ended", doing="", message="has ended")
-        return found
+                return Failure(*who, kind="ended", doing="", message="has ended")
+        return None
 
     def _others(self) -> dict[int, Process]:
         """The other processes that have told who they are."""
-        unknown = {i for i in range(len(self.ranks)) if i != self.rank} - self._processes.keys()
+        unknown = [i for i in self._everyone if i != self.rank and i not in self._processes]
         if unknown:
+            keys = [f"process/{i}" for i in unknown]
             with contextlib.suppress(RuntimeError, TimeoutError, ValueError, TypeError):
-                texts = self.store.ask(
-                    lambda store: {i: _text_at(store, f"process/{i}") for i in unknown}, _LOOK
-                )
-                for i, text in texts.items():
-                    if text:
+                texts = self.store.ask(lambda store: read(store, keys), _LOOK)
+                for i, text in zip(unknown, texts, strict=True):
+                    if text is not None:
                         self._processes[i] = Process(**json.loads(text))
         return self._processes
-
-    def meet_others(self) -> None:
-        """All have told who they are: remember it for when the store may be gone."""
-        self._has_met = True
-        self._processes.clear()
-        self._others()
 
     def _record(self) -> str:
         return f"failed/{self.generation}"
@@ -294,36 +380,35 @@ class Failures:
         )
         return self._here("cut off", "", text)
 
-    def _here(self, kind: str, doing: str, message: str, trace: str = "") -> Failure:
+    def _here(
+        self, kind: str, doing: str, message: str, trace: str = "", *, link: str = ""
+    ) -> Failure:
         process, rank = self._process, self.ranks[self.rank]
-        return Failure(rank, process.host, process.pid, kind, doing, message, trace)
+        return Failure(rank, process.host, process.pid, kind, doing, message, trace, link=link)
 
     # --- telling ---------------------------------------------------------------------------------
 
-    def report(
-        self, error: BaseException, doing: str, *, kind: str = "raised", final: bool = False
-    ) -> None:
+    def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
         """Let all ranks raise because of an error here. Returns within seconds in any case."""
-        if isinstance(error, (CollectiveError, CollectiveTimeout)) and error.failure is not None:
+        if isinstance(error, CollectiveFailure) and error.failure is not None:
             mine = error.failure
         else:
-            message, trace = describe_error(error)
-            mine = replace(self._here(kind, doing, message, trace), final=final)
+            mine = self._here(kind, doing, *describe_error(error))
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self._write(mine)
+            self._tell(mine)
         self._end(mine)
 
-    def _write(self, mine: Failure) -> Failure:
+    def _tell(self, mine: Failure) -> Failure:
         """Write the record, unless another rank was first; what it says then."""
         key, text = self._record(), json.dumps(asdict(mine))
 
         def write(store: Store) -> bytes:
             first = store.compare_set(key, "", text)
-            if mine.final and _failure_from(first).rank == mine.rank:
+            if mine.kind == "died" and Failure.of_text(first).rank == mine.rank:
                 store.set(key, text)
             return first
 
-        first = _failure_from(self.store.ask(write, _WRITE))
+        first = Failure.of_text(self.store.ask(write, _WRITE))
         self._end(first)
         return first
 
@@ -331,11 +416,11 @@ class Failures:
         """This generation has ended: close all links, which ends the waits of the neighbors."""
         if self.failure is None:
             self.failure = failure
-            for link in list(self._links):
-                link.give_up()
-            self._links.clear()
+            for reference in self._links:
+                if (link := reference()) is not None:
+                    link.give_up()
 
-    # --- errors ----------------------------------------------------------------------------------
+    # --- a wait that has failed ------------------------------------------------------------------
 
     def explain(
         self, place: Place, link: str, seconds: float, reason: str | None, *, timed_out: bool
@@ -347,139 +432,72 @@ class Failures:
             cause = self.look()
             if cause is None and reason is not None:
                 cause = self._one_that_ends()
-            here = Report(link, place, timed_out)
-            said = f"{place} for {purpose_of(link)!r}"
-            mine = cause or self._here("waiting", said, reason or f"nothing within {seconds:.3g} s")
-            first, reports = self._exchange(here, mine)
+            kind = "timed out" if timed_out else "waiting"
+            doing, message = f"{place} for {purpose_of(link)!r}", reason or "another did not come"
+            mine = self._here(kind, doing, message, link=link)
+            first, reports = self._exchange(mine, cause or mine)
         # The same rank may have ended the links over other groups: they are made anew, too.
         groups.look()
-        if first.kind != "waiting" and not isinstance(reports, str):
+        late = timed_out or any(other.kind == "timed out" for other in reports.values())
+        if first.is_cause:
             text = f"{head} was given up after {seconds:.3g} s: {first}"
-            return self._error(text, place, first, False)
-        ended = self.ended()
+            late = late and first.kind == "cut off"
+            return (CollectiveTimeout if late else CollectiveError)(text, place, first)
+        others = [i for i in self._everyone if i != self.rank]
+        who = "; ".join(self._about(i, mine, reports.get(i)) for i in others)
         event = "did not complete within" if timed_out else "failed after"
-        text = f"{head} {event} {seconds:.3g} s: {self._who(here, reports, ended)}; {_REMEDY}"
+        text = f"{head} {event} {seconds:.3g} s: {who}; {_REMEDY}"
         if reason is not None:
             text = f"{text}. The backend said: {reason}"
-        heard = [] if isinstance(reports, str) else reports.values()
-        late = timed_out or any(other.timed_out for other in heard)
-        return self._error(text, place, next(iter(ended.values()), None), late)
-
-    def nobody_came(self, place: Place, link: str, missing: set[int]) -> list[str]:
-        """Give up the making of a link; returns where the missing ranks are, if they said so."""
-        here = Report(link, place, timed_out=True)
-        mine = self._here("waiting", str(place), "another process did not come")
-        _, reports = self._exchange(here, mine)
-        if isinstance(reports, str):
-            return []
-        return [self._about(i, here, reports[i]) for i in sorted(missing) if i in reports]
-
-    def _exchange(self, here: Report, mine: Failure) -> tuple[Failure, dict[int, Report] | str]:
-        """Write the record, and where this rank is."""
-        text, key = json.dumps(asdict(here)), f"report/{self.generation}/{self.rank}"
-        try:
-            self.store.ask(lambda store: store.set(key, text), _WRITE)
-            first = self._write(mine)
-            if first.kind != "waiting":
-                return first, {}
-            return first, self._hear(0.5 * _GRACE if here.timed_out else _GRACE)
-        except (RuntimeError, TimeoutError) as error:
-            self._end(mine)
-            return mine, str(error)
+        return (CollectiveTimeout if late else CollectiveError)(text, place)
 
     def _one_that_ends(self) -> Failure | None:
         """A process that ends just now, since connections have broken; None if none does."""
         deadline = time.monotonic() + _ENDING
         while time.monotonic() < deadline:
-            if (failure := self.look()) is not None:
+            if (failure := self.look() or self._ended()) is not None:
                 return failure
-            if ended := self.ended():
-                return next(iter(ended.values()))
             time.sleep(_POLL)
         return None
 
-    def _hear(self, grace: float) -> dict[int, Report]:
-        """The reports of the other ranks, without those that sent none."""
-        others = [i for i in range(len(self.ranks)) if i != self.rank]
-        keys = {i: f"report/{self.generation}/{i}" for i in others}
+    def _exchange(self, mine: Failure, cause: Failure) -> tuple[Failure, dict[int, Failure]]:
+        """Write where this rank is, and the record; returns why, and where the others are."""
+        key, text = f"report/{self.generation}/{self.rank}", json.dumps(asdict(mine))
+        reports: dict[int, Failure] = {}
+        try:
+            self.store.ask(lambda store: store.set(key, text), _WRITE)
+            first = self._tell(cause)
+            if not first.is_cause:
+                reports = self._hear(0.5 * _GRACE if mine.kind == "timed out" else _GRACE)
+        except (RuntimeError, TimeoutError) as error:
+            self._end(cause)
+            first = cause if cause.is_cause else self._cut_off(str(error))
+        return first if first.is_cause else self._ended() or first, reports
+
+    def _hear(self, grace: float) -> dict[int, Failure]:
+        """Where the other ranks are, without those that write nothing."""
+        others = [i for i in self._everyone if i != self.rank]
+        keys = [f"report/{self.generation}/{i}" for i in others]
         deadline = time.monotonic() + grace
         while True:
-            texts = self.store.ask(
-                lambda store: {i: _text_at(store, key) for i, key in keys.items()}, _WRITE
-            )
-            reports = {
-                i: found for i, text in texts.items() if text and (found := _report_from(text))
-            }
-            silent = texts.keys() - reports.keys()
-            if silent <= self.ended().keys() or time.monotonic() > deadline:
-                return reports
+            texts = self.store.ask(lambda store: read(store, keys), _WRITE)
+            said = {i: Failure.of_text(text) for i, text in zip(others, texts, strict=True) if text}
+            found = {i: report for i, report in said.items() if not report.is_cause}
+            if len(found) == len(others) or self._ended() or time.monotonic() > deadline:
+                return found
             time.sleep(_POLL)
 
-    def _who(
-        self, here: Report, reports: dict[int, Report] | str, ended: dict[int, Failure]
-    ) -> str:
-        """What the other ranks do instead."""
-        parts = [str(failure) for failure in ended.values()]
-        if isinstance(reports, str):
-            if not parts:
-                parts.append("nobody knows which rank is missing")
-            parts.append(
-                f"the store of the process group did not answer ({reports}); the process that "
-                "holds it, mostly that of rank 0, may have ended"
-            )
-            return "; ".join(parts)
-        others = [i for i in range(len(self.ranks)) if i != self.rank and i not in ended]
-        return "; ".join([*parts, *(self._about(i, here, reports.get(i)) for i in others)])
-
-    def _about(self, i: int, here: Report, report: Report | None) -> str:
+    def _about(self, i: int, mine: Failure, other: Failure | None) -> str:
+        """What another rank does instead."""
         who = f"rank {self.ranks[i]}"
-        if report is None:
-            process = self._processes.get(i)
-            state = process.state() if process is not None else ""
+        if other is None:
+            state = self._processes[i].state() if i in self._processes else ""
             return f"{who} did not come{f' (it is {state})' if state else ''}"
-        if report.link != here.link:
-            return f"{who} waits in another link, {purpose_of(report.link)!r}: {report.place}"
-        if report.place != here.place:
-            return f"{who} is at {report.place}"
-        return f"{who} came and {'gave up waiting' if report.timed_out else 'failed too'}"
-
-    def _error(
-        self, text: str, place: Place, failure: Failure | None, late: bool
-    ) -> CollectiveError | CollectiveTimeout:
-        kind = CollectiveTimeout if late else CollectiveError
-        return kind(text, place, failure)
-
-
-def number_at(store: Store, key: str) -> int:
-    """The number at a place of a store; 0 if there is nothing, or no number."""
-    text = _text_at(store, key) or b""
-    return int(text) if text.isdigit() else 0
-
-
-def texts_at(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """What is at several places of a store; None until something is at each."""
-    return [store.get(key) for key in keys] if store.check(list(keys)) else None
-
-
-def _text_at(store: Store, key: str) -> bytes | None:
-    # To get what is not there would be to wait for it.
-    return store.get(key) if store.check([key]) else None
-
-
-def _failure_from(text: bytes) -> Failure:
-    try:
-        return Failure(**json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        message = f"wrote {text[:60]!r}, so it runs another version of this package"
-        return Failure(-1, "an unknown machine", 0, "raised", "", message)
-
-
-def _report_from(text: bytes) -> Report | None:
-    try:
-        fields = json.loads(text)
-        return Report(fields["link"], Place(**fields["place"]), fields["timed_out"])
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
+        if other.link != mine.link:
+            return f"{who} waits in another link: {other.doing}"
+        if other.doing != mine.doing:
+            return f"{who} is at {other.doing}"
+        return f"{who} came and {'gave up waiting' if other.kind == 'timed out' else 'failed too'}"
 
 
 # --- all groups ------------------------------------------------------------------------------
@@ -490,21 +508,17 @@ class _Groups:
 
     def __init__(self) -> None:
         self._inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        #: Groups that this package has made for its links.
-        self.own: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._forget()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._after_fork)
-
-    def _forget(self) -> None:
         self._made: weakref.WeakKeyDictionary[dist.ProcessGroup, Failures] = (
             weakref.WeakKeyDictionary()
         )
         self._making = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
         # A forked child has no part in the groups, and must not speak for its parent.
-        self._forget()
+        self._made.clear()
+        self._making = threading.Lock()
         if dist.is_available() and dist.is_initialized():
             self._inherited.update(torch_internals.world().pg_map)
 
@@ -530,7 +544,7 @@ class _Groups:
             each
             for each in list(torch_internals.world().pg_map)
             if each.size() > 1
-            and each not in self.own
+            and not each.group_desc.startswith(OWN)
             and each not in self._inherited
             and (ranks is None or ranks.issuperset(dist.get_process_group_ranks(each)))
         ]
@@ -550,16 +564,15 @@ def report(
     group: dist.ProcessGroup | None = None,
     *,
     kind: str = "raised",
-    final: bool = False,
 ) -> None:
     """Let all ranks that wait for this one raise. Returns within seconds in any case."""
-    if getattr(error, _REPORTED, False) and not final:
+    if getattr(error, _REPORTED, False) and kind != "died":
         return
     mark_reported(error)
     for each in groups.within(group):
         # Whoever can't be told finds the connections closed.
         with contextlib.suppress(CollectiveError, RuntimeError):
-            failures_of(each).report(error, doing, kind=kind, final=final)
+            failures_of(each).report(error, doing, kind=kind)
 
 
 def mark_reported(error: BaseException) -> None:
@@ -601,12 +614,10 @@ def _report_at_the_end(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     try:
-        report(error, "a program that ended with it", final=True)
+        report(error, "a program that ended with it", kind="died")
     finally:
         _before(kind, error, trace)
 
 
-# A module that is loaded once more replaces its own hook.
-_before = getattr(sys.excepthook, _BEFORE, sys.excepthook)
-setattr(_report_at_the_end, _BEFORE, _before)
+_before = sys.excepthook
 sys.excepthook = _report_at_the_end

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import weakref
-from types import FrameType
+from collections.abc import Callable
+from types import CodeType
 
 import torch
 
@@ -35,8 +36,8 @@ _OURS = tuple(
     for file in (os.path.dirname(__file__), torch.__file__)
 )
 
-_working: set[int] = set()
-_parked: set[int] = set()
+# The threads that work, and for each the function of ours in which it rests, if it has one.
+_working: dict[int, CodeType | None] = {}
 _ending = False
 _registered = False
 
@@ -45,34 +46,42 @@ def come_by() -> None:
     """Tell that this thread works, and wait for ever if the interpreter ends.
 
     The main thread may go on: it is the one that runs what others have registered for the end.
-
-    Example::
-
-        def forward(self, x):
-            come_by()
-            ...
     """
-    start()
     thread = threading.get_ident()
+    if thread not in _working:
+        start()
     if _ending and thread != threading.main_thread().ident:
-        _parked.add(thread)
+        del _working[thread]
         gate = threading.Lock()
         gate.acquire()
         gate.acquire()
 
 
-def start() -> None:
+def start(rests_in: CodeType | None = None) -> None:
     """Tell that this thread works: the end waits while it is inside of torch or of this package."""
     if not _registered:
         _register()
-    thread = threading.get_ident()
-    if thread not in _working and thread != threading.main_thread().ident:
-        _working.add(thread)
+    _working[threading.get_ident()] = rests_in
 
 
 def stop() -> None:
-    """Tell that this thread works no longer."""
-    _working.discard(threading.get_ident())
+    """Tell that this thread works no longer: another one may get its number."""
+    _working.pop(threading.get_ident(), None)
+
+
+def run_beside(work: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread that works."""
+
+    def run() -> None:
+        start()
+        try:
+            work()
+        finally:
+            stop()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _register() -> None:
@@ -103,24 +112,17 @@ def _wait_for_threads() -> None:
 
 def _is_any_inside() -> bool:
     frames = sys._current_frames()
-    threads = _working - _parked - {threading.get_ident()}
-    return any(_is_inside(frames.get(thread)) for thread in threads)
-
-
-def _is_inside(frame: FrameType | None) -> bool:
-    """Whether a thread is in a call of torch or of this package; not one that has ended."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_OURS):
-            return True
-        frame = frame.f_back
+    for thread, rests_in in list(_working.items()):
+        frame = frames.get(thread)
+        # One that has ended has no frame.
+        rests = frame is None or frame.f_code is rests_in or thread == threading.get_ident()
+        while frame is not None and not rests:
+            if frame.f_code.co_filename.startswith(_OURS):
+                return True
+            frame = frame.f_back
     return False
 
 
-def _after_fork() -> None:
-    # The other threads exist in the parent alone.
-    _working.clear()
-    _parked.clear()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    # The other threads exist in the parent alone.
+    os.register_at_fork(after_in_child=_working.clear)

@@ -6,18 +6,11 @@ Collectives of one process group are matched by their order alone. Two parts of 
 a group, and come in another order in another process, get each other's numbers without an error.
 So every part that communicates has a link, and every link a process group of its own.
 
-Note [After a failure]
-~~~~~~~~~~~~~~~~~~~~~~
-When a collective fails, processes may have left it at different points, so later ones would be
-matched wrongly. The link is broken from then on, in every process, and says why; see
-Note [Failures across processes]. Gloo has no way to end a collective, so the wait ends and the
-collective is left alone, with the memory that it reads and writes.
-
 Note [Late failures]
 ~~~~~~~~~~~~~~~~~~~~
 The wait for a collective on an accelerator orders streams, and the host goes on. If the backend
-fails then, nobody waits any more, and what is in the tensor is not the result. So what was launched
-there is remembered until it has ended. Whoever launches the next collective over the same
+fails then, nobody waits any more, and what is in the tensor is not the result. So a link remembers
+what it has launched there until that has ended. Whoever launches the next collective over the same
 processes, on whatever link, or begins a forward, looks at what has ended since, and raises the
 error of what has failed. So does whoever finds that a link was given up while its collectives were
 under way: their results will never come.
@@ -32,10 +25,25 @@ Other types have no sum anywhere. Integers travel as int64, where the sum is exa
 return as it would have; small floats travel as float32, complex ones as complex64, and are
 rounded once, on return. What is only moved travels as bytes. Sparse tensors can be added by gloo
 if they have one of few types, so they all travel as float32, float64 or int64.
+
+Note [Groups for accelerators only]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What this package itself has to say is in CPU tensors, which a group as
+``init_process_group("nccl")`` makes it refuses. Where the parent has no backend for them, the new
+group has gloo beside the parent's own, so that control and buckets go through the same link.
+
+Note [Groups that are bound]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where the default group is bound to a device (``init_process_group(device_id=...)``), torch splits
+new communicators from that of the default group. For a split all processes of the default group
+have to come, and only those of the parent make the new one: they would wait for ever. And a link
+needs a communicator only once a tensor on an accelerator goes through it. So torch is not to see,
+for this moment, that the default group is bound, and makes a communicator anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -43,26 +51,26 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
-from dataparallel.comm.checks import Call, CheckMode, CollectiveChecks, CollectiveMismatch
-from dataparallel.comm.failures import SLICE, Failures, failures_of
-from dataparallel.comm.meeting import Meeting
+from dataparallel.comm.checks import Call, CheckMode, CollectiveChecks
+from dataparallel.comm.failures import OWN, SLICE, failures_of, shared_store
 from dataparallel.comm.process_errors import (
     CollectiveError,
     CollectiveTimeout,
     Failure,
     Place,
+    name_ranks,
     purpose_of,
 )
-from dataparallel.comm.process_group import make_group, parent_group, release_group, timeout_of
-from dataparallel.torch_internals import group_backend, group_devices
 
 T = TypeVar("T")
 
@@ -88,8 +96,6 @@ _SHORTEST = 0.001
 # Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
 # wait for it.
 _MARGIN = 0.15
-#: Seconds that the reason of a failure may take to show up in a comparison of collectives.
-LATE_ANSWER = 0.3
 # How many collectives are remembered, should a backend not tell that they have ended.
 _KEPT = 256
 # Greatest length of the text of one process, in bytes. Plans of a model take far less.
@@ -98,6 +104,8 @@ _LONGEST_TEXT = 256 << 20
 _TIME_IS_OVER = ("timed out", "timeout")
 # Of a collective, in torch's ``WorkResult``.
 _SUCCESS = 0
+# Seconds that releasing a group may take before it goes on in the background.
+_RELEASE_TIMEOUT = 2.0
 
 _HOST = torch.device("cpu")
 
@@ -126,62 +134,69 @@ class Pending:
         self, link: ProcessLink, place: Place, started: float, work: dist.Work, carried: Carried
     ) -> None:
         self._link = link
-        self._place = place
-        self._started = started
+        self.place = place
+        self.started = started
         self._work = work
         self._carried = carried
-        # The future is completed in a thread of the backend.
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Pending({self._place}, done={self.done()})"
-
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, without waiting for another process."""
-        return bool(self._work.is_completed())
+        return f"Pending({self.place}, done={self.done()})"
 
     def wait(self) -> None:
         """Wait until the result is in the tensor. May be called again."""
         self.wait_for_backend()
-        with self._lock:
-            self._carried.deliver()
+        self._carried.deliver()
 
     def wait_for_backend(self) -> None:
         """Wait until what was sent has its result, without bringing that to the tensor."""
         if _devices.is_accelerator(self._carried.sent.device):
             # Orders the current stream, or blocks up to the time limit of the group.
-            self._link.wait_in_slices(self._place, self._started, lambda _: self._work.wait())
-            self._link.late.look()
+            self._link.wait_in_slices(self.place, self.started, lambda _: self._work.wait())
+            self._link.check_all_late()
         else:
             wait = functools.partial(wait_briefly, self._work)
-            self._link.wait_in_slices(self._place, self._started, wait)
+            self._link.wait_in_slices(self.place, self.started, wait)
 
-    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future with the list of the one tensor, as ``Work.get_future`` of torch has it."""
-        inner: torch.futures.Future[list[torch.Tensor]] = self._work.get_future()
-        if self._carried.sent is self._carried.tensor:
-            return inner
-        outer: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        result = self._result()
+        return bool(self._work.is_completed() if result is None else result.done())
 
-        def finish(inner: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def reason(self) -> str | None:
+        """Why one that has ended has failed; None if it has not."""
+        result = self._result()
+        if result is None:
             try:
-                inner.wait()
-                with self._lock:
-                    self._carried.deliver()
-                # Whoever takes the tensor out of the future may do so on any stream.
-                _devices.current_stream(self._carried.tensor.device).synchronize()
-            except Exception as error:
-                set_exception: Any = outer.set_exception
-                set_exception(error)
-            else:
-                outer.set_result([self._carried.tensor])
+                self._work.wait()
+            except RuntimeError as error:
+                return str(error)
+            return None
+        if result.value() == _SUCCESS:
+            return None
+        # Torch warns that it is deprecated, and has nothing else that tells why.
+        try:
+            return str(self._work.exception())
+        except TypeError:
+            return f"torch {torch.__version__} hands no error of the backend to Python"
 
-        inner.add_done_callback(finish)
-        return outer
+    def _result(self) -> torch.futures.Future[int] | None:
+        """Where a backend whose wait does not block says how it ended; None for others."""
+        # Torch's types lack it.
+        untyped: Any = self._work
+        try:
+            result: torch.futures.Future[int] = untyped.get_future_result()
+        except RuntimeError:
+            return None
+        return result
 
 
 class ProcessLink:
-    """A process group of one's own, whose waits are limited and say what went wrong."""
+    """A process group of one's own, whose waits are limited and say what went wrong.
+
+    When a collective fails, processes may have left it at different points, so later ones would be
+    matched wrongly: the link is broken from then on, in every process. Gloo has no way to end a
+    collective, so the wait ends and it is left alone, with the memory that it reads and writes.
+    """
 
     def __init__(
         self,
@@ -193,36 +208,37 @@ class ProcessLink:
     ) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
-        if not purpose or "/" in purpose or purpose.split() != [purpose]:
-            raise ValueError(f"purpose is one word without a slash, but got {purpose!r}")
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.launched: Counter[str] = Counter()
         self._failures = failures_of(parent)
-        self.late = late_works(self._failures)
         self._broken: str | None = None
         self._cause: Failure | None = None
         self._is_closed = False
         self._launching = threading.Lock()
         self._failing = threading.Lock()
-        meeting = Meeting(self._failures, purpose, self.timeout)
-        self.name = meeting.meet()
+        # See Note [Late failures].
+        self._under_way: deque[Pending] = deque(maxlen=_KEPT)
+        self._looking = threading.Lock()
+        self._next_look = 0.0
+        self.name = self._failures.meet(purpose, self.timeout)
         self._generation = self._failures.generation
         try:
-            self._holder = [make_group(parent, self.name, self.timeout)]
+            self._holder = [_make_group(parent, self.name, self.timeout)]
         except CollectiveError as error:
             self._failures.report(error, f"the making of the link for {purpose!r}")
             raise
-        self._finalizer = weakref.finalize(self, release_group, self._holder)
+        self._finalizer = weakref.finalize(self, _release, self._holder)
         # At exit all connections end anyway.
         self._finalizer.atexit = False
-        self._failures.watch_over(self)
-        meeting.end()
+        self._failures.watch_over(self, self.name, self.timeout)
         self.checks = CollectiveChecks(self._failures, self.name, checks)
-        types = [device.type for device in group_devices(self.group)]
-        self._backends = {t: str(group_backend(self.group, torch.device(t)).name()) for t in types}
-        self.devices = frozenset(types)
+        self._backends = {
+            device.type: str(torch_internals.group_backend(self.group, device).name())
+            for device in torch_internals.group_devices(self.group)
+        }
+        self.devices = frozenset(self._backends)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.broken else "open"
@@ -253,27 +269,90 @@ class ProcessLink:
     # --- failures --------------------------------------------------------------------------------
 
     @property
+    def _is_over(self) -> bool:
+        """Whether the processes have begun another generation; see Note [Generations]."""
+        return self._failures.generation != self._generation
+
+    @property
     def failure(self) -> Failure | None:
         """What is known of a process of the link that has failed; None if nothing is."""
-        is_over = self._failures.generation != self._generation
-        return self._cause or (None if is_over else self._failures.failure)
+        return self._cause or (None if self._is_over else self._failures.failure)
 
     @property
     def broken(self) -> str | None:
         """Why the link can't be used any more; ``None`` if it can."""
-        if self._broken is None and self._failures.generation != self._generation:
+        if self._broken is None and self._is_over:
             return "the processes have made new links after a failure"
         return self._broken or (None if self.failure is None else str(self.failure))
 
+    def look(self) -> Failure | None:
+        """As :attr:`failure`, after a look into the store."""
+        if self.world_size > 1 and not self._is_over:
+            self._failures.look()
+        return self.failure
+
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
         """Let all processes of the link raise, since this one has failed."""
-        if self.world_size > 1 and self._failures.generation == self._generation:
+        if self.world_size > 1 and not self._is_over:
             self._failures.report(error, doing, kind=kind)
 
     def give_up(self) -> None:
         """Close all connections, since processes may be at different collectives."""
         if self._finalizer.detach() is not None:
-            release_group(self._holder, 0.0)
+            _release(self._holder, 0.0)
+
+    def failed(
+        self, place: Place, started: float, reason: str | None = None, *, timed_out: bool = False
+    ) -> CollectiveError | CollectiveTimeout:
+        """The error for a collective that failed; from now on the link is broken in all ranks."""
+        with self._failing:
+            if self._is_closed or self._broken is not None or self._is_over:
+                return self._unusable()
+            seconds = time.monotonic() - started
+            timed_out |= seconds >= self.timeout
+            if reason is not None and is_time_limit(reason):
+                reason, timed_out = None, True
+            error = self._failures.explain(place, self.name, seconds, reason, timed_out=timed_out)
+            self._broken, self._cause = str(error), error.failure
+        return error
+
+    def check_late(self) -> None:
+        """Raise the error of a collective that has failed; see Note [Late failures]."""
+        while self._under_way:
+            with self._looking:
+                if not self._under_way:
+                    return
+                pending = self._under_way[0]
+                has_ended = pending.done()
+                if not has_ended and not self._is_given_up():
+                    return
+                self._under_way.popleft()
+            reason = pending.reason() if has_ended else None
+            if (reason is not None or not has_ended) and not self._is_closed:
+                # Whatever else was launched has no result, either.
+                self._under_way.clear()
+                raise self.failed(pending.place, pending.started, reason)
+
+    def check_all_late(self) -> None:
+        """The same for all links over the processes of the group."""
+        self._failures.check_late()
+
+    def _is_given_up(self) -> bool:
+        now = time.monotonic()
+        if now > self._next_look:
+            self._next_look = now + SLICE
+            self.look()
+        return self.broken is not None
+
+    def _check(self, call: Call | None = None) -> None:
+        """Raise a CollectiveError if the link is closed or broken; ``call`` is what comes next."""
+        if self._is_closed or self._broken is not None:
+            raise self._unusable()
+        if self.broken is not None:
+            operation, what = "the next collective", "this link"
+            if call is not None:
+                operation, what = call.operation, call.what
+            raise self.failed(Place(self.checks.sequence + 1, operation, what), time.monotonic())
 
     def _unusable(self) -> CollectiveError:
         if self._is_closed:
@@ -287,45 +366,11 @@ class ProcessLink:
             failure=self.failure,
         )
 
-    def look(self) -> Failure | None:
-        """As :attr:`failure`, after a look into the store."""
-        if self.world_size > 1 and self._failures.generation == self._generation:
-            self._failures.look()
-        return self.failure
-
-    def check(self, call: Call | None = None) -> None:
-        """Raise a CollectiveError if the link is closed or broken; ``call`` is what comes next."""
-        if self._is_closed or self._broken is not None:
-            raise self._unusable()
-        if self.broken is not None:
-            operation, what = "the next collective", "this link"
-            if call is not None:
-                operation, what = call.operation, call.what
-            place = Place(self.checks.sequence + 1, operation, what)
-            raise self.failed(place, time.monotonic())
-
-    def failed(
-        self, place: Place, started: float, reason: str | None = None, *, timed_out: bool = False
-    ) -> CollectiveError | CollectiveTimeout:
-        """The error for a collective that failed; from now on the link is broken in all ranks."""
-        with self._failing:
-            if self._is_closed or self._broken is not None:
-                return self._unusable()
-            if self._failures.generation != self._generation:
-                return self._unusable()
-            seconds = time.monotonic() - started
-            timed_out |= seconds >= self.timeout
-            if reason is not None and is_time_limit(reason):
-                reason, timed_out = None, True
-            error = self._failures.explain(place, self.name, seconds, reason, timed_out=timed_out)
-            self._broken, self._cause = str(error), error.failure
-        return error
-
     # --- collectives -----------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
         """Replace a tensor, in every process, by the sum over all, or another reduction."""
-        carried = self._carry(tensor, dtype=_summed_as(tensor))
+        carried = self._carry(tensor, dtype=summed_as(tensor))
         of_torch: Any = getattr(dist.ReduceOp, op.upper())
         return self._launch(
             Call("all_reduce", op, tensor.dtype, tensor.shape, what),
@@ -373,7 +418,6 @@ class ProcessLink:
         self, call: Call, sent: torch.Tensor, start: Callable[[dist.ProcessGroup], dist.Work | None]
     ) -> None:
         """Launch any other collective of torch and wait for it."""
-        self.check()
         self._launch(call, self._carry(sent), start).wait_for_backend()
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
@@ -387,7 +431,7 @@ class ProcessLink:
     def _carry(
         self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, load: bool = True
     ) -> Carried:
-        self.check()
+        self._check()
         taken = tensor.device.type in self.devices
         if tensor.layout != torch.strided:
             # Gloo adds up sparse tensors, and NCCL does not: those go through the host.
@@ -398,9 +442,9 @@ class ProcessLink:
         self, call: Call, carried: Carried, start: Callable[[dist.ProcessGroup], dist.Work | None]
     ) -> Pending:
         with self._launching:
-            self.late.look()
-            self.check(call)
-            self._compare(call)
+            self._failures.check_late()
+            self._check(call)
+            self.checks.before(call)
             place = Place(self.checks.sequence, call.operation, call.what)
             self.launched[call.operation] += 1
             started = time.monotonic()
@@ -409,9 +453,10 @@ class ProcessLink:
             except (RuntimeError, ValueError) as error:
                 raise self.failed(place, started, str(error)) from error
         assert work is not None, "only processes outside of the group get nothing"
+        pending = Pending(self, place, started, work, carried)
         if _devices.is_accelerator(carried.sent.device):
-            self.late.remember(self, place, started, work)
-        return Pending(self, place, started, work, carried)
+            self._under_way.append(pending)
+        return pending
 
     def wait_in_slices(self, place: Place, started: float, wait: Callable[[float], object]) -> None:
         """Wait for a collective. All waits come here."""
@@ -422,30 +467,10 @@ class ProcessLink:
                 if wait(max(_SHORTEST, min(SLICE, remaining))):
                     return
             except RuntimeError as error:
-                # That others came with something else may be the reason.
-                self._compare(None, LATE_ANSWER)
                 raise self.failed(place, started, str(error)) from error
             interpreter_end.come_by()
-            self._compare(None)
             if self.look() is not None or self.broken is not None or remaining <= 0:
                 raise self.failed(place, started, timed_out=remaining <= 0)
-
-    def _compare(self, call: Call | None, seconds: float = 0.0) -> None:
-        """Raise a CollectiveMismatch if processes launch, or have launched, different things."""
-        try:
-            if call is None:
-                self.checks.hear(seconds)
-            else:
-                self.checks.before(call, functools.partial(self._go_on, call))
-        except CollectiveMismatch as error:
-            if not error.usable:
-                self._broken = self._broken or str(error)
-                self._failures.report(error, "a comparison of collectives")
-            raise
-
-    def _go_on(self, call: Call) -> None:
-        self.look()
-        self.check(call)
 
 
 # --- what travels ----------------------------------------------------------------------------
@@ -500,7 +525,7 @@ class Carried:
         return part.to(self.tensor.device)
 
 
-def _summed_as(tensor: torch.Tensor) -> torch.dtype:
+def summed_as(tensor: torch.Tensor) -> torch.dtype:
     """The type in which to add values of a tensor; see Note [What a backend takes]."""
     dtype = tensor.dtype
     wide = torch.float32 if dtype.is_floating_point else torch.int64
@@ -540,97 +565,96 @@ def _decoded(part: torch.Tensor, rank: int, what: str) -> Any:
         ) from error
 
 
-# --- late failures ---------------------------------------------------------------------------
+# --- process groups --------------------------------------------------------------------------
 
 
-class _Launched(NamedTuple):
-    link: ProcessLink
-    place: Place
-    started: float
-    work: dist.Work
+def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "collectives across processes need a process group; call "
+            "torch.distributed.init_process_group() first, or train with one process"
+        )
+    parent = dist.group.WORLD if group is None else group
+    if not isinstance(parent, dist.ProcessGroup):
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group; make the link in the "
+            "processes of the group only"
+        )
+    return parent
 
 
-class LateWorks:
-    """What was launched on accelerators over one group; see Note [Late failures]."""
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The time limit of a group's collectives, in seconds: the shortest of its backends'."""
+    limits = torch_internals.time_limits(group)
+    return min(limits, default=constants.default_pg_timeout).total_seconds()
+
+
+def _make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
+    """A new group over the processes of ``parent``, with its backends and one for the CPU."""
+    ranks = dist.get_process_group_ranks(parent)
+    backends = dist.get_backend_config(parent)
+    # See Note [Groups for accelerators only].
+    has_cpu = any(pair.startswith("cpu:") for pair in backends.split(","))
+    try:
+        with _unbound.default_group():
+            group = torch_internals.new_process_group(
+                parent,
+                ranks,
+                dist.Backend(dist.get_backend(parent) if has_cpu else f"cpu:gloo,{backends}"),
+                shared_store(parent),
+                # Torch knows all groups of a process by name, and the numbers of two parents are
+                # alike.
+                f"{parent.group_name}/{name}",
+                timeout=datetime.timedelta(seconds=timeout),
+                group_desc=f"{OWN}{name}",
+            )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank()} could not connect to {name_ranks(ranks)} for {name!r}: {error}"
+        ) from error
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class _Unbound:
+    """Hides from torch that the default group is bound, as long as any thread wants that."""
 
     def __init__(self) -> None:
-        self._launched: deque[_Launched] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
-        self._next_look = 0.0
+        self._count = 0
+        self._hidden: tuple[Any, Any] = (None, None)
 
-    def remember(self, link: ProcessLink, place: Place, started: float, work: dist.Work) -> None:
-        """A collective was launched."""
+    @contextlib.contextmanager
+    def default_group(self) -> Iterator[None]:
+        """See Note [Groups that are bound]."""
         with self._lock:
-            self._launched.append(_Launched(link, place, started, work))
-
-    def look(self) -> None:
-        """Raise the error of a collective that has failed."""
-        while self._launched:
-            with self._lock:
-                if not self._launched:
-                    return
-                link, place, started, work = self._launched[0]
-                has_ended = _has_ended(work)
-                if not has_ended and not self._is_given_up(link):
-                    return
-                self._launched.popleft()
-            reason = _failure_of(work) if has_ended else None
-            if has_ended and reason is None:
-                continue
-            if link.closed:
-                continue
-            error = link.failed(place, started, reason)
-            with self._lock:
-                # Whatever else the link has launched has no result, either.
-                rest = [each for each in self._launched if each.link is not link]
-                self._launched = deque(rest, maxlen=_KEPT)
-            raise error
-
-    def _is_given_up(self, link: ProcessLink) -> bool:
-        now = time.monotonic()
-        if now > self._next_look:
-            self._next_look = now + SLICE
-            link.look()
-        return link.broken is not None
-
-
-def _result_of(work: dist.Work) -> torch.futures.Future[int] | None:
-    """Where a backend whose wait does not block says how a collective ended; None for others."""
-    # Torch's types lack it.
-    untyped: Any = work
-    try:
-        result: torch.futures.Future[int] = untyped.get_future_result()
-    except RuntimeError:
-        return None
-    return result
-
-
-def _has_ended(work: dist.Work) -> bool:
-    result = _result_of(work)
-    return bool(work.is_completed()) if result is None else bool(result.done())
-
-
-def _failure_of(work: dist.Work) -> str | None:
-    """Why a collective that has ended has failed; None if it has not."""
-    result = _result_of(work)
-    if result is None:
+            self._count += 1
+            if self._count == 1:
+                world: Any = dist.group.WORLD
+                self._hidden = world, world.bound_device_id
+                world.bound_device_id = None
         try:
-            work.wait()
-        except RuntimeError as error:
-            return str(error)
-        return None
-    if result.value() == _SUCCESS:
-        return None
-    # Torch warns that it is deprecated, and has nothing else that tells why.
-    try:
-        return str(work.exception())
-    except TypeError:
-        return f"torch {torch.__version__} hands no error of the backend to Python"
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if self._count == 0:
+                    world, world.bound_device_id = self._hidden
+                    self._hidden = None, None
 
 
-_late: weakref.WeakKeyDictionary[Failures, LateWorks] = weakref.WeakKeyDictionary()
+_unbound = _Unbound()
 
 
-def late_works(failures: Failures) -> LateWorks:
-    """What was launched over the processes of a group."""
-    return _late.setdefault(failures, LateWorks())
+def _release(holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIMEOUT) -> None:
+    """Give the connections and threads of a group back."""
+
+    def release() -> None:
+        group = holder.pop()
+        # Otherwise the user has destroyed all groups already, or does so just now.
+        if torch_internals.is_registered(group):
+            with contextlib.suppress(KeyError, ValueError):
+                dist.destroy_process_group(group)
+
+    interpreter_end.run_beside(release, "dataparallel-release").join(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pathlib
@@ -19,8 +20,8 @@ PATIENCE = 60.0
 _logger = logging.getLogger(__name__)
 
 
-class CollectiveError(RuntimeError):
-    """A collective failed: a process ended, a connection broke, or the link was broken before.
+class CollectiveFailure(Exception):
+    """What the two errors have in common.
 
     Args:
         message: The text.
@@ -36,19 +37,12 @@ class CollectiveError(RuntimeError):
         self.failure = failure
 
 
-class CollectiveTimeout(TimeoutError):
-    """A collective did not complete in time; the message says which rank is missing.
+class CollectiveError(CollectiveFailure, RuntimeError):
+    """A collective failed: a process ended, a connection broke, or the link was broken before."""
 
-    Args:
-        message, place, failure: As in :class:`CollectiveError`.
-    """
 
-    def __init__(
-        self, message: str = "", place: Place | None = None, failure: Failure | None = None
-    ) -> None:
-        super().__init__(message)
-        self.place = place
-        self.failure = failure
+class CollectiveTimeout(CollectiveFailure, TimeoutError):
+    """A collective did not complete in time; the message says which rank is missing."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +110,13 @@ class Failure:
         host: The name of its machine.
         pid: Its process id there.
         kind: ``"raised"``: it raised an error. ``"stuck"``: the same, and new links do not help.
-            ``"ended"``: its process is no longer there. ``"waiting"``: a wait of it has failed, and
-            another rank is the cause. ``"cut off"``: this process cannot reach the store.
+            ``"died"``: the same, and its process ends with it.
+            ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
+            ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
         doing: What it was doing, for example ``"forward"`` or a collective; empty if not known.
         message: The type and the text of its exception, or what was seen of it.
         traceback: The traceback of the exception; empty if there is none.
-        final: Whether the process ends with this error.
+        link: In which it waits; empty if it does not.
     """
 
     rank: int
@@ -131,7 +126,21 @@ class Failure:
     doing: str
     message: str
     traceback: str = ""
-    final: bool = False
+    link: str = ""
+
+    @classmethod
+    def of_text(cls, text: bytes) -> Failure:
+        """What a process has written into the store as JSON."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            message = f"wrote {text[:60]!r}, so it runs another version of this package"
+            return cls(-1, "an unknown machine", 0, "raised", "", message)
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether this process is why others wait in vain."""
+        return self.kind not in ("waiting", "timed out")
 
     def __str__(self) -> str:
         who = f"rank {self.rank} (process {self.pid} on {self.host})"

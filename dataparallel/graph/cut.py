@@ -36,22 +36,25 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.graph.ending import NO_TASK, Ending
+from dataparallel.devices import is_accelerator
 from dataparallel.graph.functions import (
     Identity,
     ReduceAddCoalesced,
     apply_in_backward,
     behind_own_nodes,
 )
-from dataparallel.graph.gradient_home import outside_of_contexts
+from dataparallel.graph.gradient_home import backward_passes
 from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import will_execute
+
+#: Number of no backward.
+NO_TASK = -1
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: For each replica some tensors.
@@ -60,28 +63,38 @@ _MaybeRows: TypeAlias = list[list[MaybeTensor]]
 _Results: TypeAlias = tuple[list[MaybeTensor], list[MaybeTensor]]
 
 
-class Rounds(Protocol):
-    """What makes a round of one backward; the reducer, or something that only runs it."""
+class Ending:
+    """Held by the engine as long as this thread's backward runs, called when it has ended well.
 
-    def reduce(
-        self,
-        backward: Callable[[], None],
-        *,
-        synchronize: bool,
-        weight: float,
-        task: int,
-        last: bool,
-        passes: bool = ...,
-        ending: weakref.ref[Ending] | None = ...,
-    ) -> list[MaybeTensor]:
-        """Run ``backward`` and return what the engine is to add to gradients of the originals."""
+    Attributes:
+        task: Number of the backward.
+    """
+
+    def __init__(self) -> None:
+        self.task = torch_internals.current_graph_task_id()
+        self._end: Callable[[], None] | None = None
+        self._lost: Callable[[], None] | None = None
+        torch_internals.when_backward_ends(self)
+
+    def watch(self, end: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Call ``end`` when the backward has ended well, and ``lost`` if it has failed."""
+        self._end, self._lost = end, lost
+
+    def __call__(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __del__(self) -> None:
+        if self._end is not None and self._lost is not None:
+            self._lost()
 
 
 class Cuts:
     """The cuts of one wrapper, one for each forward. See Note [The cut].
 
     Args:
-        rounds: What makes a round of a backward.
+        reduce: Makes a round of a backward: :meth:`Reducer.reduce`.
         originals: The parameters of the module.
         leaves: Per replica its parameters, in the order of the originals.
         run: Runs one function per replica, each in its replica's thread.
@@ -92,7 +105,7 @@ class Cuts:
 
     def __init__(
         self,
-        rounds: Rounds,
+        reduce: Callable[..., list[MaybeTensor]],
         originals: Sequence[torch.Tensor],
         leaves: Sequence[Sequence[torch.Tensor]],
         run: Callable[[Sequence[Callable[[], None]]], Any],
@@ -101,14 +114,26 @@ class Cuts:
         across_processes: bool,
         timeline: Timeline,
     ) -> None:
-        self.rounds, self.originals, self.leaves = rounds, originals, leaves
-        self.run, self._together = run, together
+        self.reduce, self.originals, self.leaves = reduce, originals, leaves
+        #: None where replicas were dropped or added since.
+        self.run: Callable[[Sequence[Callable[[], None]]], Any] | None = run
+        self._together = together
         self.across_processes, self.timeline = across_processes, timeline
         #: Wanted in every backward that has no `inputs=`; tells whether this one has.
         self.anchor = make_anchor()
         #: Cuts whose backward may still come.
         self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
         self._replica_of = {id(leaf): i for i, row in enumerate(leaves) for leaf in row}
+        # Kept, a leaf's node need not be looked into at every forward. On an accelerator it is made
+        # anew in the stream of each forward.
+        self._ends = [
+            {
+                _node_of(leaf)
+                for leaf in row
+                if leaf.requires_grad and not is_accelerator(leaf.device)
+            }
+            for row in leaves
+        ]
 
     def connect(
         self, outer: _Rows, inputs: _Rows, outputs: _Rows, *, synchronize: bool, weight: float
@@ -138,62 +163,25 @@ class Cuts:
 
         See Note [Tensors from outside].
         """
-        replica_of = dict(self._replica_of)
+        owner = dict(self._replica_of)
         for index, row in enumerate(inputs):
-            for leaf in row:
-                replica_of[id(leaf)] = index
-        found: dict[int, torch.Tensor] = {}
-        owner: dict[Any, int] = {}
+            owner.update(dict.fromkeys(map(id, row), index))
+        found: list[torch.Tensor] = []
         shared = False
         for index, row in enumerate(outputs):
-            pending: list[Any] = [torch.autograd.graph.get_gradient_edge(t).node for t in row]
-            while pending:
-                node = pending.pop()
-                if node is None:
-                    continue
-                if node in owner:
-                    shared |= owner[node] != index
-                    continue
-                owner[node] = index
-                edges = node.next_functions
-                for after, _ in edges:
-                    pending.append(after)
-                end = None if edges else getattr(node, "variable", None)
-                if end is None or hasattr(end, "_dataparallel_anchor"):
-                    continue
-                if id(end) in replica_of:
-                    # That of another replica, where this one alone uses what they have in common.
-                    shared |= replica_of[id(end)] != index
-                else:
-                    found[id(end)] = end
-        return list(found.values()), shared
+            for key, leaf in _leaves_behind(row, self._ends[index]).items():
+                # An anchor is no concern of users, but replicas meet in what leads to it.
+                if key not in owner and not hasattr(leaf, "_dataparallel_anchor"):
+                    found.append(leaf)
+                # That of another replica, where this one alone uses what they have in common.
+                shared |= owner.setdefault(key, index) != index
+        return found, shared
 
     def retire(self) -> None:
         """Let a backward through earlier forwards fail: the replicas are others from now on."""
-        self.rounds = _Retired(self.rounds)
-        # Nothing runs any more. It would keep threads and leaves for the garbage collector, and a
-        # device may have no memory for others meanwhile.
-        self.run = _no_run
-
-
-class _Retired:
-    """Makes rounds that fail, in all processes, of a backward through replicas that are gone."""
-
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
-
-    def reduce(self, backward: Callable[[], None], **arguments: Any) -> list[MaybeTensor]:
-        return self._rounds.reduce(self._refuse, **arguments)
-
-    def _refuse(self) -> None:
-        raise RuntimeError(
-            "replicas were dropped or added after the forward of this backward, so it has no "
-            "replicas any more; run the forward again"
-        )
-
-
-def _no_run(calls: Sequence[Callable[[], None]]) -> None:
-    raise AssertionError("rounds that are retired fail before this")
+        # It would keep threads and leaves for the garbage collector, and a device may have no
+        # memory for others meanwhile.
+        self.run = None
 
 
 class Cut:
@@ -237,15 +225,11 @@ class Cut:
         # Without the search for functorch's wrappers, which looks at every parameter.
         apply: Any = super(torch.autograd.Function, _Node).apply
         results = apply(self, cuts.anchor, *tensors)
+        self._node = weakref.ref(results[0].grad_fn)
         cuts.outstanding.add(self)
         if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
-            self.ending = Ending.given_to_the_engine()
+            self.ending = weakref.ref(Ending())
         return _in_rows(outputs, results)
-
-    def made(self, node: Any) -> list[torch.Tensor]:
-        """What stands for the outputs, now that there is a node."""
-        self._node = weakref.ref(node)
-        return [output.detach() for output in chain(*self.outputs)]
 
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
         """The gradients of the inputs, and of the originals where the engine is to have them."""
@@ -276,13 +260,12 @@ class Cut:
         # tensor from outside is a part of the caller's graph, too.
         if torch_internals.keeps_graph() or self.outside:
             return True
-        return any(
-            [
-                other.family is self.family and (other._running or other in others)
-                for other in self.cuts.outstanding
-                if other is not self
-            ]
-        )
+        for other in list(self.cuts.outstanding):
+            if other is self or other.family is not self.family:
+                continue
+            if other._running or other in others:
+                return True
+        return False
 
 
 class _Node(torch.autograd.Function):
@@ -292,7 +275,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, cut: Cut, anchor: Any, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.cut = cut
-        return tuple(cut.made(ctx))
+        return tuple([output.detach() for output in chain(*cut.outputs)])
 
     @staticmethod
     @untraced
@@ -318,7 +301,7 @@ def _wanted(node: Any, inputs: _Rows, anchor: torch.Tensor) -> _Wanted:
     """What is wanted of a cut, in its backward."""
     # The first two arguments of forward are not the caller's.
     needed = iter(node.needs_input_grad[2:])
-    if will_execute(torch.autograd.graph.get_gradient_edge(anchor).node):
+    if will_execute(_node_of(anchor)):
         return _Wanted(_in_rows(inputs, needed), list(needed))
     num_inputs = len(list(chain(*inputs)))
     captured = False
@@ -364,14 +347,14 @@ class _Backward:
 
         def backward() -> None:
             try:
-                with outside_of_contexts():
+                with backward_passes().outside():
                     self._each(self._accumulate)
             finally:
                 for leaf in chain(*cut.inputs):
                     found.append(leaf.grad)
                     leaf.grad = None
 
-        parameters = self._cuts.rounds.reduce(
+        parameters = self._cuts.reduce(
             backward,
             synchronize=cut.synchronize,
             weight=cut.weight,
@@ -429,10 +412,15 @@ class _Backward:
     # --- what they have in common --------------------------------------------------------------
 
     def _each(self, backward: Callable[[Sequence[int]], None]) -> None:
-        every = range(len(self._grads))
+        every, run = range(len(self._grads)), self._cuts.run
+        if run is None:
+            raise RuntimeError(
+                "replicas were dropped or added after the forward of this backward, so it has no "
+                "replicas any more; run the forward again"
+            )
         # What gradients are batched by belongs to the calling thread.
         if self._cut.separate and len(every) > 1 and not self._batched:
-            self._cuts.run([functools.partial(backward, [replica]) for replica in every])
+            run([functools.partial(backward, [replica]) for replica in every])
         else:
             with self._cuts.timeline.span("backward"):
                 backward(every)
@@ -502,6 +490,31 @@ def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[An
     """A flat sequence, divided as some rows are."""
     left = iter(flat)
     return [list(islice(left, len(row))) for row in rows]
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _leaves_behind(outputs: Sequence[torch.Tensor], known: set[Any]) -> dict[int, torch.Tensor]:
+    """The leaves that outputs were computed from, by their ids; without those of known nodes."""
+    found: dict[int, torch.Tensor] = {}
+    pending = list(map(_node_of, outputs))
+    # Without the leaves' nodes: the more objects stay, the sooner Python looks for garbage.
+    seen = {None, *known}
+    while pending:
+        node = pending.pop()
+        edges = node.next_functions
+        if not edges:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                found[id(leaf)] = leaf
+        elif node not in seen:
+            seen.add(node)
+            for after, _ in edges:
+                if after not in seen:
+                    pending.append(after)
+    return found
 
 
 def _leaf_for(grad: MaybeTensor) -> MaybeTensor:

@@ -1,7 +1,7 @@
 """Moves between devices that autograd sees, each differentiable to any order.
 
 Broadcast and ReduceAddCoalesced are each other's derivative, and so are Scatter and Gather. Names
-and arguments are those of ``torch.nn.parallel._functions``.
+are those of ``torch.nn.parallel._functions``. Devices exist, sizes fit: callers have looked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
+from dataparallel.comm.local import concatenate, copies_of, split, sums_of
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
 # when the backward is itself differentiated, the input that this gradient then is.
@@ -61,7 +62,7 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
         if not (tensor.is_leaf and tensor.requires_grad):
             continue
         place = tensor.device
-        if place != device and _devices.has_backward_thread(place):
+        if place != device and _devices.is_accelerator(place):
             leaves.setdefault(place, []).append(position)
     for positions in leaves.values():
         same = apply_function(Identity, *[tensors[position] for position in positions])
@@ -91,15 +92,14 @@ class Broadcast(_WithPlainWay):
 
     @staticmethod
     def forward(
-        ctx: Any, devices: Sequence[_devices.DeviceLike], *tensors: _MaybeTensor
+        ctx: Any, slots: Sequence[torch.device], *tensors: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
         ctx.set_materialize_grads(False)
-        slots = _devices.parse_devices(devices)
         ctx.num_inputs = len(tensors)
         sources = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
         ctx.input_device = next(iter(sources.values())).device if sources else slots[0]
         flat: list[_MaybeTensor] = [None] * (len(slots) * len(tensors))
-        for row, copies in enumerate(comm.broadcast_coalesced(sources.values(), slots)):
+        for row, copies in enumerate(copies_of(sources.values(), slots)):
             for i, copy in zip(sources, copies, strict=True):
                 flat[row * len(tensors) + i] = copy
         needed = ctx.needs_input_grad[1:]
@@ -114,15 +114,12 @@ class Broadcast(_WithPlainWay):
         return (None, *sums)
 
     @staticmethod
-    def plain(
-        devices: Sequence[_devices.DeviceLike], *tensors: _MaybeTensor
-    ) -> tuple[_MaybeTensor, ...]:
-        slots = _devices.parse_devices(devices)
+    def plain(slots: Sequence[torch.device], *tensors: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
         return tuple([None if t is None else t.to(slot) for slot in slots for t in tensors])
 
 
 class ReduceAddCoalesced(_WithPlainWay):
-    """Sums over the replicas, in replica order, on ``destination`` (None: where the first is).
+    """Sums over the replicas, in replica order, on ``target``.
 
     The gradients are all of the first replica, then all of the second; ``None`` counts as zero. The
     sum is ``None`` where no replica gives a tensor.
@@ -130,27 +127,14 @@ class ReduceAddCoalesced(_WithPlainWay):
 
     @staticmethod
     def forward(
-        ctx: Any, destination: _devices.DeviceLike | None, num_inputs: int, *grads: _MaybeTensor
+        ctx: Any, target: torch.device, num_inputs: int, *grads: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_inputs = num_inputs
-        ctx.origins = origins = [None if grad is None else grad.device for grad in grads]
-        target = _devices.parse_output_device(destination, _first_device(grads))
-        # Tensors that the same replicas give can be summed together.
-        together: dict[tuple[torch.device | None, ...], list[int]] = {}
-        for i in range(num_inputs):
-            together.setdefault(tuple(origins[i::num_inputs]), []).append(i)
-        sums: list[_MaybeTensor] = [None] * num_inputs
-        for givers, members in together.items():
-            rows: list[list[Any]] = [
-                [grads[row * num_inputs + i] for i in members]
-                for row, device in enumerate(givers)
-                if device is not None
-            ]
-            if rows:
-                totals = comm.reduce_add_coalesced(rows, target)
-                for i, total in zip(members, totals, strict=True):
-                    sums[i] = total
+        ctx.origins = [None if grad is None else grad.device for grad in grads]
+        sums: list[_MaybeTensor] = sums_of(
+            [grads[i::num_inputs] for i in range(num_inputs)], target
+        )
         needed = ctx.needs_input_grad[2:]
         if not all(needed):
             constant = [t for i, t in enumerate(sums) if not any(needed[i::num_inputs])]
@@ -171,18 +155,13 @@ class ReduceAddCoalesced(_WithPlainWay):
 
     @staticmethod
     def plain(
-        destination: _devices.DeviceLike | None, num_inputs: int, *grads: _MaybeTensor
+        target: torch.device, num_inputs: int, *grads: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
-        target = _devices.parse_output_device(destination, _first_device(grads))
         columns = [
             [grad.to(target) for grad in grads[i::num_inputs] if grad is not None]
             for i in range(num_inputs)
         ]
         return tuple(functools.reduce(torch.add, column) if column else None for column in columns)
-
-
-def _first_device(grads: Sequence[_MaybeTensor]) -> torch.device:
-    return next((grad.device for grad in grads if grad is not None), torch.device("cpu"))
 
 
 class _Split(_WithPlainWay):
@@ -191,14 +170,14 @@ class _Split(_WithPlainWay):
     @staticmethod
     def forward(
         ctx: Any,
-        devices: Sequence[_devices.DeviceLike],
-        chunk_sizes: Sequence[int] | None,
+        slots: Sequence[torch.device],
+        lengths: Sequence[int],
         dim: int,
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim = dim
         ctx.input_device = tensor.device
-        return comm.scatter(tensor, devices, chunk_sizes, dim)
+        return split(tensor, slots, lengths, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[_MaybeTensor, ...]:
@@ -206,31 +185,27 @@ class _Split(_WithPlainWay):
 
     @staticmethod
     def plain(
-        devices: Sequence[_devices.DeviceLike],
-        chunk_sizes: Sequence[int],
+        slots: Sequence[torch.device],
+        lengths: Sequence[int],
         dim: int,
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        slots = _devices.parse_devices(devices)
-        chunks = tensor.split_with_sizes(list(chunk_sizes), dim)
+        chunks = tensor.split_with_sizes(list(lengths), dim)
         return tuple([chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True)])
 
 
 class Scatter(_Split):
-    """Chunks of one tensor, along ``dim``, in memory of their own.
-
-    ``chunk_sizes`` may be ``None`` to divide as ``torch.chunk`` does.
-    """
+    """Chunks of one tensor, along ``dim``, in memory of their own."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        devices: Sequence[_devices.DeviceLike],
-        chunk_sizes: Sequence[int] | None,
+        slots: Sequence[torch.device],
+        lengths: Sequence[int],
         dim: int,
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        chunks = _Split.forward(ctx, devices, chunk_sizes, dim, tensor)
+        chunks = _Split.forward(ctx, slots, lengths, dim, tensor)
         # A replica may change its chunk in place. Shared memory would let it change what others
         # saved for backward, without their version counters noticing.
         return tuple([t.clone() if t.device == tensor.device else t for t in chunks])
@@ -240,15 +215,13 @@ class Gather(_WithPlainWay):
     """Tensors concatenated along ``dim``; those without dimensions are stacked."""
 
     @staticmethod
-    def forward(
-        ctx: Any, destination: _devices.DeviceLike | None, dim: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.origins = [tensor.device for tensor in tensors]
         ctx.stacked = not any([tensor.dim() for tensor in tensors])
         ctx.dim = 0 if ctx.stacked else dim
-        gathered = comm.gather(tensors, dim, destination)
-        ctx.lengths = [1 if ctx.stacked else tensor.size(dim) for tensor in tensors]
-        return gathered
+        parts = [tensor.view(1) for tensor in tensors] if ctx.stacked else tensors
+        ctx.lengths = [part.size(ctx.dim) for part in parts]
+        return concatenate(parts, ctx.dim, target)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
@@ -258,10 +231,7 @@ class Gather(_WithPlainWay):
         return (None, None, *grads)
 
     @staticmethod
-    def plain(
-        destination: _devices.DeviceLike | None, dim: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        target = _devices.parse_output_device(destination, tensors[0].device)
+    def plain(target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         moved = [tensor.to(target) for tensor in tensors]
         if all(tensor.dim() == 0 for tensor in moved):
             return torch.stack(moved)

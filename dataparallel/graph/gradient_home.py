@@ -93,21 +93,6 @@ def use_passes(passes: BackwardPasses) -> None:
     _passes = passes
 
 
-def current_home() -> GradientHome:
-    """See :meth:`BackwardPasses.home`."""
-    return _passes.home()
-
-
-def outside_of_contexts() -> AbstractContextManager[None]:
-    """See :meth:`BackwardPasses.outside`."""
-    return _passes.outside()
-
-
-def refuse_calls(outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Raise RuntimeError if replicas computed their outputs from what other workers sent them."""
-    if _passes.reach_other_workers(outputs):
-        raise RuntimeError(
-            "the wrapped module calls other workers in its forward, or computes with results of "
-            "such calls that are not among its arguments; call the workers outside of the wrapper "
-            "and pass their results to it, or use the bare module (.module of the wrapper)"
-        )
+def backward_passes() -> BackwardPasses:
+    """Whom to ask about backwards now."""
+    return _passes

@@ -53,6 +53,27 @@ class _Step:
         self.had_backward = False
         self.had_optimizer = False
 
+    def add_forward(self, sizes: Sequence[int], trains: bool) -> None:
+        """Count a forward whose chunks have these sizes."""
+        for i, size in enumerate(sizes):
+            if i == len(self.sizes):
+                self.sizes.append(0)
+            self.sizes[i] += size
+        self.calls += 1
+        self.forwards += 1
+        self.trains = self.trains or trains
+
+    def add_span(self, span: Span) -> None:
+        self.spans.append(span)
+        if span.phase == "optimizer":
+            self.had_optimizer = True
+        elif span.phase == "backward":
+            self.had_backward = True
+            self.forwards = 0
+
+    def close(self, end: int, number: int) -> None:
+        self.end, self.number = end, number
+
     def has_happened(self) -> bool:
         return all(
             event is None or event.query() for span in self.spans for event in span.end_events
@@ -170,13 +191,7 @@ class StepAssembler:
                 return
             if not self._explicit:
                 step = self._next_step(step)
-            for i, size in enumerate(sizes):
-                if i == len(step.sizes):
-                    step.sizes.append(0)
-                step.sizes[i] += size
-            step.calls += 1
-            step.forwards += 1
-            step.trains = step.trains or trains
+            step.add_forward(sizes, trains)
         self._deliver(self._every)
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
@@ -214,7 +229,7 @@ class StepAssembler:
         if not rest or not (ended or step.forwards >= _MAX_FORWARDS):
             return step
         if scattering is not None:
-            step.spans = rest
+            del step.spans[len(rest)]
         new = self._close(step, max(span.end for span in rest))
         if scattering is not None:
             new.spans.append(scattering)
@@ -224,20 +239,15 @@ class StepAssembler:
         step = self._step
         if step is None or span.failed:
             return
-        step.spans.append(span)
-        if span.phase == "optimizer":
-            step.had_optimizer = self._optimizer_known = True
-        elif span.phase == "backward":
-            step.had_backward = True
-            step.forwards = 0
+        step.add_span(span)
+        self._optimizer_known = self._optimizer_known or step.had_optimizer
 
     # --- what comes of it ------------------------------------------------------------------------
 
     def _close(self, step: _Step, end: int) -> _Step:
-        step.end = end
         self.num_steps += 1
         self.num_samples += sum(step.sizes)
-        step.number = self.num_steps
+        step.close(end, self.num_steps)
         self._ended.append(step)
         self._step = _Step(end)
         return self._step

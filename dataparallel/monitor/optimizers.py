@@ -22,6 +22,13 @@ from dataparallel.threads.timeline import Timeline
 _MAX_NESTED = 8
 
 
+class _Begun(threading.local):
+    """Per thread the spans that have begun: an optimizer may step another one."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Optimizer, AbstractContextManager[object]]] = []
+
+
 class OptimizerSpans:
     """Tells a timeline when an optimizer steps a parameter of a module.
 
@@ -43,8 +50,7 @@ class OptimizerSpans:
         self._timeline = weakref.ref(timeline)
         self._module = weakref.ref(module)
         self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        #: Per thread the spans that have begun: an optimizer may step another one.
-        self._begun = threading.local()
+        self._begun = _Begun()
         handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -67,7 +73,7 @@ class OptimizerSpans:
     def _before(self, optimizer: Optimizer, *arguments: Any) -> None:
         timeline = self._timeline()
         if timeline is not None and self._is_ours(optimizer):
-            stack = self._stack()
+            stack = self._begun.stack
             # Torch calls nothing after a step that raises, so its span stays.
             del stack[: -_MAX_NESTED + 1]
             span = timeline.span("optimizer", 0)
@@ -75,19 +81,12 @@ class OptimizerSpans:
             stack.append((optimizer, span))
 
     def _after(self, optimizer: Optimizer, *arguments: Any) -> None:
-        stack = self._stack()
+        stack = self._begun.stack
         while any(one is optimizer for one, _ in stack):
             one, span = stack.pop()
             if one is optimizer:
                 span.__exit__(None, None, None)
                 break
-
-    def _stack(self) -> list[tuple[Optimizer, AbstractContextManager[object]]]:
-        stack: list[tuple[Optimizer, AbstractContextManager[object]]] | None
-        stack = getattr(self._begun, "stack", None)
-        if stack is None:
-            stack = self._begun.stack = []
-        return stack
 
 
 def _remove_all(handles: Sequence[RemovableHandle]) -> None:

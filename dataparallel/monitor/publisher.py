@@ -102,8 +102,32 @@ class _Client:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.until = time.monotonic() + _PATIENCE
-        self.request = b""
-        self.answer = memoryview(b"")
+        self._request = b""
+        self._answer = memoryview(b"")
+
+    @property
+    def has_answer(self) -> bool:
+        return bool(self._answer)
+
+    def receive(self) -> bytes | None:
+        """What has been asked; None while more is to come. ValueError if it is too long."""
+        received = self.connection.recv(sockets.MAX_REQUEST)
+        self._request += received
+        if b"\n" in self._request:
+            return self._request.split(b"\n", 1)[0]
+        if len(self._request) >= sockets.MAX_REQUEST:
+            raise ValueError(f"a request has at most {sockets.MAX_REQUEST} bytes")
+        if not received:
+            raise ConnectionError("the other side has gone")
+        return None
+
+    def answer(self, text: bytes) -> None:
+        self._answer = memoryview(text)
+
+    def send(self) -> None:
+        """Send as much of the answer as goes without waiting, at best all of it."""
+        while self._answer:
+            self._answer = self._answer[self.connection.send(self._answer) :]
 
 
 class _Server:
@@ -217,30 +241,28 @@ class _Server:
     def _serve(self, client: _Client, answer: list[bytes]) -> None:
         """Go as far with a connection as it goes without waiting."""
         try:
-            if not client.answer and not self._read(client, answer):
+            if not client.has_answer and not self._read(client, answer):
                 return
-            while client.answer:
-                client.answer = client.answer[client.connection.send(client.answer) :]
+            client.send()
         except BlockingIOError:
             if time.monotonic() < client.until:
                 return
         except OSError:
             # The other side has gone.
-            client.answer = memoryview(b"")
+            pass
         self._drop(client)
 
     def _read(self, client: _Client, answer: list[bytes]) -> bool:
-        """Read; whether the connection is done with or has an answer now."""
-        received = client.connection.recv(sockets.MAX_REQUEST)
-        client.request += received
-        if b"\n" in client.request:
-            client.answer = memoryview(self._answer(client.request.split(b"\n", 1)[0], answer))
-        elif len(client.request) >= sockets.MAX_REQUEST:
-            client.answer = memoryview(_error(f"a request has at most {sockets.MAX_REQUEST} bytes"))
-        elif received:
-            return False
-        if client.answer:
-            self._selector.modify(client.connection, selectors.EVENT_WRITE)
+        """Read; whether there is an answer now."""
+        try:
+            request = client.receive()
+        except ValueError as error:
+            client.answer(_error(str(error)))
+        else:
+            if request is None:
+                return False
+            client.answer(self._answer(request, answer))
+        self._selector.modify(client.connection, selectors.EVENT_WRITE)
         return True
 
     def _answer(self, request: bytes, answer: list[bytes]) -> bytes:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,14 +17,13 @@ from dataparallel.devices import memory_allocated
 from dataparallel.errors import suggesting
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
+from dataparallel.monitor.publisher import Publisher
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState, describe_run, with_buckets
 from dataparallel.monitor.summary import Summary, summarize
+from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.timeline import Phase
-
-if TYPE_CHECKING:
-    from dataparallel.monitor.publisher import Publisher
 
 T = TypeVar("T")
 
@@ -111,8 +110,6 @@ class StepMonitor:
         # Nobody may have left the with block that a notebook has entered by hand.
         self._end = weakref.finalize(self, _end, self._assembler, self._optimizers)
         if self._publish:
-            from dataparallel.monitor.publisher import Publisher
-
             self._publisher = Publisher(self.state)
         return self
 
@@ -191,8 +188,6 @@ class StepMonitor:
             ValueError: No step has been recorded.
             OSError: The file cannot be written; one that was there before is kept.
         """
-        from dataparallel.monitor.trace import write_timeline
-
         return write_timeline(self.steps, self._info, path, _rank())
 
     def state(self) -> RunState:

@@ -7,8 +7,8 @@ reducer calls ``step(parameters)``. The optimizer steps them and sets their grad
 backward goes on with other buckets: gradients are never all alive, and the step costs no time of
 its own. A backward no longer needs the values of parameters whose gradients are complete.
 
-There are two kinds. Those that ``make`` returns have one optimizer per bucket, so that torch's
-kernels for lists of tensors serve all of the bucket at once; see Note [Parts of an optimizer].
+There are two kinds. Those that ``make`` returns step a bucket at once, so that torch's kernels for
+lists of tensors serve all of it; see Note [Parts of an optimizer].
 Those that ``of`` returns drive the optimizers that torch's ``_apply_optimizer_in_backward`` has
 left on the parameters, one for each parameter: they keep state and options, and whoever reads them
 there sees what was done.
@@ -16,7 +16,6 @@ there sees what was done.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from dataparallel import torch_internals
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
-from dataparallel.optim.part import DividedOptimizer, OptimizerPart, check_divisible
+from dataparallel.optim.part import DividedOptimizer, check_divisible
 
 
 class StepsInBackward:
@@ -39,23 +38,15 @@ class StepsInBackward:
     """
 
     def held(self) -> Mapping[Tensor, Any]:
-        """The parameters that are stepped."""
+        """The parameters that are stepped, each with what ``_step`` needs to know."""
         raise NotImplementedError
 
-    def _step(self, members: Sequence[Tensor]) -> None:
+    def _step(self, members: Mapping[Tensor, Any]) -> None:
+        """Step some of those that are held; several may be stepped at the same time."""
         raise NotImplementedError
 
     def begin(self, *, synchronized: bool = True, home: GradientHome = IN_GRAD) -> None:
-        """Say that a backward begins.
-
-        Args:
-            synchronized: Whether its gradients will be reduced: not so within ``no_sync()``.
-            home: Where they will be.
-
-        Raises:
-            RuntimeError: Gradients are to be accumulated: this backward is not synchronized, or
-                there are gradients of an earlier one. Or they are not to be in ``.grad``.
-        """
+        """Refuse a backward whose gradients are accumulated, or are not to be in ``.grad``."""
         if home is not IN_GRAD:
             raise RuntimeError(
                 "a distributed autograd backward leaves gradients in its context, where optimizers "
@@ -96,7 +87,7 @@ class StepsInBackward:
                 "(and GradScaler.step(), which would come too late to unscale gradients)"
             )
         held = self.held()
-        members = [p for p in parameters if p in held]
+        members = {p: held[p] for p in parameters if p in held}
         if any(p.grad is not None for p in members):
             self._step(members)
             for p in members:
@@ -108,7 +99,7 @@ class StepsInBackward:
 
 
 class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[misc]
-    """One optimizer for each bucket. See Note [Optimizer in backward].
+    """Steps bucket by bucket. See Note [Optimizer in backward].
 
     It is a ``torch.optim.Optimizer`` for schedulers and checkpoints; step hooks that are registered
     on it are called once per bucket.
@@ -121,9 +112,6 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
         optimizers.step(list(net.parameters()))     # the reducer's work, bucket by bucket
         torch.save(optimizers.state_dict(), "optimizer.pt")
     """
-
-    _parts: dict[tuple[int, ...], OptimizerPart]
-    _held: dict[Tensor, None]
 
     @staticmethod
     def make(
@@ -139,7 +127,8 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
 
         Raises:
             TypeError: ``optimizer_class`` is not an optimizer class.
-            ValueError: It cannot be stepped in parts (LBFGS), or refuses an argument.
+            ValueError: It is not known to be divisible (LBFGS, one that is not derived from
+                torch's), or refuses an argument.
         """
         check_divisible(optimizer_class)
         return InBackwardOptimizers(optimizer_class(parameters, **arguments))
@@ -158,41 +147,19 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
         return _TorchsOptimizers(found) if found else None
 
     def held(self) -> Mapping[Tensor, Any]:
-        """The parameters that are stepped."""
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._held):
-            self._parts = {}
-            self._held = {p: None for group in self.param_groups for p in group["params"]}
-        return self._held
+        """The parameters that are stepped, each with the number of its group."""
+        return self._group_numbers()
 
-    def _step(self, members: Sequence[Tensor]) -> None:
-        """Step one bucket; several may be stepped at the same time."""
+    def _step(self, members: Mapping[Tensor, Any]) -> None:
+        given = (list(members),)
         for before in torch_internals.step_pre_hooks(self).values():
-            before(self, (members,), {})
-        with self._lock:
-            part = self._part_of(members)
-            part.take(self)
-        try:
-            part.step(hooks=True)
-        finally:
-            with self._lock:
-                part.give(self)
+            before(self, given, {})
+        self._step_part({p: p for p in members}, members, hooks=True)
         for after in torch_internals.step_post_hooks(self).values():
-            after(self, (members,), {})
-
-    def _part_of(self, members: Sequence[Tensor]) -> OptimizerPart:
-        key = tuple(id(p) for p in members)
-        if key not in self._parts:
-            # Buckets that were planned anew take the place of those that were.
-            own = set(key)
-            self._parts = {k: part for k, part in self._parts.items() if own.isdisjoint(k)}
-            part = self._parts[key] = OptimizerPart(self._whole, {p: p for p in members})
-            _of_buckets.add(part.optimizer)
-        return self._parts[key]
+            after(self, given, {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = threading.Lock()
-        self._parts, self._held = {}, {}
         _watched.add(self)
 
 
@@ -203,23 +170,21 @@ class _TorchsOptimizers(StepsInBackward):
         self._optimizers = optimizers
 
     def held(self) -> Mapping[Tensor, Any]:
-        """The parameters that are stepped."""
+        """The parameters that are stepped, each with its optimizers."""
         return self._optimizers
 
-    def _step(self, members: Sequence[Tensor]) -> None:
-        for p in members:
-            if p.grad is not None:
-                for optimizer in self._optimizers[p]:
-                    optimizer.step()
+    def _step(self, members: Mapping[Tensor, Any]) -> None:
+        for p, optimizers in members.items():
+            for optimizer in optimizers if p.grad is not None else ():
+                optimizer.step()
 
 
 _watched: weakref.WeakSet[InBackwardOptimizers] = weakref.WeakSet()
-_of_buckets: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
     """Tell of a loop that steps parameters which backward has stepped already."""
-    if optimizer in _of_buckets:
+    if getattr(optimizer, "is_part", False):
         return
     for in_backward in list(_watched):
         held = in_backward.held()

@@ -3,21 +3,20 @@
 Note [Parts of an optimizer]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Users see one optimizer, the whole: its ``param_groups`` and its ``state`` are what they read, what
-schedulers change and what checkpoints hold. A part has an optimizer of its own over some of the
-parameters, with as many groups as the whole. Before a step it takes the options and the state of
-its parameters from the whole, after the step it gives new state back; the state of a parameter is
-one and the same dict in both. So nothing has to be told to the parts when a user changes the whole.
+schedulers change and what checkpoints hold. A part is made for one step of some of the parameters:
+an optimizer of the same class, with the options that the groups have now, and with the state of
+these parameters, the very dicts of the whole. So nothing has to be told to the parts when a user
+changes the whole.
 
-This is right for optimizers that update each parameter from that parameter alone, as those of
-``torch.optim`` do. One that writes to a group, or keeps state that belongs to no parameter, would
-have a value of its own in each part. It is refused when it does so.
+This is right for optimizers that update each parameter from that parameter alone and keep nothing
+else. Those of ``torch.optim`` do, except LBFGS; all others are refused.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -27,11 +26,9 @@ from torch.optim import LBFGS, Optimizer
 from dataparallel import torch_internals
 from dataparallel.comm.copies import copy_to
 from dataparallel.devices import is_accelerator
-from dataparallel.errors import listed
 
 Group: TypeAlias = dict[str, Any]
 
-_OF_PARAMETERS = ("params", "param_names")
 # What torch.amp.GradScaler sets on an optimizer whose kernels unscale by themselves.
 _OF_SCALER = ("grad_scale", "found_inf")
 
@@ -43,20 +40,18 @@ def check_divisible(optimizer_class: type[Optimizer]) -> None:
             "the first argument is an optimizer class such as torch.optim.AdamW, "
             f"but got {optimizer_class!r}"
         )
-    if issubclass(optimizer_class, LBFGS):
+    of_torch = [base for base in optimizer_class.__mro__ if base.__module__.startswith("torch.")]
+    if LBFGS in of_torch or of_torch[0] is Optimizer:
         raise ValueError(
-            f"{optimizer_class.__name__}.step needs closure: it evaluates the model and updates "
-            "all parameters together, so it cannot be done in parts; use it as it is, or choose an "
-            "optimizer that updates each parameter from its own gradient, such as torch.optim.AdamW"
+            f"{optimizer_class.__name__}.step cannot be done in parts: known to update each "
+            "parameter from its own gradient alone are the classes of torch.optim except LBFGS, "
+            "such as torch.optim.AdamW, and classes derived from them; use it as it is, after "
+            "backward"
         )
 
 
 class DividedOptimizer(Optimizer):
-    """What users see of an optimizer that steps in parts. See Note [Parts of an optimizer].
-
-    Args:
-        whole: An optimizer over all parameters, which is never stepped itself.
-    """
+    """What users see of an optimizer that steps in parts. See Note [Parts of an optimizer]."""
 
     _whole: Optimizer
 
@@ -103,6 +98,35 @@ class DividedOptimizer(Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._whole.load_state_dict(state_dict)
 
+    def _group_numbers(self) -> dict[Tensor, int]:
+        """The parameters that there are now, each with the number of its group."""
+        return {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def _step_part(
+        self,
+        stand_ins: Mapping[Tensor, Tensor],
+        groups: Mapping[Tensor, int],
+        device: torch.device | None = None,
+        *,
+        hooks: bool,
+    ) -> None:
+        """Step parameters, or what stands in for them; tensors among options go to ``device``."""
+        members: list[Group] = [
+            {n: _on_device(v, device) for n, v in group.items() if n != "param_names"}
+            | {"params": []}
+            for group in self.param_groups
+        ]
+        for p, stand_in in stand_ins.items():
+            members[groups[p]]["params"].append(stand_in)
+        scaling = {n: _on_device(v, device) for n, v in vars(self).items() if n in _OF_SCALER}
+        state = {s: self.state[p] for p, s in stand_ins.items() if p in self.state}
+        part = view_of(self._whole, members, state, is_part=True, **scaling)
+        step: Any = type(part).step
+        try:
+            (step if hooks else getattr(step, "__wrapped__", step))(part)
+        finally:
+            self.state.update({p: part.state[s] for p, s in stand_ins.items() if s in part.state})
+
     def __getstate__(self) -> dict[str, Any]:
         # Torch's optimizers leave out of theirs that their kernels unscale by themselves.
         return {"_class": type(self._whole), "_attributes": vars(self._whole)}
@@ -118,103 +142,14 @@ class DividedOptimizer(Optimizer):
         self.defaults = self._whole.defaults
 
 
-class OptimizerPart:
-    """An optimizer over some parameters of another one. See Note [Parts of an optimizer].
-
-    Args:
-        whole: An optimizer of the same class, with all parameters.
-        stand_ins: For each parameter of this part the tensor that is stepped in its place: the
-            parameter itself, or a copy.
-        device: Where options that are tensors have to be. Default: they stay where they are.
-    """
-
-    def __init__(
-        self,
-        whole: Optimizer,
-        stand_ins: Mapping[Tensor, Tensor],
-        device: torch.device | None = None,
-    ) -> None:
-        self._device = device
-        self.optimizer = view_of(whole, [], {})
-        self.regroup(whole, stand_ins)
-
-    def regroup(self, whole: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        """Have other parameters, or the same in other groups of the whole."""
-        self._stand_ins = stand_ins
-        self._members: list[Group] = []
-        for group in whole.param_groups:
-            chosen = [i for i, p in enumerate(group["params"]) if p in stand_ins]
-            members = {"params": [stand_ins[group["params"][i]] for i in chosen]}
-            if "param_names" in group:
-                members["param_names"] = [group["param_names"][i] for i in chosen]
-            self._members.append(members)
-
-    def take(self, whole: Optimizer) -> None:
-        """Take options and state from the whole, as they are now."""
-        optimizer = self.optimizer
-        optimizer.param_groups = [
-            {**{name: _on_device(value, self._device) for name, value in group.items()}, **members}
-            for group, members in zip(whole.param_groups, self._members, strict=True)
-        ]
-        states = {s: whole.state[p] for p, s in self._stand_ins.items() if p in whole.state}
-        optimizer.state = defaultdict(dict, states)
-        for name in _OF_SCALER:
-            vars(optimizer).pop(name, None)
-            if name in vars(whole):
-                setattr(optimizer, name, _on_device(vars(whole)[name], self._device))
-
-    def step(self, *, hooks: bool) -> None:
-        """Let the optimizer of this part step.
-
-        Args:
-            hooks: Whether the hooks of optimizer steps are called; without, the step is one that
-                the whole makes, which calls them itself.
-
-        Raises:
-            RuntimeError: The class turned out to keep values for all parameters together.
-        """
-        step: Callable[..., Any] = type(self.optimizer).step
-        if not hooks and getattr(step, "hooked", False):
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        before = self._shared()
-        step(self.optimizer)
-        after = self._shared()
-        written = [name for name, value in after.items() if before.get(name) != value]
-        if written:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step keeps {listed(written)} for all parameters "
-                "together, and would have a value for each part of them; use this optimizer as it "
-                "is, after backward, or one that updates each parameter from that parameter alone"
-            )
-
-    def _shared(self) -> dict[str, list[tuple[int, int]]]:
-        """Identity and version of all that belongs to no single parameter, by its name."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for group in self.optimizer.param_groups:
-            for name, value in group.items():
-                if name not in _OF_PARAMETERS:
-                    found.setdefault(name, []).append((id(value), _version(value)))
-        for key, value in self.optimizer.state.items():
-            if not isinstance(key, Tensor):
-                found.setdefault(str(key), []).append((id(value), _version(value)))
-        return found
-
-    def give(self, whole: Optimizer) -> None:
-        """Give the state of the parameters to the whole."""
-        state = self.optimizer.state
-        for original, stand_in in self._stand_ins.items():
-            if stand_in in state:
-                whole.state[original] = state[stand_in]
-            else:
-                whole.state.pop(original, None)
-
-
-def view_of(optimizer: Optimizer, groups: list[Group], state: Mapping[Any, Any]) -> Optimizer:
+def view_of(
+    optimizer: Optimizer, groups: list[Group], state: Mapping[Any, Any], **attributes: Any
+) -> Optimizer:
     """An optimizer of the same class and settings that has other groups and another state."""
     view: Optimizer = object.__new__(type(optimizer))
-    vars(view).update(vars(optimizer))
-    view.param_groups = groups
-    view.state = defaultdict(dict, state)
+    # A default is added to those that it is given.
+    own = {"param_groups": groups, "state": defaultdict(dict, state), **attributes}
+    view.__setstate__({**vars(optimizer), "defaults": optimizer.defaults.copy(), **own})
     return view
 
 
@@ -225,7 +160,3 @@ def _on_device(value: Any, device: torch.device | None) -> Any:
     if device is None or not isinstance(value, Tensor) or not is_accelerator(value.device):
         return value
     return value if value.device == device else copy_to(value, device)
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

@@ -13,17 +13,19 @@ so its version counter is left alone, as torch does it, and that backward is no 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from dataparallel import comm, torch_internals
 from dataparallel.comm.link import ProcessLink
-from dataparallel.errors import chosen, lines
-from dataparallel.reducer.trained import ignored_names
-from dataparallel.reducer.verify import differences, gather_if_different
+from dataparallel.errors import lines
+from dataparallel.reducer.exchange import ReducerProcesses
+from dataparallel.reducer.options import ignored_names
+from dataparallel.reducer.verify import differences, gather_if_different, parts_of
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.torch_internals import BufferCommHookLocation
 
@@ -36,26 +38,20 @@ BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 #: at the end of backward.
 BufferCommHook: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Any]
 
-# As in torch; more is sent in several messages.
-_MESSAGE_BYTES = 250 * 2**20
+#: As in torch; more is sent in several messages.
+MESSAGE_BYTES = 250 * 2**20
 
 
-def check_policy(policy: str) -> BufferPolicy:
-    """Return ``policy`` if there is such a policy, else raise a ValueError that lists them."""
-    found: BufferPolicy = chosen("buffers", policy, get_args(BufferPolicy))
-    return found
-
+#: When buffers are sent that no hook brings together.
+PRE_FORWARD = BufferCommHookLocation.PRE_FORWARD
 
 # --- replicas --------------------------------------------------------------------------------
 
 
 def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
-    """Set each floating-point buffer that was written to its mean over the replicas.
+    """Set each floating-point buffer that a forward has written to its mean, weighted by samples.
 
-    Args:
-        clones: Clones whose forward is done, each with buffers of its own. Buffers that cannot be
-            averaged (integers, other shapes) become those of replica 0.
-        samples: Number of samples of each replica, its weight in the mean.
+    Buffers that cannot be averaged (integers, other shapes) become those of replica 0.
     """
     total = sum(samples)
     with torch.no_grad():
@@ -82,36 +78,25 @@ def _mean(
 # --- processes -------------------------------------------------------------------------------
 
 
-class _Hook(NamedTuple):
-    """A hook for buffers."""
-
-    state: Any
-    function: BufferCommHook
-    location: BufferCommHookLocation
-
-
 class Buffers:
     """What a distributed wrapper does with its module's buffers. See Note [Whose buffers].
 
-    Args:
-        module: The module.
-        sends: Whether buffers are sent before forwards.
-
     Attributes:
-        due: Whether they are in the next forward; False after one whose gradients stay here.
+        moment: Whether they come together before a forward or after it; None for neither.
         ignored: Names of the parameters and buffers that each process keeps to itself.
     """
 
-    def __init__(self, module: nn.Module, *, sends: bool) -> None:
-        self.follow(module)
-        self.sends = sends
-        self.due = True
-        self._hook: _Hook | None = None
+    def __init__(self) -> None:
+        self.moment: BufferCommHookLocation | None = None
+        self._hook: Callable[[dict[str, torch.Tensor]], Any] | None = None
         self._futures: list[Any] = []
+        self._processes: ReducerProcesses | None = None
 
-    def follow(self, module: nn.Module) -> None:
-        """Be about another module from now on."""
-        self._module = module
+    def follow(self, module: nn.Module, processes: ReducerProcesses | None) -> None:
+        """Be about this module and these processes from now on."""
+        self._module, self._processes = module, processes
+        if self._hook is None:
+            self.moment = None if processes is None else PRE_FORWARD
         self.ignored = ignored_names(module)
 
     def register(
@@ -127,76 +112,55 @@ class Buffers:
                 "comm_hook_location is _BufferCommHookLocation.PRE_FORWARD or POST_FORWARD of "
                 f"torch.nn.parallel.distributed, but got {location!r}"
             )
-        self._hook = _Hook(state, function, location)
+        self._hook, self.moment = functools.partial(function, state), location
 
     @property
     def has_hook(self) -> bool:
         """Whether a hook brings the buffers together."""
         return self._hook is not None
 
-    def send(self, sends: bool) -> None:
-        """Send buffers before forwards from now on, or do not."""
-        self.sends = sends
-
     def named(self) -> dict[str, torch.Tensor]:
         """The buffers that are sent; anew each time, since a module may assign others."""
         return {n: b for n, b in self._module.named_buffers() if n not in self.ignored}
 
-    def will_sync(self) -> bool:
-        """Whether the next forward brings buffers together."""
-        return self.due and self.sends and bool(self.named())
-
-    def come_before(self, link: object | None) -> bool:
-        """Whether they do so before the forward; ``link`` is None without other processes."""
-        hook = self._hook
-        if hook is None:
-            return link is not None and self.will_sync()
-        return hook.location == BufferCommHookLocation.PRE_FORWARD and self.will_sync()
-
-    def come_after(self) -> bool:
-        """Whether they do so after the forward."""
-        hook = self._hook
-        at_end = hook is not None and hook.location == BufferCommHookLocation.POST_FORWARD
-        return at_end and self.will_sync()
-
-    def note_forward(self, *, reduces: bool) -> None:
-        """A forward is done, whose gradients are reduced or stay in this process."""
-        self.due = reduces
-
-    def sync(self, link: ProcessLink | None, source: int) -> None:
+    def sync(self, source: int) -> None:
         """Bring the buffers together: by the hook, or those of rank ``source`` are sent to all."""
-        self.wait(link)
+        self.wait()
         named = self.named()
         counted = tuple(b for b in named.values() if not b.is_inference())
         with torch.no_grad(), torch_internals.keep_versions(counted):
             if self._hook is not None:
-                returned = self._hook.function(self._hook.state, named)
+                returned = self._hook(named)
                 one = isinstance(returned, torch_internals.Future)
                 self._futures += [returned] if one else returned or ()
-            elif link is not None:
-                broadcast(named, source, link, what=f"buffers of rank {source}")
-        if link is None:
+            elif self._processes is not None:
+                what = f"buffers of rank {source}"
+                broadcast(named, source, self._processes.buckets, what=what)
+        if self._processes is None:
             # There may be no round at whose end it would be waited for.
-            self.wait(None)
+            self.wait()
 
-    def wait(self, link: ProcessLink | None) -> None:
+    def wait(self) -> None:
         """Wait until what a hook has begun is done."""
         futures, self._futures = self._futures, []
         for future in futures:
-            if link is None:
+            if self._processes is None:
                 future.wait()
             else:
+                link = self._processes.buckets
                 link.wait_for(future, what="a future of the hook for buffers")
 
-    def send_states(self, link: ProcessLink, source: int, *, buffers: bool) -> None:
+    def send_states(self, source: int, *, buffers: bool) -> None:
         """Let all processes have the parameters of one, and its buffers if wanted."""
-        states = self._states(buffers)
-        broadcast(states, source, link, what=f"parameters and buffers of rank {source}")
+        assert self._processes is not None
+        what = f"parameters and buffers of rank {source}"
+        broadcast(self._states(buffers), source, self._processes.buckets, what=what)
 
-    def check_states(self, link: ProcessLink, *, buffers: bool) -> None:
+    def check_states(self, *, buffers: bool) -> None:
         """Raise a ValueError in all processes if they have different modules."""
+        assert self._processes is not None
         what = "the comparison of parameters and buffers"
-        check_same(self._states(buffers), link, what=what)
+        check_same(self._states(buffers), self._processes.control, what=what)
 
     def _states(self, buffers: bool) -> dict[str, torch.Tensor]:
         states = dict[str, torch.Tensor](self._module.named_parameters())
@@ -205,7 +169,7 @@ class Buffers:
         return {n: t for n, t in states.items() if n not in self.ignored}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_futures": []}
+        return {**vars(self), "_futures": [], "_processes": None}
 
 
 def broadcast(
@@ -214,21 +178,19 @@ def broadcast(
     """Replace tensors in all processes by those of one; a collective call.
 
     Tensors of any dtypes travel together, as bytes: one message for each device and 250 MiB.
-
-    Args:
-        tensors: By name, with the same names, shapes and dtypes in all processes; written in place.
-        source: The rank whose tensors all processes get.
-        link: The processes.
-        what: What the tensors are, for messages.
-
-    Raises:
-        ValueError: A tensor is sparse or quantized.
-        CollectiveTimeout: Another process did not come in time.
     """
     # Made in inference mode the views could not be used outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        found = [part for name, tensor in tensors.items() for part in _plain(name, tensor)]
-        for parts in _messages([part.detach() for part in found if part.numel()]):
+        found = parts_of(tensors)
+        for name, part in found.items():
+            if part.layout != torch.strided or part.is_quantized:
+                kind = "quantized" if part.is_quantized else str(part.layout)
+                raise ValueError(
+                    f"{name!r} is {kind}, and only dense tensors are sent to other processes; make "
+                    "it dense, or let each process keep its own with DistributedDataParallel."
+                    f"_set_params_and_buffers_to_ignore_for_model(module, [{name!r}])"
+                )
+        for parts in _messages([part.detach() for part in found.values() if part.numel()]):
             size = sum(part.nbytes for part in parts)
             flat = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
             pieces = torch.split(flat, [part.nbytes for part in parts])
@@ -251,27 +213,11 @@ def _messages(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     places: dict[torch.device, list[torch.Tensor]] = {}
     for part in sorted(parts, key=lambda part: -part.element_size()):
         message = places.setdefault(part.device, [])
-        if message and sum(p.nbytes for p in message) + part.nbytes > _MESSAGE_BYTES:
+        if message and sum(p.nbytes for p in message) + part.nbytes > MESSAGE_BYTES:
             yield message
             places[part.device] = message = []
         message.append(part)
     yield from places.values()
-
-
-def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, or the tensors of which it consists."""
-    if torch_internals.is_wrapper(tensor):
-        for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
-        return
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise ValueError(
-            f"{name!r} is {kind}, and only dense tensors are sent to other processes; make it "
-            "dense, or let each process keep its own with DistributedDataParallel."
-            f"_set_params_and_buffers_to_ignore_for_model(module, [{name!r}])"
-        )
-    yield tensor
 
 
 def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: str) -> None:

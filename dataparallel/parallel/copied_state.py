@@ -21,34 +21,51 @@ from typing import Any
 import torch.distributed as dist
 
 from dataparallel import torch_internals
-from dataparallel.parallel.process_choice import default_group
+from dataparallel.parallel.training import default_group
 from dataparallel.reducer.comm_hooks import ResolvedHook
 
 _log = logging.getLogger("dataparallel")
 
 
-class CopiedGroup:
-    """The process group of a wrapper on its way into a copy.
+class CopiedState:
+    """The process group and the communication hook of a wrapper on their way into a copy.
 
     Args:
         group: The group; None if there is none.
-        is_lost: Whether the wrapper had another one, which a pickle could not hold.
+        hook: The hook; None if there is none.
+        is_lost: Whether the wrapper had another group, which a pickle could not hold.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, is_lost: bool = False) -> None:
-        self.group = group
-        self.is_lost = is_lost
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        hook: ResolvedHook | None = None,
+        *,
+        is_lost: bool = False,
+    ) -> None:
+        self.group, self.hook, self.is_lost = group, hook, is_lost
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedGroup:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedState:
+        # Process groups are what they are, in states of hooks, too.
+        for group in torch_internals.world().pg_map if dist.is_available() else ():
+            memo[id(group)] = group
+        hook = None
+        try:
+            hook = copy.deepcopy(self.hook, memo)
+        except Exception as error:
+            assert self.hook is not None
+            _tell_of(self.hook.name, f"copied ({type(error).__name__}: {error})")
+        return CopiedState(self.group, hook, is_lost=self.is_lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = self.group is not None and not _is_default(self.group)
-        return _loaded_group, (own or self.is_lost,)
+        return _loaded, (own or self.is_lost, None if self.hook is None else self.hook.name)
 
 
-def _loaded_group(is_lost: bool) -> CopiedGroup:
-    return CopiedGroup(default_group(), is_lost=is_lost)
+def _loaded(is_lost: bool, hook: str | None) -> CopiedState:
+    if hook is not None:
+        _tell_of(hook, "saved with the wrapper")
+    return CopiedState(default_group(), is_lost=is_lost)
 
 
 def _is_default(group: dist.ProcessGroup) -> bool:
@@ -57,37 +74,6 @@ def _is_default(group: dist.ProcessGroup) -> bool:
     if world is None or not torch_internals.is_registered(group):
         return True
     return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(world)
-
-
-class CopiedHook:
-    """The communication hook of a wrapper on its way into a copy.
-
-    Args:
-        hook: The hook; None if there is none.
-    """
-
-    def __init__(self, hook: ResolvedHook | None) -> None:
-        self.hook = hook
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedHook:
-        # Process groups are what they are, in states of hooks, too.
-        for group in torch_internals.world().pg_map if dist.is_available() else ():
-            memo[id(group)] = group
-        try:
-            return CopiedHook(copy.deepcopy(self.hook, memo))
-        except Exception as error:
-            assert self.hook is not None
-            _tell_of(self.hook.name, f"copied ({type(error).__name__}: {error})")
-            return CopiedHook(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded_hook, (None if self.hook is None else self.hook.name,)
-
-
-def _loaded_hook(name: str | None) -> CopiedHook:
-    if name is not None:
-        _tell_of(name, "saved with the wrapper")
-    return CopiedHook(None)
 
 
 def _tell_of(name: str, done: str) -> None:

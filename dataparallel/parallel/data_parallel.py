@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, pl
 from dataparallel.batch.scatter import execute, move, shared_objects
 from dataparallel.batch.scatter import place as placed
 from dataparallel.batch.tree import flatten
-from dataparallel.comm import interpreter_end
 from dataparallel.devices import (
     DeviceLike,
     accelerators,
@@ -44,17 +43,19 @@ from dataparallel.devices import (
     parse_output_device,
     synchronize,
 )
-from dataparallel.errors import suggesting
+from dataparallel.errors import chosen, suggesting
 from dataparallel.parallel import step
-from dataparallel.parallel.buffers import BufferPolicy, check_policy
-from dataparallel.parallel.loss import LossCall, Weight, arguments, prepare
+from dataparallel.parallel.buffers import BufferPolicy
+from dataparallel.parallel.loss import Loss, Weight, arguments, prepare
 from dataparallel.parallel.prefix import NamesOfModule
 from dataparallel.parallel.signature import with_signature_of_module
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
 from dataparallel.threads.compile import untraced
-from dataparallel.threads.context import refuse_transforms
 from dataparallel.threads.timeline import Timeline
+
+if TYPE_CHECKING:
+    from dataparallel.parallel.training import Training
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
@@ -122,8 +123,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
     module: ModuleT
     # Attributes of `options` that are the wrapper's, too.
     _SHOWN_OPTIONS: frozenset[str] = frozenset()
-    # Whether a single replica may be on several devices itself.
-    _keeps_spread = False
+    # Whether a single replica gets all arguments as they are, and may be on several devices itself.
+    _SPLITS_FOR_ONE = True
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         )
         self.src_device_obj = devices[0]
         self.dim = dim
-        self.buffer_policy = check_policy(buffers)
+        self.buffer_policy = chosen("buffers", buffers, get_args(BufferPolicy))
         self.scalars = check_scalars(scalars)
         self._told_of_vectors = self._told_of_dims = False
         self.in_dims = dict(in_dims) if in_dims is not None else None
@@ -165,7 +166,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         self.timeline = Timeline(devices)
         self._runner = Runner(devices, self.buffer_policy, self.timeline)
         self._splitter: BatchSplitter | None = None
-        self._spread = self._keeps_spread and len(devices) == 1 and is_spread(module)
+        self._is_whole = len(devices) == 1 and not self._SPLITS_FOR_ONE
+        self._spread = self._is_whole and is_spread(module)
         if not self._spread:
             place(module, devices)
 
@@ -192,34 +194,16 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
                 active around several replicas.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"), self._begin() as call:
-            return self._run(call, inputs, kwargs)
-
-    @contextmanager
-    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
-        """What is done around one forward, and what is known of it."""
-        yield Call(loss=loss)
-
-    def _run(self, call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        interpreter_end.come_by()
-        refuse_transforms(len(self.device_ids))
-        if call.training is None:
-            check_placement(self.module, self.device_ids[0])
-        else:
-            call.training.check_placement()
-        if self._splitter is None:
             return step.run(self, call, inputs, kwargs)
-        attempt = functools.partial(step.run, self, call, inputs, kwargs)
-        criterion = None if call.loss is None else call.loss.prepared.module
-        return self._splitter.attempt(attempt, (self.module, criterion), (inputs, kwargs))
+
+    def _begin(self, loss: Loss | None = None) -> AbstractContextManager[Call]:
+        """What is done around one forward, and what is known of it."""
+        return nullcontext(Call(loss=loss))
 
     @property
-    def _is_repeating(self) -> bool:
-        return self._splitter is not None and self._splitter.is_repeating
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether a single replica gets all arguments as they are, and so returns its output."""
-        return False
+    def _training(self) -> Training | None:
+        """What reduces gradients and keeps the replicas; None where each forward makes them."""
+        return None
 
     # --- the steps of a forward, which torch lets the user override ------------------------------
 
@@ -274,7 +258,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         num_slots: int,
         chunk_sizes: ChunkSizesOf | None = None,
     ) -> ScatterPlan:
-        in_dims = self._in_dims_of(len(inputs), kwargs)
+        in_dims = self._in_dims_of(len(inputs), kwargs) if self.in_dims else None
         return plan_scatter(
             inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, self.split_lists
         )
@@ -288,8 +272,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
 
     def _in_dims_of(self, num_own: int, kwargs: Mapping[str, Any]) -> Mapping[str | int, Any]:
         """``in_dims`` of the module's arguments, names of those given by position resolved."""
-        if not self.in_dims:
-            return {}
+        assert self.in_dims is not None
         names = list(inspect.signature(self.module.forward).parameters)[:num_own]
         places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
         resolved = {places.get(key, key): dim for key, dim in self.in_dims.items()}
@@ -301,15 +284,12 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
-        return self._runner.show(self._lend(module, len(device_ids)))
+        return self._runner.show(self._runner.lend(module, len(device_ids), self._training))
 
-    def _lend(self, module: nn.Module, num_replicas: int) -> Lent:
-        return self._runner.lend(module, num_replicas)
-
-    def _replicas(self, num_replicas: int) -> Lent:
+    def _replicas(self, num_replicas: int, training: Training | None) -> Lent:
         """The replicas of one forward."""
         if _is_own(self.replicate, DataParallel.replicate):
-            return self._lend(self.module, num_replicas)
+            return self._runner.lend(self.module, num_replicas, training)
         devices = self.device_ids[:num_replicas]
         return self._runner.recognize(self.replicate(self.module, devices))
 
@@ -330,42 +310,34 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
             if output_device == "each" or self._spread:
                 return list(outputs) if output_device == "each" else outputs[0]
             return move(outputs[0], output_device)
-        if self.scalars == "mean" or callable(self.scalars):
+        scalars: Any = self.scalars
+        if scalars == "mean" or callable(scalars):
             if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in flatten(outputs)[0]):
                 raise ValueError(
-                    f"scalars={self.scalars!r} weighs the 0-d outputs of the chunks, and gather is "
+                    f"scalars={scalars!r} weighs the 0-d outputs of the chunks, and gather is "
                     "told the outputs alone; put the 0-d ones together in a gather of your own, or "
                     "use scalars='stack'"
                 )
-            return self._gathered(outputs, output_device, "stack")
-        return self._gathered(outputs, output_device, self.scalars)
-
-    def _gathered(
-        self,
-        outputs: Sequence[Any],
-        output_device: Any,
-        scalars: Any,
-        weights: Sequence[float] | None = None,
-    ) -> Any:
-        return gather(
-            outputs,
-            output_device,
-            dim=self.dim,
-            scalars=scalars,
-            weights=weights,
-            out_dims=self.out_dims,
-        )
+            scalars = "stack"
+        return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
     def _join(self, outputs: list[Any], sizes: Sequence[int], joining: Joining) -> Any:
         """What the caller of one forward gets."""
-        several = len(outputs) > 1 and self.output_device != "each"
         if self._is_whole or not _is_own(self.gather, DataParallel.gather):
             return self.gather(outputs, self.output_device)
+        several = len(outputs) > 1 and self.output_device != "each"
         stacks = joining.scalars == "stack" and several and torch.is_grad_enabled()
         if stacks and not self._told_of_vectors:
             self._told_of_vectors = True
             tell_of_vectors(outputs[0], self.out_dims)
-        result = self._gathered(outputs, self.output_device, joining.scalars, joining.counts)
+        result = gather(
+            outputs,
+            self.output_device,
+            self.dim,
+            scalars=joining.scalars,
+            weights=joining.counts if joining.scalars == "mean" else None,
+            out_dims=self.out_dims,
+        )
         if several and not self._told_of_dims:
             self._told_of_dims = True
             tell_of_dims(outputs, sizes, self.dim, self.out_dims)
@@ -413,12 +385,10 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         given: dict[Any, Any] = {**dict(enumerate(target_args)), **target_kwargs}
         names = {f"targets[{key!r}]": key for key in given}
         scattered = {**kwargs, **{name: given[key] for name, key in names.items()}}
-        loss = LossCall(prepare(criterion, weight, self.dim), names, self.timeline)
-        with (
-            torch.autograd.profiler.record_function("DataParallel.loss"),
-            self._begin(loss) as call,
-        ):
-            result: Tensor = self._run(call, args, scattered)
+        loss = prepare(criterion, weight, self.dim, names)
+        record = torch.autograd.profiler.record_function("DataParallel.loss")
+        with record, self._begin(loss) as call:
+            result: Tensor = step.run(self, call, args, scattered)
             return result
 
     # --- what the wrapper shows of the module --------------------------------------------------
@@ -516,6 +486,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         devices = [*(before[index] for index in kept), *new]
         self._use_runner(Runner(devices, self.buffer_policy, self.timeline))
         self.device_ids = devices
+        self._is_whole = len(devices) == 1 and not self._SPLITS_FOR_ONE
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
 
     def _use_runner(self, runner: Runner) -> None:
@@ -523,6 +494,10 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         self._runner = runner
 
     # --- life ----------------------------------------------------------------------------------
+
+    def _divide_by(self, splitter: BatchSplitter | None) -> None:
+        """Let this one divide batches from now on; None for even chunks."""
+        self._splitter = splitter
 
     def close(self) -> None:
         """End the worker threads. The wrapper can be used again; new threads start then."""

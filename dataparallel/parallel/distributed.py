@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,31 +17,35 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.batch.joining import ScalarsOption
-from dataparallel.comm.link import ProcessLink
 from dataparallel.devices import DeviceLike
-from dataparallel.errors import suggesting
+from dataparallel.errors import chosen, suggesting
 from dataparallel.optim.in_backward import InBackwardOptimizers
-from dataparallel.parallel.buffers import BufferCommHook, BufferPolicy, Buffers
-from dataparallel.parallel.copied_state import CopiedGroup, CopiedHook
+from dataparallel.parallel.buffers import (
+    MESSAGE_BYTES,
+    PRE_FORWARD,
+    BufferCommHook,
+    BufferPolicy,
+    Buffers,
+)
+from dataparallel.parallel.copied_state import CopiedState
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import LimitedJoin, UnevenInputs
-from dataparallel.parallel.loss import LossCall
+from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.mixed_precision import MixedPrecision
 from dataparallel.parallel.process_choice import (
-    check_alone,
     chosen_buffers,
     chosen_caps,
     chosen_devices,
     chosen_group,
 )
-from dataparallel.parallel.step import Call, Lent, Runner
+from dataparallel.parallel.step import Call, Runner
 from dataparallel.parallel.training import Options, Training
 from dataparallel.reducer.comm_hooks import resolve_hook
+from dataparallel.reducer.exchange import Progress
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
-from dataparallel.reducer.options import AverageKind, check_average
+from dataparallel.reducer.options import AverageKind, ignored_names
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
-from dataparallel.reducer.trained import ignored_names, trained_parameters
 from dataparallel.reducer.verify import check_replicas
 from dataparallel.torch_internals import BufferCommHookLocation
 
@@ -59,9 +63,17 @@ class _OfThread(threading.local):
     #: Within `no_sync()`, whether backward is reduced; None outside of it.
     synchronizes: bool | None = None
 
+    def say(self, *, synchronizes: bool | None) -> None:
+        """Whether backward is reduced."""
+        self.synchronizes = synchronizes
+
+    def weigh(self, weight: float | None) -> None:
+        """The weight of the next forward."""
+        self.weight = weight
+
 
 #: What belongs to one wrapper alone, and a copy makes anew.
-_NOT_COPIED = ("_made", "_forwards", "_own", "_uneven", "device_mesh")
+_NOT_COPIED = ("_made", "_forwards", "_own", "_uneven", "_progress", "device_mesh")
 
 
 @suggesting
@@ -139,19 +151,26 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """
 
     #: As in torch; so much is sent at once at most, where parameters or buffers are broadcast.
-    broadcast_bucket_size = 250 * 2**20
+    broadcast_bucket_size = MESSAGE_BYTES
 
-    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {"delayed", "hook", "optimizers"}
-    _keeps_spread = True
+    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
+        "delayed",
+        "hook",
+        "optimizers",
+        "separate",
+    }
+    _SPLITS_FOR_ONE = False
     _synchronizes = True
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
-    # Whether this process trains by itself on purpose.
-    _is_separate = False
     # Whether this is loaded from a pickle that could not hold the process group of the wrapper.
     _lost_group = False
     # Why the processes can never reduce together again; empty if they can.
     _stuck = ""
+    #: Whether buffers are sent before forwards.
+    forward_sync_buffers = True
+    #: Whether the last forward was one whose gradients are reduced; buffers are sent after those.
+    require_forward_param_sync = True
 
     def __init__(
         self,
@@ -187,10 +206,23 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         out_dims: Any = None,
         split_lists: bool = False,
     ) -> None:
-        group = chosen_group(process_group, device_mesh)
+        options = Options(
+            process_group=chosen_group(process_group, device_mesh),
+            separate=process_group is False,
+            bucket_cap_mb=chosen_caps(bucket_cap_mb, bucket_cap_mb_list),
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
+            average=chosen("average", average, get_args(AverageKind)),
+            deterministic=deterministic,
+            timeout=timeout,
+            mixed_precision=MixedPrecision.of(mixed_precision),
+            nonfinite=NonFinitePolicy.of(nonfinite),
+        )
         super().__init__(
             module,
-            chosen_devices(device_ids, module, group),
+            chosen_devices(device_ids, module, options.process_group),
             output_device,
             dim,
             buffers=buffers,
@@ -199,30 +231,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             out_dims=out_dims,
             split_lists=split_lists,
         )
-        self.options = Options(
-            process_group=group,
-            bucket_cap_mb=chosen_caps(bucket_cap_mb, bucket_cap_mb_list),
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
-            average=check_average(average),
-            deterministic=deterministic,
-            timeout=timeout,
-            mixed_precision=MixedPrecision.of(mixed_precision),
-            nonfinite=NonFinitePolicy.of(nonfinite),
-        )
-        self._start(process_group, device_mesh, broadcast_buffers, forward_sync_buffers, init_sync)
+        self._start(options, device_mesh, broadcast_buffers, forward_sync_buffers, init_sync)
 
     def _begin_life(self) -> None:
         """Make what no copy takes over."""
         self._forwards, self._own = threading.RLock(), _OfThread()
-        self._uneven = UnevenInputs(self)
+        self._uneven, self._progress = UnevenInputs(self), Progress()
         Joinable.__init__(self)
 
     def _start(
         self,
-        process_group: object,
+        options: Options,
         device_mesh: Any,
         broadcast_buffers: bool | None,
         forward_sync_buffers: bool | None,
@@ -230,23 +249,20 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     ) -> None:
         """See that all processes train the same; a collective call."""
         module = self.module
-        self.options.mixed_precision.convert_buffers(module)
-        optimizers = InBackwardOptimizers.of(module.parameters())
-        self.options = replace(self.options, optimizers=optimizers)
-        self._is_separate = process_group is False
         if device_mesh is not None:
             # As in torch, there is no such attribute otherwise.
             self.device_mesh = device_mesh
+        self.forward_sync_buffers = chosen_buffers(broadcast_buffers, forward_sync_buffers)
+        options.mixed_precision.convert_buffers(module)
+        self.options = replace(options, optimizers=InBackwardOptimizers.of(module.parameters()))
         self._begin_life()
         _refuse_frozen(module)
-        sends = chosen_buffers(broadcast_buffers, forward_sync_buffers)
-        self.buffer_sync = Buffers(module, sends=sends)
+        self.buffer_sync = Buffers()
         self._training.connect()
-        processes = self._training.processes
-        if init_sync and processes is not None:
-            both = sends or forward_sync_buffers is not None
-            self.buffer_sync.check_states(processes.control, buffers=both)
-            self.buffer_sync.send_states(processes.buckets, 0, buffers=both)
+        if init_sync and self._training.processes is not None:
+            both = self.forward_sync_buffers or forward_sync_buffers is not None
+            self.buffer_sync.check_states(buffers=both)
+            self.buffer_sync.send_states(0, buffers=both)
 
     # --- what it is trained with -----------------------------------------------------------------
 
@@ -261,46 +277,41 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return self._made
 
     def _build(self) -> None:
-        self.buffer_sync.follow(self.module)
-        self._made = Training(
-            self.module,
-            self.buffer_policy,
-            self.options,
-            self._runner,
-            self.timeline,
-            spread=self._spread,
-        )
-        self._watch_buffers()
-
-    def _rebuild(self) -> None:
         """Make everything anew, for other processes, options or parameters."""
-        if self._made is not None:
-            self._made.close()
+        with self._forwards:
+            self._close_training()
+            self._made = Training(
+                self.module,
+                self.buffer_policy,
+                self.options,
+                self._runner,
+                self.timeline,
+                self._progress,
+                spread=self._spread,
+            )
+            self.buffer_sync.follow(self.module, self._made.processes)
+            self._wait_for_buffers()
+
+    def _renew(self, lost: Training) -> Training:
+        """Make new links, and new buckets, since what was sent may still write to the old ones."""
         self._build()
+        self._training.reducer.go_on_from(lost.reducer)
+        return self._training
 
     def _change(self, **options: Any) -> None:
         """Take other options, which need everything made anew."""
         self.options = replace(self.options, **options)
-        self._rebuild()
+        self._build()
 
     def _use_runner(self, runner: Runner) -> None:
         super()._use_runner(runner)
         if self._made is not None:
             self._made = self._made.on(runner)
 
-    def _watch_buffers(self) -> None:
+    def _wait_for_buffers(self) -> None:
         """Let each round end when what a hook for buffers has begun has ended."""
         if self.buffer_sync.has_hook:
-            self._training.reducer.call_at_end(self._wait_for_buffers)
-
-    def _wait_for_buffers(self) -> None:
-        self.buffer_sync.wait(self._link)
-
-    @property
-    def _link(self) -> ProcessLink | None:
-        """The processes that get buffers; None where there are no others."""
-        processes = self._training.processes
-        return None if processes is None else processes.buckets
+            self.reducer.call_at_end(self.buffer_sync.wait)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -315,72 +326,59 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     # --- forward ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _begin(self, loss: LossCall | None = None) -> Iterator[Call]:
-        weight, self._own.weight = self._own.weight, None
+    def _begin(self, loss: Loss | None = None) -> Iterator[Call]:
+        weight = self._own.weight
+        if weight is not None:
+            self._own.weigh(None)
         # The clones are there once, so forwards of several threads come one after another.
         with nullcontext() if self._training.direct else self._forwards:
-            buffers, uneven = self.buffer_sync, self._uneven
-            reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
+            buffers, uneven, options = self.buffer_sync, self._uneven, self.options
+            synchronizes = self.require_backward_grad_sync
+            reduces = synchronizes and torch.is_grad_enabled()
+            joins = torch_internals.join_config(self).enable
             if reduces:
                 _refuse_outer(self)
-            training = self._up_to_date(reduces)
-            joins = torch_internals.join_config(self).enable
+            training = self._up_to_date(reduces=reduces, joins=joins)
             if joins:
                 uneven.notify()
-            if buffers.come_before(training.processes):
-                buffers.sync(self._link, uneven.source())
+            sends = buffers.moment is not None and self.will_sync_module_buffers()
+            if sends and buffers.moment == PRE_FORWARD:
+                buffers.sync(uneven.source())
             if joins:
                 uneven.tell(reduces=reduces)
-            several = training.processes is not None and training.processes.world_size > 1
-            call = Call(
-                training,
-                weight,
-                weighs=self.options.average == "samples" and several and reduces and weight is None,
-                synchronize=self.require_backward_grad_sync,
-                loss=loss,
-            )
+            counts = options.average == "samples" and options.world_size > 1
+            weighs = counts and reduces and weight is None
+            call = Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
             with self._inside_ddp_forward(), training.telling("forward", reduces=reduces):
                 yield call
-            if buffers.come_after():
-                buffers.sync(self._link, uneven.source())
-            buffers.note_forward(reduces=reduces)
+            if sends and buffers.moment != PRE_FORWARD:
+                buffers.sync(uneven.source())
+            self.require_forward_param_sync = reduces
 
-    def _up_to_date(self, reduces: bool) -> Training:
+    def _up_to_date(self, *, reduces: bool, joins: bool) -> Training:
         """What the next forward is trained with, made anew and connected where that is needed."""
-        self._check_can_go_on()
-        training, buffers = self._training, self.buffer_sync
-        sends = buffers.come_before(training.processes) or buffers.come_after()
-        needs_others = reduces or sends or torch_internals.join_config(self).enable
-        if training.processes is not None and training.is_lost(needs_others=needs_others):
-            self._rebuild()
+        training, sends = self._training, self.buffer_sync.moment is not None
+        self._check_can_go_on(training)
+        needs_others = reduces or joins or (sends and self.will_sync_module_buffers())
+        is_lost = training.processes is not None and training.is_lost(needs_others=needs_others)
+        if is_lost:
+            training = self._renew(training)
         elif not training.fits(self.module):
             # Nothing collective has happened, but that those which have joined hear of an error.
             count = self._uneven.notify()
             with training.telling("forward", reduces=True):
                 self._uneven.refuse_other_parameters(count)
-            self._rebuild()
-        training = self._training
+            self._build()
+            training = self._training
         if needs_others and training.processes is not None:
             self._connect()
+            self._progress.check()
         if reduces:
             training.reducer.statistics.begin()
         return training
 
-    @property
-    def _is_whole(self) -> bool:
-        return len(self.device_ids) == 1
-
-    def _lend(self, module: nn.Module, num_replicas: int) -> Lent:
-        training = self._training
-        standing = training.clones if module is self.module else None
-        return self._runner.lend(module, num_replicas, standing, training.batch_group)
-
     def _connect(self) -> None:
-        """Make the links to other processes where there are none; a collective call then.
-
-        Raises:
-            RuntimeError: It is not known which processes these are.
-        """
+        """Make the links to other processes where there are none; a collective call then."""
         if self._lost_group and self._training.processes is not None:
             raise RuntimeError(
                 "this wrapper was loaded from a pickle, which does not hold the process group that "
@@ -390,17 +388,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             )
         self._training.connect()
 
-    def _check_alone(self) -> None:
-        """Refuse to go on without a process group where there are several processes."""
-        if self.options.process_group is None and not self._is_separate:
-            check_alone()
-
-    def _check_can_go_on(self) -> None:
-        """Refuse a forward whose gradients could not be reduced, at once and in all processes."""
-        self._check_alone()
-        processes = self._training.processes
-        if processes is not None and not self._stuck:
-            self._stuck = processes.stuck
+    def _check_can_go_on(self, training: Training) -> None:
+        """Refuse what could not be done together with the other processes, in all of them."""
+        self.options.check_alone()
+        if training.processes is not None and not self._stuck:
+            self._stuck = training.processes.stuck
         if self._stuck:
             raise RuntimeError(
                 f"this wrapper cannot go on, and no process can: {self._stuck.rstrip()}\n"
@@ -432,11 +424,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         They are reduced over processes with those of the first backward after the block, as in
         torch. Gradients are summed over the local replicas in any case.
         """
-        before, self._own.synchronizes = self._own.synchronizes, False
+        self._read_vote()
+        before = self._own.synchronizes
+        self._own.say(synchronizes=False)
         try:
             yield
         finally:
-            self._own.synchronizes = before
+            self._own.say(synchronizes=before)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -452,7 +446,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if self._own.synchronizes is None:
             self._synchronizes = value
         else:
-            self._own.synchronizes = value
+            self._own.say(synchronizes=value)
 
     def set_weight(self, weight: float) -> None:
         """Give this process's weight in ``average="samples"`` for this thread's next forward.
@@ -481,7 +475,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 f"a weight must be finite and not negative, but got {weight}; pass the number of "
                 "samples or tokens of this process"
             )
-        self._own.weight = float(weight)
+        self._own.weigh(float(weight))
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
@@ -523,7 +517,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             self.options.nonfinite.refuse_kept_nan(resolved.name)
         self.options = replace(self.options, hook=resolved)
         if self._training.processes is None:
-            self._rebuild()
+            self._build()
         else:
             self.reducer.use_hook(resolved)
 
@@ -545,7 +539,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             model.loss(criterion, x, y).backward()        # and that is the whole step
 
         Args:
-            optimizer_class: Any whose parameters are stepped one by one.
+            optimizer_class: One of ``torch.optim`` (not LBFGS), or derived from one.
             arguments: Its further arguments.
 
         Returns:
@@ -571,13 +565,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         overlapped.register_ddp(self)
 
     def _set_static_graph(self) -> None:
-        """Say that every backward uses the same parameters; every process calls it.
-
-        It is what ``static_graph=True`` is at construction.
-
-        Raises:
-            RuntimeError: There was a backward already.
-        """
+        """Do as with ``static_graph=True``, before the first backward and in every process."""
         if self.options.static_graph:
             return
         if self.reducer.num_rounds:
@@ -596,8 +584,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             ReplicaMismatch: Something differs; the message names tensors, replicas and ranks.
             RuntimeError: There are several processes, but the wrapper has no process group.
         """
-        self._check_alone()
-        leaves, processes = self._training.leaves, self._training.processes
+        training = self._training
+        self._check_can_go_on(training)
+        if training.is_lost(needs_others=True):
+            training = self._renew(training)
+        leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.carry()
         originals = dict(self.module.named_parameters())
@@ -605,18 +596,19 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         replicas = []
         for i in range(len(self.device_ids)):
             replica: dict[str, torch.Tensor] = {**originals, **buffers}
-            for (name, original), leaf in zip(originals.items(), leaves.of(i), strict=True):
+            for (name, original), leaf in zip(originals.items(), leaves.rows[i], strict=True):
                 same = leaf.dtype == original.dtype
                 replica[name if same else f"{name} as {leaf.dtype}"] = leaf
             replicas.append(replica)
         link = None if processes is None else processes.buckets
         check_replicas(replicas[0], replicas[1:], link)
+        self._progress.settle()
 
     def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Reduce over other processes from now on; every process of the new group calls it."""
-        self._is_separate = False
         self._lost_group = False
-        self._change(process_group=chosen_group(process_group, None))
+        self._progress.settle()
+        self._change(process_group=chosen_group(process_group, None), separate=False)
         self._training.connect()
 
     def _update_process_group(self, new_process_group: Any) -> None:
@@ -626,7 +618,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def reset_state(self) -> None:
         """Forget a backward that was left unfinished by an error."""
-        self._training.reset()
+        self.reducer.reset()
 
     @property
     def num_skipped(self) -> int:
@@ -685,6 +677,29 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return total
 
     clip_grad_norm_ = clip_grad_norm
+
+    # --- the vote --------------------------------------------------------------------------------
+
+    def _read_vote(self) -> None:
+        """Raise where another process has failed in the last round; see Note [The vote]."""
+        if self._made is not None:
+            self._made.read_vote(needs_others=False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state, without a ``module.`` prefix.
+
+        Raises:
+            CollectiveError: Another process has failed after the last backward of this one.
+        """
+        self._read_vote()
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        processes = None if self._made is None else self._made.processes
+        if processes is not None and (self._progress.doubt or processes.is_broken):
+            # All processes load the same.
+            self._progress.settle()
 
     # --- uneven inputs ---------------------------------------------------------------------------
 
@@ -749,6 +764,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             self._uneven, throw_on_early_termination, divide_by_initial_world_size, step
         )
 
+    def _note_forward(self, *, reduces: bool) -> None:
+        """Another process, which has not joined, has made a forward."""
+        self.require_forward_param_sync = reduces
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's ``Join`` calls in a process that has no more inputs.
 
@@ -757,7 +776,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 others.
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
-        return self._uneven.hook(divides=divides, step=kwargs.get("step"))
+        return self._uneven.begin(divides=divides, step=kwargs.get("step"))
 
     @property
     def join_device(self) -> torch.device:
@@ -773,25 +792,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     # --- buffers ---------------------------------------------------------------------------------
 
     @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether buffers are sent before forwards."""
-        return self.buffer_sync.sends
+    def broadcast_buffers(self) -> bool:
+        """The older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
 
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self.buffer_sync.send(value)
-
-    #: The older name.
-    broadcast_buffers = forward_sync_buffers
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the last forward was one whose gradients are reduced."""
-        return self.buffer_sync.due
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self.buffer_sync.note_forward(reduces=value)
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @property
     def parameters_to_ignore(self) -> set[str]:
@@ -800,7 +807,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with the buffers of rank 0."""
-        return self.buffer_sync.will_sync()
+        due = self.require_forward_param_sync and self.forward_sync_buffers
+        return due and bool(self.buffer_sync.named())
 
     def _register_buffer_comm_hook(
         self,
@@ -810,17 +818,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     ) -> None:
         """Let a hook bring the buffers of all processes together, in place of a broadcast.
 
-        Args:
-            state: What the hook is called with.
-            hook: ``hook(state, buffers)`` with a dictionary of buffers by name, to be changed in
-                place. It may return a list of futures, which are waited for at the end of backward.
-            comm_hook_location: Whether it is called before a forward or after it. Default: after.
-
-        Raises:
-            TypeError: The hook is not callable, or the location is none.
+        ``hook(state, buffers)`` gets the buffers by name, to be changed in place, before or after
+        each forward. It may return futures, which are waited for at the end of backward.
         """
         self.buffer_sync.register(state, hook, comm_hook_location)
-        self._watch_buffers()
+        self._wait_for_buffers()
 
     # --- further names of torch's wrapper --------------------------------------------------------
 
@@ -862,7 +864,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return logging_data(
             self.reducer,
             self.module,
-            trained_parameters(self.module, without=self.parameters_to_ignore),
             group=self.process_group,
             devices=[*self.device_ids, self.output_device],
             broadcast_buffers=int(self.forward_sync_buffers),
@@ -880,15 +881,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self.reducer.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        """Check that the last backward has come to its end.
-
-        Example::
-
-            model.check_reducer_finalized()
-
-        Raises:
-            RuntimeError: It has not: it failed outside of the replicas.
-        """
+        """Raise a RuntimeError if the last backward failed outside of the replicas."""
         if self.reducer.unfinished:
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
@@ -905,6 +898,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         like making it.
         """
         super().close()
+        self._close_training()
+
+    def _close_training(self) -> None:
         made, self._made = self._made, None
         if made is not None:
             made.close()
@@ -915,25 +911,25 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         # As in torch: the copy belongs to the default group of the process that makes it.
         for name in (*_NOT_COPIED, torch_internals.JOIN_CONFIG):
             state.pop(name, None)
-        group = CopiedGroup(self.process_group, is_lost=self._lost_group)
         return {
             **state,
             "options": replace(self.options, process_group=None, hook=None),
-            "_copied": (group, CopiedHook(self.options.hook)),
+            "_copied": CopiedState(self.process_group, self.options.hook, is_lost=self._lost_group),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        group, hook = state.pop("_copied")
+        copied = state.pop("_copied")
         super().__setstate__(state)
-        self.options = replace(self.options, process_group=group.group, hook=hook.hook)
-        self._lost_group = group.is_lost
+        self.options = replace(self.options, process_group=copied.group, hook=copied.hook)
+        self._lost_group = copied.is_lost
         self._begin_life()
 
 
 def _refuse_frozen(module: nn.Module) -> None:
     """Raise a ValueError where there is nothing to train."""
-    if not trained_parameters(module, without=ignored_names(module)).parameters:
+    ignored = ignored_names(module)
+    if not any(p.requires_grad and name not in ignored for name, p in module.named_parameters()):
         raise ValueError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters "
             "that require a gradient; call the module itself, or use DataParallel"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.batch.tree import flatten
+from dataparallel.batch.tree import Structure, flatten
 from dataparallel.graph.functions import Identity, apply_function
 
 
@@ -55,33 +55,36 @@ class ReplicaInputs:
                 continue
             if id(value) not in places:
                 places[id(value)] = len(self.outer)
-                self._add(value)
+                leaf = value.detach().requires_grad_()
+                given = leaf if value.is_leaf else apply_function(Identity, leaf)[0]
+                self.outer.append(value)
+                self.leaves.append(leaf)
+                self._given.append(given)
+                self._nodes.append(given.grad_fn)
             values[position] = self._given[places[id(value)]]
         self.given = structure.rebuild(values) if self.outer else arguments
 
-    def _add(self, outer: torch.Tensor) -> None:
-        leaf, given = stand_in(outer)
-        self.outer.append(outer)
-        self.leaves.append(leaf)
-        self._given.append(given)
-        self._nodes.append(given.grad_fn)
-
-    def written(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def written(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Inputs that the module has made a part of its graph: the caller's, and the replica's.
 
         Raises:
             RuntimeError: Inputs share memory, and the module wrote some of them.
         """
-        found = []
-        for i, (given, node) in enumerate(zip(self._given, self._nodes, strict=True)):
-            if given.grad_fn is not node:
-                found.append((self.outer[i], given))
+        outer, written = [], []
+        for i, given in enumerate(self._given):
+            if given.grad_fn is not self._nodes[i]:
+                outer.append(self.outer[i])
+                written.append(given)
                 # The cut comes behind what the caller's tensor was before the module wrote it.
                 self.outer[i] = apply_function(Identity, self.outer[i])[0]
-        if found:
-            self._refuse_shared([given for _, given in found])
-        with_history = {id(tensor): tensor for tensor in self._constant if tensor.requires_grad}
-        return found + [(tensor, _taken_out(tensor)) for tensor in with_history.values()]
+        if written:
+            self._refuse_shared(written)
+        for tensor in self._constant:
+            # Once only: it is left without.
+            if tensor.requires_grad:
+                outer.append(tensor)
+                written.append(_taken_out(tensor))
+        return outer, written
 
     def _refuse_shared(self, written: Sequence[torch.Tensor]) -> None:
         owners = {tensor.untyped_storage().data_ptr() for tensor in written}
@@ -105,36 +108,43 @@ class ReplicaGraphs:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Sequence[Any]) -> None:
-        self._inputs = [ReplicaInputs(pair) for pair in zip(args, kwargs, strict=True)]
-        self.args = [inputs.given[0] for inputs in self._inputs]
-        self.kwargs = [inputs.given[1] for inputs in self._inputs]
-        self.outer = [inputs.outer for inputs in self._inputs]
-        self.leaves = [inputs.leaves for inputs in self._inputs]
+        self._inputs = list(map(ReplicaInputs, zip(args, kwargs, strict=True)))
+        self.args: list[Any] = []
+        self.kwargs: list[Any] = []
+        self.outer: list[list[torch.Tensor]] = []
+        self.leaves: list[list[torch.Tensor]] = []
+        for inputs in self._inputs:
+            self.args.append(inputs.given[0])
+            self.kwargs.append(inputs.given[1])
+            self.outer.append(inputs.outer)
+            self.leaves.append(inputs.leaves)
+        # Per replica its outputs and then what it wrote, the structure of the outputs, and the
+        # caller's tensors that it wrote.
+        self._rows: list[tuple[list[Any], Structure, list[torch.Tensor]]] = []
 
     def take(self, outputs: Sequence[Any]) -> list[list[torch.Tensor]]:
         """Per replica, what of its outputs and written inputs the cut is to follow."""
-        self._flat = [flatten(output, name="outputs") for output in outputs]
-        self._written = [inputs.written() for inputs in self._inputs]
-        self._rows = [
-            [*leaves, *(given for _, given in pairs)]
-            for (leaves, _), pairs in zip(self._flat, self._written, strict=True)
-        ]
-        return [[leaf for leaf in row if _is_followed(leaf)] for row in self._rows]
+        for output, inputs in zip(outputs, self._inputs, strict=True):
+            row, structure = flatten(output, name="outputs")
+            written, given = inputs.written()
+            self._rows.append(([*row, *given], structure, written))
+        return [list(filter(_is_followed, row)) for row, _, _ in self._rows]
 
     @property
     def is_written(self) -> bool:
         """Whether a module has made an input a part of its graph; known after :meth:`take`."""
-        return any(self._written)
+        return any(written for _, _, written in self._rows)
 
     def rebuild(self, connected: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
         """The outputs, with what stands for those that the cut follows."""
         results = []
-        for replica, (_, structure) in enumerate(self._flat):
-            new, pairs = iter(connected[replica]), self._written[replica]
-            row = [next(new) if _is_followed(leaf) else leaf for leaf in self._rows[replica]]
-            for (tensor, _), result in zip(reversed(pairs), reversed(row), strict=False):
+        for (row, structure, written), replica in zip(self._rows, connected, strict=True):
+            new = iter(replica)
+            taken = [next(new) if _is_followed(leaf) else leaf for leaf in row]
+            count = structure.num_leaves
+            for tensor, result in zip(reversed(written), reversed(taken[count:]), strict=True):
                 follow_write(tensor, result)
-            results.append(structure.rebuild(row[: structure.num_leaves]))
+            results.append(structure.rebuild(taken[:count]))
         return results
 
 
@@ -146,14 +156,6 @@ def map_leaves(function: Callable[[Any], Any], obj: Any) -> Any:
     """A container with every leaf replaced by what ``function`` makes of it."""
     leaves, structure = flatten(obj)
     return structure.rebuild([function(leaf) for leaf in leaves])
-
-
-def stand_in(outer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A leaf with the memory of ``outer``, and what a function is given in place of ``outer``."""
-    leaf = outer.detach().requires_grad_()
-    if outer.is_leaf:
-        return leaf, leaf
-    return leaf, apply_function(Identity, leaf)[0]
 
 
 def _taken_out(tensor: torch.Tensor) -> torch.Tensor:

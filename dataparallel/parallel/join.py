@@ -27,9 +27,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,24 +38,35 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.comm.link import Pending, ProcessLink
+from dataparallel.parallel.buffers import PRE_FORWARD
 from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
     from dataparallel.parallel.distributed import DistributedDataParallel
 
-_WHAT = "how many processes have inputs left"
+_COUNT = "how many processes have inputs left"
+_REDUCES = "whether gradients will be reduced"
 
 
-def _count(
-    link: ProcessLink, *, has_inputs: bool, terminates: bool
-) -> tuple[torch.Tensor, Pending]:
-    """Begin to count the processes that have inputs, and those that want all to stop."""
-    counts = torch.tensor([int(has_inputs), int(terminates)])
-    return counts, link.all_reduce(counts, what=_WHAT)
+class _Asked(NamedTuple):
+    """Numbers of all processes that are being reduced."""
+
+    numbers: torch.Tensor
+    pending: Pending
+
+    def first(self) -> int:
+        """The first of the results; waits for them."""
+        self.pending.wait()
+        return int(self.numbers[0])
 
 
-class UnevenInputs:
+def _ask(processes: ReducerProcesses, numbers: Sequence[int], op: str, what: str) -> _Asked:
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return _Asked(tensor, processes.control.all_reduce(tensor, op=op, what=what))
+
+
+class UnevenInputs(JoinHook):
     """What one wrapper does for ``join()``. See Note [A process that has joined].
 
     Attributes:
@@ -65,6 +76,7 @@ class UnevenInputs:
     def __init__(self, model: DistributedDataParallel[Any]) -> None:
         self._model = weakref.ref(model)
         self._divides = True
+        self._step: Callable[[], object] | None = None
         # Whether waits are limited in time, in our own context manager.
         self._is_limited = False
         # What was in `.grad` when this process joined.
@@ -86,58 +98,46 @@ class UnevenInputs:
     def _config(self) -> Any:
         return torch_internals.join_config(self.model)
 
-    def begin(self) -> None:
-        """The block of our own context manager is entered."""
-        self._is_limited = True
-
-    def hook(self, *, divides: bool, step: Callable[[], object] | None) -> JoinHook:
-        """What the process does once it has no more inputs."""
-        self._divides, self.was_used = divides, True
-        return _ShadowHook(self, step)
-
-    def describe(self) -> tuple[bool, bool, bool]:
-        """Whether inputs may be uneven, who divides, and whether all stop with the first."""
-        return self._config.enable, self._divides, self._config.throw_on_early_termination
+    def begin(
+        self, *, divides: bool, step: Callable[[], object] | None, limited: bool = False
+    ) -> UnevenInputs:
+        """The block of a context manager is entered, or will be."""
+        self._divides, self._step, self._is_limited = divides, step, limited
+        self.was_used = True
+        return self
 
     # --- in a process that has inputs ----------------------------------------------------------
 
     def notify(self) -> Callable[[], int] | None:
-        """Let those that have joined know that a forward begins here; a collective call.
-
-        Returns:
-            What tells how many processes have not joined; None outside of the block.
-        """
+        """Let those that have joined know of a forward; returns what counts those that have not."""
         config, processes = self._config, self._processes
         if not config.enable:
             return None
+        throws = config.throw_on_early_termination
         count: Callable[[], int] | None = None
-        if not self._is_limited or processes is None:
-            if processes is not None and not config.throw_on_early_termination:
+        if self._is_limited and processes is not None:
+            asked = _ask(processes, [1, 0], "sum", _COUNT)
+            count = asked.first
+            if throws:
+                asked.pending.wait()
+                if asked.numbers[1]:
+                    raise RuntimeError(
+                        "Detected at least one rank that exhausted inputs. Throwing across all "
+                        "ranks."
+                    )
+        else:
+            if processes is not None and not throws:
                 self.refuse_shared_statistics()
             notify: Any = Join.notify_join_context
             work = notify(self.model)
             if work is not None and processes is not None:
                 count = functools.partial(_number_in, work.get_future(), processes.control)
-        else:
-            counts, pending = _count(processes.control, has_inputs=True, terminates=False)
-            if config.throw_on_early_termination:
-                pending.wait()
-                if counts[1]:
-                    raise RuntimeError(
-                        "Detected at least one rank that exhausted inputs. Throwing across all "
-                        "ranks."
-                    )
-            count = functools.partial(_first_of, counts, pending)
         if processes is not None:
             processes.count_active(None if self._divides else count)
         return count
 
     def refuse_other_parameters(self, count: Callable[[], int] | None) -> None:
-        """Raise where everything is to be made anew for other parameters and some have joined.
-
-        Args:
-            count: What :meth:`notify` has returned in this forward.
-        """
+        """Raise where everything is made anew and some have joined, by what notify() returned."""
         processes = self._processes
         if count is None or processes is None:
             return
@@ -152,10 +152,8 @@ class UnevenInputs:
 
     def tell(self, *, reduces: bool) -> None:
         """Let those that have joined know whether gradients of this forward will be reduced."""
-        processes = self._processes
-        if processes is not None and self._config.enable:
-            answer = torch.tensor([int(reduces)])
-            processes.control.all_reduce(answer, op="max", what="whether gradients will be reduced")
+        if self._processes is not None and self._config.enable:
+            _ask(self._processes, [reduces], "max", _REDUCES)
 
     def source(self, *, has_inputs: bool = True) -> int:
         """The rank whose buffers are sent: the largest that has inputs; a collective call."""
@@ -167,43 +165,38 @@ class UnevenInputs:
     def refuse_shared_statistics(self) -> None:
         """Raise a ValueError if a batch norm layer would wait for processes that have joined."""
         model = self.model
-        _refuse_shared_statistics(model.module, synced=model.buffer_policy == "sync")
+        for name, layer in model.module.named_modules():
+            if _waits_for_all(layer, synced=model.buffer_policy == "sync"):
+                raise ValueError(
+                    f"the batch norm {name!r} ({type(layer).__name__}) takes statistics over all "
+                    "processes, but one that has joined has no batch to give to them, and the "
+                    "others would wait for it; use buffers='mean' or a layer of torch.nn, or "
+                    "join(throw_on_early_termination=True), which ends the epoch in all processes "
+                    "as soon as one has no more"
+                )
 
     # --- in a process that has joined ----------------------------------------------------------
 
     def count_others(self) -> int:
         """How many processes have inputs; a collective call."""
         assert self._processes is not None
-        counts, pending = _count(
-            self._processes.control,
-            has_inputs=False,
-            terminates=self._config.throw_on_early_termination,
-        )
-        pending.wait()
-        return int(counts[0])
+        terminates = self._config.throw_on_early_termination
+        return _ask(self._processes, [0, terminates], "sum", _COUNT).first()
 
-    def shadow_iteration(self) -> bool:
-        """Do what a forward and backward of the others does together with this process.
-
-        Returns:
-            Whether their gradients were reduced, and are in ``.grad``.
-        """
+    def main_hook(self) -> None:
+        """Do what a forward and backward of the others does together with this process."""
         processes, buffers = self._processes, self.model.buffer_sync
-        link = None if processes is None else processes.buckets
-        if buffers.come_before(link):
-            buffers.sync(link, self.source(has_inputs=False))
-        reduces = False
-        if processes is not None:
-            answer = torch.tensor([0])
-            what = "whether gradients will be reduced"
-            processes.control.all_reduce(answer, op="max", what=what).wait()
-            reduces = bool(answer.item())
-        if buffers.come_after():
-            buffers.sync(link, self.source(has_inputs=False))
-        buffers.note_forward(reduces=reduces)
+        sends = buffers.moment is not None and self.model.will_sync_module_buffers()
+        if sends and buffers.moment == PRE_FORWARD:
+            buffers.sync(self.source(has_inputs=False))
+        reduces = processes is not None and _ask(processes, [0], "max", _REDUCES).first() == 1
+        if sends and buffers.moment != PRE_FORWARD:
+            buffers.sync(self.source(has_inputs=False))
+        self.model._note_forward(reduces=reduces)
         if reduces:
             self._shadow_round()
-        return reduces
+            if self._step is not None:
+                self._step()
 
     def _shadow_round(self) -> None:
         reducer = self.model.reducer
@@ -222,13 +215,13 @@ class UnevenInputs:
             if grad is not None:
                 parameter.grad = grad
 
-    def agree(self, is_last: bool) -> None:
-        """Have the parameters and buffers of a process that joined last; a collective call."""
-        processes = self._processes
-        if processes is not None:
-            buffers = self.model.buffer_sync
-            source = _largest(processes, is_last)
-            buffers.send_states(processes.buckets, source, buffers=buffers.sends)
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: have the parameters and buffers of one that joined last."""
+        if self._processes is not None:
+            self.model.reducer.read_vote()
+            source, model = _largest(self._processes, is_last_joiner), self.model
+            model.buffer_sync.send_states(source, buffers=model.forward_sync_buffers)
+        self.end()
 
     def end(self) -> None:
         """Be as before the block; may be called again."""
@@ -248,16 +241,16 @@ class LimitedJoin(Join):
     def __init__(
         self, uneven: UnevenInputs, throw: bool, divide: bool, step: Callable[[], object] | None
     ) -> None:
-        self._uneven = uneven
+        self._uneven, self._divides, self._step = uneven, divide, step
         initialize: Any = super().__init__
-        initialize([uneven.model], True, throw, divide_by_initial_world_size=divide, step=step)
+        initialize([uneven.model], True, throw)
         # Not before the block is entered.
         uneven.end()
 
     def __enter__(self) -> None:
         # Again, since the block may be entered again.
         torch_internals.configure_join(self)
-        self._uneven.begin()
+        self._uneven.begin(divides=self._divides, step=self._step, limited=True)
 
     def __exit__(
         self,
@@ -281,60 +274,23 @@ class LimitedJoin(Join):
         raise RuntimeError(f"Rank {self._uneven.model._distributed_rank} exhausted all inputs.")
 
 
-class _ShadowHook(JoinHook):
-    """What a wrapper does while it is joined, for torch's context manager."""
-
-    def __init__(self, uneven: UnevenInputs, step: Callable[[], object] | None) -> None:
-        self._uneven = uneven
-        self._step = step
-
-    def main_hook(self) -> None:
-        """Take part in one iteration of the others."""
-        if self._uneven.shadow_iteration() and self._step is not None:
-            self._step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: have the same everywhere."""
-        self._uneven.agree(is_last_joiner)
-        self._uneven.end()
-
-
-def _first_of(counts: torch.Tensor, pending: Pending) -> int:
-    pending.wait()
-    return int(counts[0])
-
-
 def _number_in(future: torch.futures.Future[list[torch.Tensor]], link: ProcessLink) -> int:
-    return int(link.wait_for(future, what=_WHAT)[0].item())
+    return int(link.wait_for(future, what=_COUNT)[0].item())
 
 
 def _largest(processes: ReducerProcesses, answer: bool) -> int:
     """The largest rank of those that answer yes; a collective call."""
-    candidate = torch.tensor([processes.rank if answer else -1])
-    what = "which process has inputs left"
-    processes.control.all_reduce(candidate, op="max", what=what).wait()
-    assert candidate.item() >= 0, "one process at least has inputs, or was the last to have some"
-    return int(candidate.item())
+    candidate = [processes.rank if answer else -1]
+    largest = _ask(processes, candidate, "max", "which process has inputs left").first()
+    assert largest >= 0, "one process at least has inputs, or was the last to have some"
+    return largest
 
 
-def _refuse_shared_statistics(module: nn.Module, *, synced: bool) -> None:
-    """Raise a ValueError if a batch norm layer would wait for the processes that have joined."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, SyncBatchNorm):
-            waits = layer.training and layer.group != "local"
-        elif isinstance(layer, nn.SyncBatchNorm):
-            waits = layer.training
-        else:
-            waits = synced and isinstance(layer, BatchNorm) and _uses_batch(layer)
-        if waits:
-            named = f"{name!r} ({type(layer).__name__})"
-            raise ValueError(
-                f"the batch norm {named} takes statistics over all processes, but one that has "
-                "joined has no batch to give to them, and the others would wait for it; use "
-                "buffers='mean' or a layer of torch.nn, or join(throw_on_early_termination=True), "
-                "which ends the epoch in all processes as soon as one has no more"
-            )
-
-
-def _uses_batch(layer: BatchNorm) -> bool:
-    return layer.training or layer.running_mean is None
+def _waits_for_all(layer: nn.Module, *, synced: bool) -> bool:
+    """Whether a layer takes statistics over all processes in its next forward."""
+    if isinstance(layer, SyncBatchNorm):
+        return layer.training and layer.group != "local"
+    if isinstance(layer, nn.SyncBatchNorm):
+        return layer.training
+    uses_batch = isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
+    return synced and uses_batch

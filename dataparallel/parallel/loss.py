@@ -49,63 +49,49 @@ def _total(losses: Tensor) -> Tensor:
     return losses.sum(dtype=_wide(losses.dtype))
 
 
-def _per_element(losses: Tensor, bound: Mapping[str, Any]) -> Part:
-    return Part(_total(losses), losses.numel(), losses.dtype)
+def _elements(losses: Tensor, bound: Mapping[str, Any]) -> Tensor | float:
+    return losses.numel()
 
 
-def _per_weight(losses: Tensor, bound: Mapping[str, Any]) -> Part:
-    """The element weights of ``F.mse_loss`` and ``F.l1_loss`` are part of their denominator."""
+def _element_weights(losses: Tensor, bound: Mapping[str, Any]) -> Tensor | float:
     weight = bound.get("weight")
-    denominator = losses.numel() if weight is None else _total(weight)
-    return Part(_total(losses), denominator, losses.dtype)
+    return losses.numel() if weight is None else _total(weight)
 
 
-def _per_target(losses: Tensor, bound: Mapping[str, Any]) -> Part:
+def _targets(losses: Tensor, bound: Mapping[str, Any]) -> Tensor | float:
     """Class indices count with their class weight unless ignored; probabilities count as 1."""
-    target, weight = bound["target"], bound.get("weight")
+    target: Tensor = bound["target"]
+    weight, ignore_index = bound.get("weight"), bound.get("ignore_index")
     if target.is_floating_point():
-        return _per_element(losses, bound)
-    ignore_index = bound.get("ignore_index")
+        return losses.numel()
     valid = target != (-100 if ignore_index is None else ignore_index)
     if weight is None:
-        return Part(_total(losses), valid.sum(), losses.dtype)
-    weights = weight[target.long().where(valid, 0)]
-    return Part(_total(losses), _total(weights.where(valid, 0)), losses.dtype)
-
-
-def _per_sequence(losses: Tensor, bound: Mapping[str, Any]) -> Part:
-    """CTC divides each loss by the length of its target before it takes the mean."""
-    lengths = bound["target_lengths"].to(losses.device).clamp_min(1)
-    return Part(_total(losses / lengths), losses.numel(), losses.dtype)
-
-
-def _per_sample(losses: Tensor, bound: Mapping[str, Any]) -> Part:
-    """``reduction="batchmean"`` divides by the number of samples, not of elements."""
-    output: Tensor = next(iter(bound.values()))
-    return Part(_total(losses), output.size(0), losses.dtype)
+        return valid.sum()
+    return _total(weight[target.long().where(valid, 0)].where(valid, 0))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a family of criteria reduces its losses, and which shapes it needs for that.
+    """What the mean of a family of criteria divides by, and which shapes it needs for that.
 
     ``dims`` is the least number of dimensions of a batched output. ``aligned`` criteria broadcast
     output and target silently. ``reductions`` are those that exist.
     """
 
-    mean: Callable[[Tensor, Mapping[str, Any]], Part]
+    denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float]
     dims: int = 1
     aligned: bool = False
     reductions: tuple[str, ...] = ("mean", "sum", "none")
 
 
-_ELEMENTS = Rule(_per_element)
-_BROADCAST = Rule(_per_element, aligned=True)
-_BROADCAST_WEIGHTED = Rule(_per_weight, aligned=True)
-_DIVERGENCE = Rule(_per_element, 1, True, ("mean", "sum", "none", "batchmean"))
-_ROWS = Rule(_per_element, dims=2)
-_CLASSES = Rule(_per_target, dims=2)
-_SEQUENCES = Rule(_per_sequence, dims=3)
+_ELEMENTS = Rule(_elements)
+_BROADCAST = Rule(_elements, aligned=True)
+_BROADCAST_WEIGHTED = Rule(_element_weights, aligned=True)
+_DIVERGENCE = Rule(_elements, 1, True, ("mean", "sum", "none", "batchmean"))
+_ROWS = Rule(_elements, dims=2)
+_CLASSES = Rule(_targets, dims=2)
+# CTC divides each loss by the length of its target first.
+_SEQUENCES = Rule(_elements, dims=3)
 
 _FAMILIES: tuple[tuple[type[nn.Module], Callable[..., Tensor], Rule], ...] = (
     (nn.BCELoss, F.binary_cross_entropy, _ELEMENTS),
@@ -121,7 +107,7 @@ _FAMILIES: tuple[tuple[type[nn.Module], Callable[..., Tensor], Rule], ...] = (
     (nn.MSELoss, F.mse_loss, _BROADCAST_WEIGHTED),
     (nn.MarginRankingLoss, F.margin_ranking_loss, _BROADCAST),
     (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _ROWS),
-    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, Rule(_per_element, 2, True)),
+    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, Rule(_elements, 2, True)),
     (nn.MultiMarginLoss, F.multi_margin_loss, _ROWS),
     (nn.NLLLoss, F.nll_loss, _CLASSES),
     (nn.PoissonNLLLoss, F.poisson_nll_loss, _BROADCAST),
@@ -186,9 +172,9 @@ def _check_shapes(name: str, rule: Rule, bound: Mapping[str, Any], dim: int) -> 
             f"{name} would compare every output of shape {tuple(output.shape)} with every target "
             f"of shape {tuple(target.shape)}, across samples; give both the same dimensions"
         )
-    if rule.mean is _per_sequence:
+    if rule is _SEQUENCES:
         _check_sequences(name, bound)
-    for key in ("weight", "pos_weight") if rule.mean is _per_element else ():
+    for key in ("weight", "pos_weight") if rule.denominator is _elements else ():
         weight = bound.get(key)
         if not isinstance(weight, Tensor):
             continue
@@ -222,11 +208,7 @@ _REDUCTIONS = ("reduction", "size_average", "reduce")
 
 
 def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn what the user passes as inputs or as targets into positional and keyword arguments.
-
-    A tuple is unpacked, a dict becomes keyword arguments, anything else (subclasses of the two
-    included, such as a named tuple) is one argument.
-    """
+    """Positional and keyword arguments: a tuple or a dict as such, anything else as one of them."""
     if type(value) is tuple:
         return value, {}
     if type(value) is dict:
@@ -235,10 +217,15 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class PreparedCriterion:
-    """A criterion whose denominator is known, from :func:`prepare`.
+class Loss:
+    """The forward and the loss of one batch; made by :func:`prepare`.
 
-    ``module`` is what must be cloned to each device, or ``None`` for a plain function.
+    Attributes:
+        name, criterion, reduction: The criterion, what messages call it and how it reduces.
+        dim: Batch dimension of the output.
+        rule: What it divides by; None for a criterion that is not known.
+        weight: What a chunk of such a criterion counts.
+        targets: From the name under which a target is scattered to its position or its name.
     """
 
     name: str
@@ -247,56 +234,85 @@ class PreparedCriterion:
     dim: int
     rule: Rule | None
     weight: Weight | None
+    targets: Mapping[str, int | str]
 
     @property
     def module(self) -> nn.Module | None:
-        """The criterion as a module, whose clones :meth:`local` wants; ``None`` for a function."""
+        """The criterion as a module, whose clones replicas want; ``None`` for a function."""
         return self.criterion if isinstance(self.criterion, nn.Module) else None
+
+    def check(self, given: Mapping[str, Any], chunks: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a ValueError if a scatter of the user's own has not split the targets."""
+        for name in self.targets:
+            whole = given[name] if isinstance(given[name], Tensor) and given[name].dim() else None
+            for chunk in chunks:
+                if name not in chunk or (len(chunks) > 1 and chunk[name] is whole is not None):
+                    raise ValueError(
+                        f"scatter() of the wrapper has not split {name}, which comes as a keyword "
+                        "argument: split keyword arguments like inputs, as scatter() of "
+                        "DataParallel does, or compute the loss from the output"
+                    )
+
+    def __call__(
+        self,
+        timeline: Timeline,
+        replica: nn.Module,
+        criterion: nn.Module | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        samples: int,
+    ) -> Part:
+        """Run one replica and its criterion; called in the replica's thread."""
+        own = {name: value for name, value in kwargs.items() if name not in self.targets}
+        output = replica(*args, **own)
+        given = {key: kwargs[name] for name, key in self.targets.items()}
+        positional = [given.pop(key) for key in list(given) if isinstance(key, int)]
+        with timeline.span_here("loss"):
+            return self.local(output, positional, given, samples=samples, replica=criterion)
 
     def local(
         self,
         output: Any,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[Any, Any],
         *,
         samples: int,
         replica: nn.Module | None = None,
     ) -> Part:
-        """Compute what one replica contributes; called in the replica's thread."""
+        """What one replica contributes, from its output."""
         criterion = self.criterion if replica is None else replica
         if self.rule is None:
-            return self._local_weighted(criterion, output, args, kwargs, samples)
+            return self._weighted(criterion, output, args, kwargs, samples)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{self.name} takes a tensor, but the module returned {type(output).__name__}; "
                 "pass a function that picks the tensor, and weight="
             )
-        reduction = self.reduction if self.reduction in ("sum", "none") else "none"
-        call: Callable[..., Tensor]
-        if isinstance(criterion, nn.Module):
-            call = _with_reduction(criterion, reduction)
-            forward = functools.partial(type(criterion).forward, criterion)
-            bound = _bind(self.name, forward, output, args, kwargs)
-            bound |= {key: getattr(criterion, key, None) for key in _SETTINGS}
-        else:
-            call = _with_keywords(criterion, reduction, output.device)
-            bound = _bind(self.name, call, output, args, kwargs)
+        divides = self.reduction not in ("sum", "none")
+        call = _with_reduction(criterion, "none" if divides else self.reduction, output.device)
+        bound = _bind(self.name, criterion, call, output, args, kwargs)
         _check_shapes(self.name, self.rule, bound, self.dim)
         losses = call(output, *args, **kwargs)
-        if self.reduction in ("sum", "none"):
+        if not divides:
             return Part(losses, None, losses.dtype)
-        mean = _per_sample if self.reduction == "batchmean" else self.rule.mean
-        return mean(losses, bound)
+        dtype = losses.dtype
+        if self.rule is _SEQUENCES:
+            losses = losses / bound["target_lengths"].to(losses.device).clamp_min(1)
+        if self.reduction == "batchmean":
+            return Part(_total(losses), output.size(0), dtype)
+        return Part(_total(losses), self.rule.denominator(losses, bound), dtype)
 
-    def _local_weighted(
+    def _weighted(
         self,
         criterion: Callable[..., Any],
         output: Any,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[Any, Any],
         samples: int,
     ) -> Part:
-        weight = samples if self.weight == "samples" else self._own_weight(output, args, kwargs)
+        weight: float = samples
+        if callable(self.weight):
+            weight = read_weight("weight=", self.weight(output, *args, **kwargs))
         if weight == 0:
             # The loss of a chunk without weight is often 0/0; even times zero it would be NaN.
             return Part(torch.zeros((), device=_device_of(output)), 0, torch.float32)
@@ -305,10 +321,6 @@ class PreparedCriterion:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TypeError(f"{self.name} must return a 0-d tensor, but returned {found}")
         return Part(loss.to(_wide(loss.dtype)) * weight, weight, loss.dtype)
-
-    def _own_weight(self, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        assert callable(self.weight)
-        return read_weight("weight=", self.weight(output, *args, **kwargs))
 
     def combine(self, parts: Sequence[Part], device: torch.device) -> Tensor:
         """Turn the contributions of the replicas, in their order, into the loss of the batch."""
@@ -332,24 +344,18 @@ class PreparedCriterion:
 
 
 def prepare(
-    criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0
-) -> PreparedCriterion:
-    """Find out what ``criterion`` divides by.
-
-    Args:
-        criterion: A loss module of ``torch.nn`` (or a subclass with the same ``forward``), its
-            function in ``torch.nn.functional``, a ``functools.partial`` of that function with
-            keywords, or any callable that returns a 0-d tensor.
-        weight: For other callables, whose loss of a chunk is taken for a weighted mean; see
-            ``DataParallel.loss``. A chunk that weighs zero is left out.
-        dim: Batch dimension of the output.
-    """
+    criterion: Callable[..., Any],
+    weight: Weight | None = None,
+    dim: int = 0,
+    targets: Mapping[str, int | str] | None = None,
+) -> Loss:
+    """Find out what a criterion divides by; see the arguments of ``DataParallel.loss``."""
     if not callable(criterion):
         raise TypeError(f"a criterion is a callable, but got {criterion!r}")
     name, rule, reduction = _identify(criterion)
     if rule is None:
         _check_weight(name, criterion, weight)
-        return PreparedCriterion(name, criterion, "weighted", dim, None, weight)
+        return Loss(name, criterion, "weighted", dim, None, weight, targets or {})
     if weight is not None:
         raise ValueError(
             f"{name} knows its denominator itself, so weight={weight!r} has no meaning; "
@@ -364,7 +370,7 @@ def prepare(
             f"reduction='batchmean' divides by the size of dimension 0, but the batch is "
             f"dimension {dim}; use reduction='sum' and divide the loss"
         )
-    return PreparedCriterion(name, criterion, reduction, dim, rule, None)
+    return Loss(name, criterion, reduction, dim, rule, None, targets or {})
 
 
 def _check_weight(name: str, criterion: Callable[..., Any], weight: object) -> None:
@@ -389,34 +395,36 @@ def _check_weight(name: str, criterion: Callable[..., Any], weight: object) -> N
         )
 
 
-def _with_reduction(criterion: nn.Module, reduction: str) -> Callable[..., Tensor]:
-    if criterion.reduction == reduction:
-        return criterion
-    # A shallow copy shares parameters and buffers; the user's module stays as it is.
-    quiet = copy.copy(criterion)
-    quiet.reduction = reduction  # type: ignore[assignment]
-    return quiet
-
-
-def _with_keywords(
+def _with_reduction(
     criterion: Callable[..., Any], reduction: str, device: torch.device
-) -> functools.partial[Tensor]:
+) -> Callable[..., Tensor]:
+    """A module or a function of torch that reduces in another way."""
+    if isinstance(criterion, nn.Module):
+        if criterion.reduction == reduction:
+            return criterion
+        # A shallow copy shares parameters and buffers; the user's module stays as it is.
+        quiet = copy.copy(criterion)
+        quiet.reduction = reduction  # type: ignore[assignment]
+        return quiet
     function, keywords = criterion, {}
     if isinstance(criterion, functools.partial):
         function, keywords = criterion.func, criterion.keywords
-    moved = {key: _moved(value, device) for key, value in keywords.items()}
-    kept = {key: value for key, value in moved.items() if key not in _REDUCTIONS}
+    kept = {k: _moved(v, device) for k, v in keywords.items() if k not in _REDUCTIONS}
     return functools.partial(function, **kept, reduction=reduction)
 
 
 def _bind(
     name: str,
-    call: functools.partial[Tensor],
+    criterion: Callable[..., Any],
+    call: Callable[..., Tensor],
     output: Tensor,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[Any, Any],
 ) -> dict[str, Any]:
-    """The arguments by name, in the order of the signature."""
+    """The arguments by name, in the order of the signature, and the settings of a module."""
+    if isinstance(criterion, nn.Module):
+        call = functools.partial(type(criterion).forward, criterion)
+    assert isinstance(call, functools.partial)
     signature = _signature(call.func)
     try:
         theirs = signature.bind_partial(*call.args, output, *args, **kwargs).arguments
@@ -428,7 +436,10 @@ def _bind(
             f"{', '.join(given)} cannot come with the targets, since the replicas must agree on "
             f"it; pass functools.partial({name}, ...) as the criterion"
         )
-    return {key: value for key, value in bound.items() if key != "self"}
+    found = {key: value for key, value in bound.items() if key != "self"}
+    if isinstance(criterion, nn.Module):
+        found |= {key: getattr(criterion, key, None) for key in _SETTINGS}
+    return found
 
 
 @functools.lru_cache(maxsize=128)
@@ -444,51 +455,3 @@ def _device_of(output: Any) -> torch.device:
     tensors = (leaf for leaf in torch_internals.tree_leaves(output) if isinstance(leaf, Tensor))
     first = next(tensors, None)
     return torch.device("cpu") if first is None else first.device
-
-
-@dataclass(frozen=True)
-class LossCall:
-    """The forward and the loss of one replica.
-
-    Targets are scattered as keyword arguments beside the module's, under names of their own.
-
-    Attributes:
-        prepared: The criterion.
-        targets: From the name under which a target is scattered to its position or its name.
-        timeline: Is told when the loss is computed.
-    """
-
-    prepared: PreparedCriterion
-    targets: Mapping[str, int | str]
-    timeline: Timeline
-
-    def check(self, given: Mapping[str, Any], chunks: Sequence[Mapping[str, Any]]) -> None:
-        """Raise a ValueError if a scatter of the user's own has not split the targets."""
-        for name in self.targets:
-            whole = given[name] if isinstance(given[name], Tensor) and given[name].dim() else None
-            for chunk in chunks:
-                if name not in chunk or (len(chunks) > 1 and chunk[name] is whole is not None):
-                    raise ValueError(
-                        f"scatter() of the wrapper has not split {name}, which comes as a keyword "
-                        "argument: split keyword arguments like inputs, as scatter() of "
-                        "DataParallel does, or compute the loss from the output"
-                    )
-
-    def __call__(
-        self,
-        replica: nn.Module,
-        criterion: nn.Module | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        samples: int,
-    ) -> Part:
-        """Run one replica and its criterion; called in the replica's thread."""
-        own = {name: value for name, value in kwargs.items() if name not in self.targets}
-        output = replica(*args, **own)
-        given = [(key, kwargs[name]) for name, key in self.targets.items()]
-        positional = [value for key, value in given if isinstance(key, int)]
-        named = {key: value for key, value in given if isinstance(key, str)}
-        with self.timeline.span_here("loss"):
-            return self.prepared.local(
-                output, positional, named, samples=samples, replica=criterion
-            )

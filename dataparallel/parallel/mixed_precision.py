@@ -35,12 +35,7 @@ class MixedPrecision:
 
     @staticmethod
     def of(config: Any) -> MixedPrecision:
-        """Read a configuration: None, one of this class, or torch's ``_MixedPrecision``.
-
-        Raises:
-            TypeError: It is none of them.
-            ValueError: A dtype is not a floating-point one.
-        """
+        """Read a configuration: None, one of this class, or torch's ``_MixedPrecision``."""
         if config is None:
             return MixedPrecision()
         names = ("param_dtype", "reduce_dtype", "buffer_dtype")

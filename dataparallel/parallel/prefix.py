@@ -10,14 +10,14 @@ names that the module's state has. In the names below it other wrappers may deci
 names are counted after their decisions. As many both ways: then the names stay as they are, unless
 all begin with ``module.`` and none of the module's own does.
 
-Where the wrapper is a part of another module, torch itself goes on to the child ``module``. It has
-to find names and versions of states under ``module.`` there, and puts such names into its report.
-So the names get the prefix for the time of the call, and the report gets the others back.
+Torch itself goes on from the wrapper to the child ``module``. It puts names and versions under
+``module.`` there, which a hook of the wrapper takes away. Where it loads, it has to find them under
+``module.``, and puts such names into its report. So the names get the prefix for the time of the
+call, and the report gets the others back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,19 +29,17 @@ _PREFIX = "module."
 
 
 class _Loading(NamedTuple):
-    """What a wrapper has renamed for a load that torch makes.
+    """What a wrapper has renamed for a load that torch makes."""
 
-    Attributes:
-        prefix: The path of the wrapper, with a dot behind it.
-        renamed: The names that came, by those that torch finds.
-        versions: The versions of states, or None.
-        before: The versions that were under names with the prefix, None where there was none.
-    """
-
+    #: The path of the wrapper, with a dot behind it.
     prefix: str
+    #: The names that came, by those that torch finds.
     renamed: Mapping[str, str]
     versions: MutableMapping[str, Any] | None
+    #: The versions that were under names with the prefix, None where there was none.
     before: Mapping[str, Any]
+    #: The messages of errors.
+    errors: list[str]
 
 
 class NamesOfModule(nn.Module):
@@ -51,9 +49,10 @@ class NamesOfModule(nn.Module):
     _loading: _Loading | None = None
 
     def _give_names_back(self) -> None:
-        """Have reports of what was loaded in the names of the module; called once."""
-        register: Any = self.register_load_state_dict_post_hook
-        register(_finish_loading)
+        """Have states, and reports of what was loaded, in the names of the module; called once."""
+        hooks: Any = self
+        hooks.register_state_dict_post_hook(NamesOfModule._finish_state)
+        hooks.register_load_state_dict_post_hook(NamesOfModule._finish_loading)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -85,9 +84,12 @@ class NamesOfModule(nn.Module):
             return super().get_buffer(target)
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, without a ``module.`` prefix."""
-        return torch_internals.with_state_hooks(self, self.module.state_dict, *args, **kwargs)
+    def _finish_state(self, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Take the prefix away from the names that torch has just given."""
+        inner = prefix + _PREFIX
+        for table in (state, torch_internals.state_versions(state) or {}):
+            found = {name: table.pop(name) for name in list(table) if f"{name}.".startswith(inner)}
+            table.update((_without(inner, prefix, name), value) for name, value in found.items())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -110,11 +112,7 @@ class NamesOfModule(nn.Module):
         Raises:
             RuntimeError: Names or shapes differ; or a name came with the prefix and without.
         """
-        if torch_internals.has_load_hooks(self, besides=_finish_loading):
-            return super().load_state_dict(state_dict, strict, assign)
-        if _is_prefixed(self, list(state_dict)):
-            state_dict = _without_prefix(state_dict)
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
         self,
@@ -126,7 +124,7 @@ class NamesOfModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # What a part of a bigger module is loaded by; torch goes on to the child "module".
+        # Torch goes on to the child "module".
         names = [name[len(prefix) :] for name in state_dict if name.startswith(prefix)]
         prefixed = _is_prefixed(self, names)
         bare = [name for name in names if not (prefixed and name.startswith(_PREFIX))]
@@ -135,13 +133,16 @@ class NamesOfModule(nn.Module):
         for name, value in values.items():
             new = prefix + _PREFIX + name
             if new in state_dict:
-                error_msgs.append(_twice(prefix + name, new))
+                error_msgs.append(
+                    f"the state has both {prefix + name!r} and {new!r}, which are the same tensor "
+                    "of the module; leave one of them out"
+                )
             else:
                 renamed[new] = prefix + name
                 state_dict[new] = value
         versions = None if prefixed else torch_internals.versions_being_loaded()
         before = {} if versions is None else _prefix_versions(versions, prefix)
-        self._loading = _Loading(prefix, renamed, versions, before)
+        self._loading = _Loading(prefix, renamed, versions, before, error_msgs)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -152,24 +153,28 @@ class NamesOfModule(nn.Module):
             error_msgs,
         )
 
-
-def _finish_loading(wrapper: NamesOfModule, incompatible: Any) -> None:
-    """Give the report of a load the names that came, and the versions their places."""
-    loading, wrapper._loading = wrapper._loading, None
-    if loading is None:
-        return
-    inner = loading.prefix + _PREFIX
-    missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
-    missing[:] = [
-        loading.prefix + name[len(inner) :] if name.startswith(inner) else name for name in missing
-    ]
-    unexpected[:] = [loading.renamed.get(name, name) for name in unexpected]
-    if loading.versions is not None:
+    def _finish_loading(self, incompatible: Any) -> None:
+        """Give the report of a load the names that came, and the versions their places."""
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        path, inner = loading.prefix, loading.prefix + _PREFIX
+        missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+        missing[:] = [_without(inner, path, name) for name in missing]
+        unexpected[:] = [loading.renamed.get(name, name) for name in unexpected]
+        loading.errors[:] = [text.replace(f" {inner}", f" {path}", 1) for text in loading.errors]
         for name, version in loading.before.items():
+            assert loading.versions is not None
             if version is None:
                 del loading.versions[name]
             else:
                 loading.versions[name] = version
+
+
+def _without(inner: str, prefix: str, name: str) -> str:
+    """A name with ``inner``, where it begins so, replaced by ``prefix``; both end with a dot."""
+    dotted = f"{name}."
+    return f"{prefix}{dotted[len(inner) :]}"[:-1] if dotted.startswith(inner) else name
 
 
 def _is_prefixed(wrapper: NamesOfModule, names: Sequence[str]) -> bool:
@@ -213,26 +218,6 @@ def _stripped(names: Sequence[str]) -> list[str]:
     return [name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)]
 
 
-def _without_prefix(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The state without ``module.`` before its names, and before those of the versions."""
-    stripped: OrderedDict[str, Any] = OrderedDict()
-    for name, value in state_dict.items():
-        own = name.removeprefix(_PREFIX)
-        if own in stripped or (own == name and _PREFIX + name in state_dict):
-            raise RuntimeError(_twice(own, _PREFIX + own))
-        stripped[own] = value
-    versions = torch_internals.state_versions(state_dict)
-    if versions is not None:
-        # Torch keeps the version of each module's state there, under the module's name.
-        own_versions = {
-            f"{name}.".removeprefix(_PREFIX)[:-1]: version
-            for name, version in versions.items()
-            if name
-        }
-        torch_internals.set_state_versions(stripped, own_versions)
-    return stripped
-
-
 def _prefix_versions(versions: MutableMapping[str, Any], prefix: str) -> dict[str, Any]:
     """Let torch find the versions of a wrapper's module; returns what was there before."""
     found = {}
@@ -244,10 +229,3 @@ def _prefix_versions(versions: MutableMapping[str, Any], prefix: str) -> dict[st
     before = {name: versions.get(name) for name in found}
     versions.update(found)
     return before
-
-
-def _twice(name: str, prefixed: str) -> str:
-    return (
-        f"the state has both {name!r} and {prefixed!r}, which are the same tensor of the module; "
-        "leave one of them out"
-    )

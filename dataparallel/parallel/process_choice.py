@@ -12,54 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.devices import DeviceLike
+from dataparallel.parallel.training import Options, default_group
 from dataparallel.replicas.replicate import is_spread
-
-
-def default_group() -> dist.ProcessGroup | None:
-    """The default process group; None where there is none."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def check_alone() -> None:
-    """Refuse to train without a process group where there are several processes.
-
-    Raises:
-        RuntimeError: The launcher has started several, or a group of several was made meanwhile.
-    """
-    separate = (
-        "pass process_group=False to train separately in each process: nothing is reduced or "
-        "compared between them then"
-    )
-    world = default_group()
-    if world is not None and world.size() > 1:
-        raise RuntimeError(
-            f"this wrapper was made before the process group of {world.size()} processes, so it "
-            "would train by itself; call dp.init_process_group() first and make the wrapper after "
-            f"it, in every process, or {separate}"
-        )
-    launched = os.environ.get("WORLD_SIZE", "")
-    if world is None and launched.isdecimal() and int(launched) > 1:
-        raise RuntimeError(
-            f"WORLD_SIZE is {launched}, so this process is one of several, but there is no process "
-            "group: each process would train by itself. Call dp.init_process_group() before the "
-            f"module is wrapped, or {separate}"
-        )
 
 
 def chosen_group(
     group: dist.ProcessGroup | Literal[False, -100] | None, mesh: Any
 ) -> dist.ProcessGroup | None:
-    """The group that was passed, that of a mesh of one dimension, or the default one.
-
-    Returns:
-        None where this process trains by itself.
-
-    Raises:
-        TypeError: The group is something else.
-        ValueError: Both were passed, the mesh has several dimensions, or this process is not a
-            member of the group.
-        RuntimeError: There is no group, but there are several processes.
-    """
+    """The group that was passed, that of a mesh of one dimension, or the default one, if any."""
     no_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is no_member:
         raise ValueError(
@@ -74,8 +34,7 @@ def chosen_group(
         )
     if mesh is None:
         chosen = default_group() if group is None else group or None
-        if chosen is None and group is None:
-            check_alone()
+        Options(process_group=chosen, separate=group is False).check_alone()
         return chosen
     if group is not None:
         raise ValueError("pass process_group or device_mesh, not both")
@@ -91,11 +50,7 @@ def chosen_group(
 def chosen_devices(
     device_ids: Sequence[DeviceLike] | None, module: nn.Module, group: dist.ProcessGroup | None
 ) -> Sequence[DeviceLike] | None:
-    """The devices that were passed; the module's own if others use the machine, or it has several.
-
-    Returns:
-        None where all accelerators are to be taken.
-    """
+    """The devices; the module's own if others use the machine or it has several; None for all."""
     if device_ids is not None:
         return device_ids
     if not is_spread(module) and (group is None or not _shares_machine(group)):
@@ -107,11 +62,7 @@ def chosen_devices(
 def chosen_caps(
     cap: float | Sequence[float] | None, caps: Sequence[float] | None
 ) -> float | Sequence[float] | None:
-    """The bucket size, or sizes, that were passed in one way or the other, in MiB.
-
-    Raises:
-        ValueError: They were passed in both ways, or one is negative.
-    """
+    """The bucket size, or sizes, that were passed in one way or the other, in MiB."""
     if cap is not None and caps is not None:
         raise ValueError("pass bucket_cap_mb or bucket_cap_mb_list, not both")
     chosen = cap if caps is None else caps

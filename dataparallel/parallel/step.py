@@ -22,15 +22,16 @@ from dataparallel.batch.scatter import SharedObjects, move
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
+from dataparallel.comm import interpreter_end
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
 from dataparallel.parallel.buffers import BufferPolicy, merge_mean
-from dataparallel.parallel.loss import LossCall
+from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
-from dataparallel.threads import intra_op
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.compile import CompiledCalls
+from dataparallel.threads.context import one_thread, refuse_transforms
 from dataparallel.threads.timeline import Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
 
@@ -51,20 +52,18 @@ class Lent(NamedTuple):
     Attributes:
         replicas: One module per replica.
         clones: What keeps them; None where the user or nobody does.
-        standing: Whether the clones are the same in each forward.
+        returns: Whether the clones go back to the runner.
     """
 
     replicas: Sequence[Any]
     clones: ModuleClones | None = None
-    standing: bool = False
+    returns: bool = False
 
 
 class Runner:
     """The clones and the worker threads of one wrapper, both made at first use and kept.
 
-    The clones themselves are new at each call, see Note [Clones follow the original]; the copies of
-    tensors in them are kept by a ``ModuleClones``. A call borrows one and gives it back, so calls
-    may be nested or come from several threads: each has its own.
+    A call borrows clones and gives them back, so calls may be nested or come from several threads.
     """
 
     def __init__(
@@ -78,6 +77,11 @@ class Runner:
         self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
         # Handed out by the public `replicate`, to be recognized in a forward.
         self._shown: deque[Lent] = deque(maxlen=_MAX_IDLE)
+        several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
+        #: For what the calling thread itself does to the inputs and outputs of replicas.
+        self.quiet: Callable[[], AbstractContextManager[None]] = (
+            one_thread if several_on_cpu else contextlib.nullcontext
+        )
         if len(self.devices) > 1:
             for device in set(self.devices):
                 kernels.warm_up(device)
@@ -95,43 +99,28 @@ class Runner:
             phase=phase,
         )
 
-    def quiet(self) -> AbstractContextManager[None]:
-        """For what the calling thread itself does to the inputs and outputs of replicas."""
-        several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
-        return intra_op.one_thread() if several_on_cpu else contextlib.nullcontext()
-
     def close(self) -> None:
         """End the worker threads; the next call starts new ones."""
         self._pools.close()
 
     # --- clones ----------------------------------------------------------------------------------
 
-    def lend(
-        self,
-        module: nn.Module,
-        num_replicas: int,
-        standing: ModuleClones | None = None,
-        batch_group: LocalGroup | None = None,
-    ) -> Lent:
-        """Clones of a module for the first slots, up to date; to be used within :meth:`using`.
-
-        Args:
-            module: The original.
-            num_replicas: How many slots take part.
-            standing: Clones that somebody else keeps. Default: our own.
-            batch_group: Who has the batch of which ``"sync"`` takes the statistics. Default: the
-                replicas of this process.
-        """
-        clones = self._borrow(module) if standing is None else standing
+    def lend(self, module: nn.Module, num_replicas: int, training: Training | None = None) -> Lent:
+        """Clones of a module for the first slots, up to date; to be used within :meth:`using`."""
+        standing = None if training is None else training.clones
+        if standing is not None and standing.module is not module:
+            standing = None
+        clones = standing or self._borrow(module)
         try:
             replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
             if self._policy == "sync":
-                synchronize(clones, batch_group or LocalGroup())
+                group = None if training is None else training.batch_group
+                synchronize(clones, group or LocalGroup())
         except BaseException:
             if standing is None:
                 self._idle.append(clones)
             raise
-        return Lent(replicas, clones, standing is not None)
+        return Lent(replicas, clones, returns=standing is None)
 
     def lend_criterion(self, criterion: nn.Module | None, num_replicas: int) -> Lent:
         """Clones of a criterion; the criterion itself where there is one replica."""
@@ -142,11 +131,7 @@ class Runner:
 
     @contextlib.contextmanager
     def using(self, lent: Lent, sizes: Sequence[int]) -> Iterator[None]:
-        """Carry what the forward wrote back to the original, and take the clones back.
-
-        Raises:
-            RuntimeError: A replica wrote parameters in place, or made some.
-        """
+        """Carry what the forward wrote back to the original, and take the clones back."""
         clones = lent.clones
         if clones is None:
             yield
@@ -171,7 +156,7 @@ class Runner:
             clones.commit()
         finally:
             clones.release()
-            if not lent.standing:
+            if lent.returns:
                 self._idle.append(clones)
 
     def show(self, lent: Lent) -> list[Any]:
@@ -212,10 +197,6 @@ class Chunks(NamedTuple):
     sizes: tuple[int, ...]
     shared: SharedObjects | None = None
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Within it nobody may fill what all replicas share of their arguments."""
-        return contextlib.nullcontext() if self.shared is None else self.shared.guarded()
-
 
 @dataclass(frozen=True)
 class Call:
@@ -233,64 +214,81 @@ class Call:
     weight: float | None = None
     weighs: bool = False
     synchronize: bool = True
-    loss: LossCall | None = None
+    loss: Loss | None = None
 
 
 def run(
     model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
-    runner, timeline, loss = model._runner, model.timeline, call.loss
+    interpreter_end.come_by()
+    refuse_transforms(len(model.device_ids))
+    if call.training is None:
+        check_placement(model.module, model.device_ids[0])
+    else:
+        call.training.check_placement()
+    attempt = functools.partial(_run, model, call, inputs, kwargs)
+    if model._splitter is None:
+        return attempt()
+    criterion = None if call.loss is None else call.loss.module
+    return model._splitter.attempt(attempt, (model.module, criterion), (inputs, kwargs))
+
+
+def _run(
+    model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """All of a forward that is repeated where a replica has too little memory."""
+    runner, timeline, loss, training = model._runner, model.timeline, call.loss, call.training
     with timeline.span("scatter"), runner.quiet():
         must = call.weighs and not (loss is None and callable(model.scalars))
         chunks = model._split(inputs, kwargs, must=must)
         if loss is not None:
             loss.check(kwargs, chunks.kwargs)
-    if not model._is_repeating:
+    if model._splitter is None or not model._splitter.is_repeating:
         timeline.call(chunks.sizes)
-    training, num_replicas = call.training, len(chunks.args)
     direct = len(runner.devices) == 1 if training is None else training.direct
     if direct and loss is None:
         with timeline.span("forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])
         each = model.output_device == "each"
         result = [output] if each else move(output, model.output_device)
-        return _marked(model, call, result)
+    else:
+        result = _run_replicas(model, call, chunks, direct=direct)
+    if timeline.is_active and (training is None or direct):
+        # No cut tells of the backward.
+        mark_backward(timeline, flatten(result)[0])
+    return result
+
+
+def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direct: bool) -> Any:
+    """The chunks through the replicas, and what becomes of their outputs."""
+    runner, timeline, loss, training = model._runner, model.timeline, call.loss, call.training
     with timeline.span("scatter"):
         joining = Joining("stack", chunks.sizes)
         if loss is None:
             joining = join_scalars(model.scalars, *chunks[:3], weighs=call.weighs)
-        args, keywords, graphs = chunks.args, chunks.kwargs, None
+        args, kwargs, graphs = chunks.args, chunks.kwargs, None
         if training is not None:
-            args, keywords, graphs = training.begin(args, keywords)
-        replicas = Lent([model.module]) if direct else model._replicas(num_replicas)
+            args, kwargs, graphs = training.begin(args, kwargs)
+        replicas = Lent([model.module]) if direct else model._replicas(len(args), training)
+    guarded = contextlib.nullcontext() if chunks.shared is None else chunks.shared.guarded()
     with runner.using(replicas, chunks.sizes):
         if loss is None:
-            with chunks.guarded():
-                outputs = model.parallel_apply(replicas.replicas, args, keywords)
+            with guarded:
+                outputs = model.parallel_apply(replicas.replicas, args, kwargs)
         else:
-            criteria = runner.lend_criterion(loss.prepared.module, num_replicas)
+            criteria = runner.lend_criterion(loss.module, len(args))
             each = zip(
-                replicas.replicas, criteria.replicas, args, keywords, chunks.sizes, strict=True
+                replicas.replicas, criteria.replicas, args, kwargs, chunks.sizes, strict=True
             )
-            with runner.using(criteria, chunks.sizes), chunks.guarded():
-                outputs = runner.run([functools.partial(loss, *entry) for entry in each])
+            with runner.using(criteria, chunks.sizes), guarded:
+                outputs = runner.run([functools.partial(loss, timeline, *entry) for entry in each])
     with timeline.span("gather"):
         if training is not None and graphs is not None:
             weight = float(sum(joining.counts)) if call.weight is None else call.weight
             outputs = training.end(graphs, outputs, weight=weight, synchronize=call.synchronize)
         if loss is not None:
             place = model.device_ids[0] if model.output_device == "each" else model.output_device
-            result = loss.prepared.combine(outputs, place)
-        else:
-            with runner.quiet():
-                result = model._join(outputs, chunks.sizes, joining)
-    return _marked(model, call, result)
-
-
-def _marked(model: DataParallel[Any], call: Call, result: Any) -> Any:
-    """Let the timeline know of the backward, where no cut does."""
-    without_cut = call.training is None or call.training.direct
-    if without_cut and model.timeline.is_active:
-        mark_backward(model.timeline, flatten(result)[0])
-    return result
+            return loss.combine(outputs, place)
+        with runner.quiet():
+            return model._join(outputs, chunks.sizes, joining)

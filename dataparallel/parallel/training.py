@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,46 +17,38 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import report
-from dataparallel.devices import has_backward_thread
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts
-from dataparallel.graph.gradient_home import refuse_calls
+from dataparallel.graph.gradient_home import backward_passes
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
 from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
 from dataparallel.parallel.step import Runner
 from dataparallel.reducer.comm_hooks import ResolvedHook
-from dataparallel.reducer.exchange import ReducerProcesses
+from dataparallel.reducer.exchange import Progress, ReducerProcesses, is_late
 from dataparallel.reducer.nonfinite import NonFinitePolicy
-from dataparallel.reducer.options import (
-    BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    LOCAL_BUCKET_BYTES,
-    MIB,
-    AverageKind,
-    ReducerOptions,
-)
+from dataparallel.reducer.options import ReducerOptions, trained_parameters
 from dataparallel.reducer.reducer import Reducer
-from dataparallel.reducer.trained import ignored_names, trained_parameters
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.values import ReplicaParameters
 from dataparallel.threads.timeline import Timeline
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ReducerOptions):
     """How a wrapper wants its gradients reduced; see the arguments of the wrapper."""
 
     process_group: dist.ProcessGroup | None = None
-    bucket_cap_mb: float | Sequence[float] | None = None
-    find_unused_parameters: bool | None = None
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    #: Names of parameters that are reduced last.
-    delayed: frozenset[str] = frozenset()
-    average: AverageKind = "processes"
-    deterministic: bool = False
+    #: Whether this process trains by itself on purpose, if there are others or not.
+    separate: bool = False
     timeout: float | None = None
     mixed_precision: MixedPrecision = FULL
     nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
@@ -65,9 +58,37 @@ class Options:
     optimizers: StepsInBackward | None = None
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Of what is sent; None for the parameters' own."""
+        return self.mixed_precision.reduce_dtype
+
+    @property
     def world_size(self) -> int:
         """The number of processes."""
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    def check_alone(self) -> None:
+        """Refuse to train without a process group where there are several processes."""
+        if self.separate or self.process_group is not None:
+            return
+        separate = (
+            "pass process_group=False to train separately in each process: nothing is reduced or "
+            "compared between them then"
+        )
+        world = default_group()
+        if world is not None and world.size() > 1:
+            raise RuntimeError(
+                f"this wrapper was made before the process group of {world.size()} processes, so "
+                "it would train by itself; call dp.init_process_group() first and make the wrapper "
+                f"after it, in every process, or {separate}"
+            )
+        launched = os.environ.get("WORLD_SIZE", "")
+        if world is None and launched.isdecimal() and int(launched) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {launched}, so this process is one of several, but there is no "
+                "process group: each process would train by itself. Call dp.init_process_group() "
+                f"before the module is wrapped, or {separate}"
+            )
 
     def check(self, policy: BufferPolicy) -> None:
         """Raise a ValueError where options contradict each other."""
@@ -80,28 +101,6 @@ class Options:
             )
         if self.optimizers is not None:
             self.nonfinite.refuse_steps_in_backward()
-
-    def of_reducer(self, names: Sequence[str], num_local: int, *, sends: bool) -> ReducerOptions:
-        """The options of a reducer for parameters of these names; the last ones stay local."""
-        caps = self.bucket_cap_mb
-        if caps is None:
-            bucket_bytes: int | tuple[int, ...] = BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES
-        elif isinstance(caps, Sequence):
-            bucket_bytes = tuple(int(cap * MIB) for cap in caps)
-        else:
-            bucket_bytes = int(caps * MIB)
-        return ReducerOptions(
-            first_bucket_bytes=FIRST_BUCKET_BYTES,
-            bucket_bytes=bucket_bytes,
-            average=self.average,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            deterministic=self.deterministic,
-            reduce_dtype=self.mixed_precision.reduce_dtype,
-            delayed=frozenset(i for i, name in enumerate(names) if name in self.delayed),
-            num_local=num_local,
-        )
 
 
 class Training:
@@ -116,6 +115,7 @@ class Training:
         options: How gradients are reduced.
         runner: Runs the replicas.
         timeline: Is told in which phase the replicas are.
+        progress: What the wrapper knows of its rounds.
         spread: Whether the one replica is on several devices itself.
 
     Attributes:
@@ -138,58 +138,42 @@ class Training:
         options: Options,
         runner: Runner,
         timeline: Timeline,
+        progress: Progress,
         *,
         spread: bool = False,
     ) -> None:
         options.check(policy)
-        ignored = ignored_names(module)
-        trained = trained_parameters(module, without=ignored)
-        if not trained.parameters:
-            # All are frozen since the wrapper was made, as those of an average may be.
-            trained = trained_parameters(module, without=ignored, frozen=True)
         if not spread:
             check_placement(module, runner.devices[0])
         self._module, self._policy, self._spread = module, policy, spread
         self._options, self._timeline = options, timeline
         self.processes: ReducerProcesses | None = None
         if options.process_group is not None and (options.world_size > 1 or options.hook):
-            self.processes = ReducerProcesses(options.process_group, options.timeout)
+            self.processes = ReducerProcesses(options.process_group, options.timeout, progress)
         parameters = list(module.parameters())
         dtype = options.mixed_precision.param_dtype
-        self._num_replicas = len(runner.devices)
         self.leaves = ReplicaParameters(parameters, runner.devices, dtype)
-        kept = trained_parameters(module, only=ignored)
-        self._trained = trained.followed_by(kept)
-        self.reducer = self._make_reducer(len(kept.parameters))
+        self._trained = trained_parameters(module)
+        self.reducer = Reducer(
+            self._trained,
+            self._leaves_of_trained(),
+            options,
+            self.processes,
+            timeline=timeline,
+            nonfinite=options.nonfinite,
+            hook=options.hook,
+            optimizers=options.optimizers,
+        )
         if self.processes is not None:
-            for device in {parameter.device for parameter in trained.parameters}:
+            for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
         self.batch_group: HybridGroup | None = None
         if policy == "sync" and self.processes is not None:
             self.batch_group = HybridGroup(options.process_group, options.timeout)
         self._place(runner)
 
-    def _make_reducer(self, num_local: int) -> Reducer:
-        options, trained = self._options, self._trained
-        return Reducer(
-            trained.parameters,
-            trained.names,
-            self._leaves_of_trained(),
-            options.of_reducer(trained.names, num_local, sends=self.processes is not None),
-            self.processes,
-            trained.sparse,
-            timeline=self._timeline,
-            nonfinite=options.nonfinite,
-            hook=options.hook,
-            optimizers=options.optimizers,
-        )
-
     def _leaves_of_trained(self) -> list[list[nn.Parameter]]:
-        return [[leaves[k] for k in self._trained.indices] for leaves in self._leaves]
-
-    @property
-    def _leaves(self) -> list[list[nn.Parameter]]:
-        return [self.leaves.of(i) for i in range(self._num_replicas)]
+        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
 
     # --- the replicas ----------------------------------------------------------------------------
 
@@ -202,11 +186,11 @@ class Training:
         self._originals = [parameters[index] for index in indices]
         self._untrained = [p for i, p in enumerate(parameters) if i not in set(indices)]
         self._cuts = Cuts(
-            self.reducer,
+            self.reducer.reduce,
             self._originals,
             self._leaves_of_trained(),
             functools.partial(runner.run, phase="backward"),
-            together=self._policy == "sync" or any(has_backward_thread(d) for d in devices),
+            together=self._policy == "sync" or any(is_accelerator(d) for d in devices),
             across_processes=self.processes is not None,
             timeline=self._timeline,
         )
@@ -215,7 +199,6 @@ class Training:
             devices,
             "none" if self._policy == "mean" else "first",
             leaves=self.leaves,
-            standing=self._policy == "replica0",
             spread=self._spread,
         )
         alone = len(devices) == 1 and self.processes is None
@@ -231,7 +214,6 @@ class Training:
         """The same on other devices from now on; the other processes need not know."""
         self._cuts.retire()
         other = copy.copy(self)
-        other._num_replicas = len(runner.devices)
         other.leaves = self.leaves.on(runner.devices)
         other.reducer.use_leaves(other._leaves_of_trained())
         other._place(runner)
@@ -275,7 +257,13 @@ class Training:
         followed = graphs.take(outputs)
         if not any(followed):
             return graphs.rebuild(followed) if graphs.is_written else outputs
-        refuse_calls(followed)
+        if backward_passes().reach_other_workers(followed):
+            raise RuntimeError(
+                "the wrapped module calls other workers in its forward, or computes with results "
+                "of such calls that are not among its arguments; call the workers outside of the "
+                "wrapper and pass their results to it, or use the bare module (.module of the "
+                "wrapper)"
+            )
         connected = self._cuts.connect(
             graphs.outer, graphs.leaves, followed, weight=weight, synchronize=synchronize
         )
@@ -292,12 +280,28 @@ class Training:
         if self.processes is not None:
             self.processes.connect()
 
+    def read_vote(self, *, needs_others: bool) -> None:
+        """Read what all processes have said about the last round, as far as they have.
+
+        Raises:
+            CollectiveError, CollectiveTimeout: Another process has failed since.
+        """
+        try:
+            self.reducer.read_vote()
+        except (CollectiveError, CollectiveTimeout) as error:
+            # With new links all find out who was given that round. Who needs nobody goes on
+            # without those that have ended.
+            others_ended = error.failure is None or error.failure.kind != "raised"
+            if not (is_late(error) if needs_others else others_ended):
+                raise
+
     def is_lost(self, *, needs_others: bool) -> bool:
         """Whether a forward needs other processes, and the links to them are broken."""
         if self.processes is None:
             return False
+        self.read_vote(needs_others=needs_others)
         # New links would let it be forgotten that gradients of an earlier step are wrong.
-        self.processes.late.look()
+        self.processes.check_late()
         # The others may have ended, and what is left to do here is an evaluation.
         return self.processes.is_broken and needs_others
 
@@ -311,10 +315,6 @@ class Training:
             if reduces and self.processes is not None and group is not None:
                 report(error, doing, group)
             raise
-
-    def reset(self) -> None:
-        """Forget a round that was left unfinished by an error."""
-        self.reducer.reset()
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""

@@ -1,4 +1,4 @@
 """Gradients of several replicas and processes, summed in buckets while backward goes on.
 
-Nothing here knows about users: the wrapper in ``dataparallel.distributed`` drives it.
+Nothing here knows about users: the wrappers in ``dataparallel.parallel`` drive it.
 """

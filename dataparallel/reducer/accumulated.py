@@ -32,7 +32,9 @@ context by itself: see Note [Gradients in a context].
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -92,11 +94,6 @@ class Accumulated:
         if grad is None or reduced is None:
             return None if grad is None else grad.detach()
         return grad.detach() - reduced
-
-    @property
-    def sends(self) -> bool:
-        """Whether some ``.grad`` may hold something that is to be sent."""
-        return bool(self._unreduced) if self._summed else any(self.sent())
 
     def sent(self) -> list[bool]:
         """Per parameter, whether its ``.grad`` may hold something that is to be sent."""
@@ -177,16 +174,11 @@ class Accumulated:
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """A ``with`` block in which gradients may get other memory, and the same content."""
-        left = [
-            index
-            for index in self._left
-            if (grad := self._gradient(index)) is not None and self._is_left(index, grad)
-        ]
+        grads = self.home.read(self._originals)
+        left = [i for i, g in enumerate(grads) if g is not None and self._is_left(i, g)]
         yield
-        for index in left:
-            grad = self._gradient(index)
-            if grad is not None:
-                self._left[index] = (_address(grad), grad._version)
+        now = self.home.read(self._originals)
+        self._left |= {i: (_address(g), g._version) for i in left if (g := now[i]) is not None}
 
     def _is_left(self, index: int, grad: torch.Tensor) -> bool:
         return self._left.get(index) == (_address(grad), grad._version)
@@ -227,31 +219,31 @@ class Accumulations:
     """What is accumulated, for ``.grad`` and for each context in which something is unreduced."""
 
     def __init__(self, originals: Sequence[torch.nn.Parameter], summed: bool) -> None:
-        self._originals = originals
-        self._summed = summed
-        self._in_grad = Accumulated(originals, summed)
+        self._make = functools.partial(Accumulated, originals, summed)
+        #: What is accumulated in ``.grad``.
+        self.in_grad = self._make()
         self._in_contexts: dict[int, Accumulated] = {}
 
     def of(self, home: GradientHome) -> Accumulated:
         """What is accumulated in one place."""
         if home.context_id is None:
-            return self._in_grad
+            return self.in_grad
         if home.context_id not in self._in_contexts:
-            self._in_contexts[home.context_id] = Accumulated(self._originals, self._summed, home)
+            self._in_contexts[home.context_id] = self._make(home)
         return self._in_contexts[home.context_id]
 
-    @property
-    def in_grad(self) -> Accumulated:
-        """What is accumulated in ``.grad``."""
-        return self._in_grad
+    def moving(self, home: GradientHome) -> AbstractContextManager[None]:
+        """A ``with`` block in which a round in ``home`` takes memory that ``.grad`` may be in."""
+        return contextlib.nullcontext() if home.context_id is None else self.in_grad.moving()
 
     def after_round(self) -> None:
         """Forget what no further round needs."""
+        if not self._in_contexts:
+            return
         for accumulated in self._in_contexts.values():
             accumulated.home.settle()
-        if self._in_contexts:
-            self._in_contexts = {
-                context: accumulated
-                for context, accumulated in self._in_contexts.items()
-                if accumulated.remembers and not accumulated.home.has_ended
-            }
+        self._in_contexts = {
+            context: accumulated
+            for context, accumulated in self._in_contexts.items()
+            if accumulated.remembers and not accumulated.home.has_ended
+        }

@@ -15,82 +15,76 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
-from dataparallel import comm, kernels
+from dataparallel import kernels
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
-from dataparallel.comm.sums import add_arriving, add_columns, add_into, can_add
+from dataparallel.comm.local import sums_of
 from dataparallel.errors import debug_level, describe_names
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.options import FIRST_BUCKET_BYTES, ReducerOptions, TrainedParameters
 
 _log = logging.getLogger("dataparallel")
 
-T = TypeVar("T")
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: Of several parameters, one gradient each; None where there is none.
 Gradients: TypeAlias = list[MaybeTensor]
 
 
 class BucketStorage:
-    """A flat tensor and views of it, one per parameter."""
+    """A flat tensor and views of it, one per parameter. See Note [Gradient layout contract]."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None
     ) -> None:
         first = parameters[0]
         size = sum(like.numel() for like in parameters)
+        self.views = []
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.zeros(size, dtype=dtype or first.dtype, device=first.device)
-            self.views = _make_views(self.flat, parameters)
+            offset = 0
+            for like in parameters:
+                part = self.flat[offset : offset + like.numel()]
+                offset += like.numel()
+                # This is what decides whether torch keeps strides in new tensors.
+                dense = torch.empty_like(like, device="meta").stride() == like.stride()
+                strides = like.stride() if dense else part.view(like.shape).stride()
+                self.views.append(part.as_strided(like.size(), strides))
         #: The places of the views, for the kernels.
         self.layout = BucketLayout(self.flat, self.views)
 
 
-def _make_views(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """See Note [Gradient layout contract]."""
-    views = []
-    offset = 0
-    for like in likes:
-        part = flat[offset : offset + like.numel()]
-        # This is what decides whether torch keeps strides in new tensors.
-        if torch.empty_like(like, device="meta").stride() == like.stride():
-            views.append(part.as_strided(like.size(), like.stride(), part.storage_offset()))
-        else:
-            views.append(part.view(like.shape))
-        offset += like.numel()
-    return views
-
-
+@dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together; they are tensors of the engine."""
+    """Parameters whose gradients are reduced together; they are tensors of the engine.
 
-    is_viewed = False
+    Attributes:
+        number: Its place in the order of launching.
+        indices, originals, names: Its parameters.
+        leaves: Per replica, what that computes with in their place.
+        storage: What is sent; None for a sparse gradient, and where nothing is.
+        reduces: Whether it is reduced over processes.
+    """
 
-    def __init__(
-        self,
-        number: int,
-        indices: Sequence[int],
-        originals: list[nn.Parameter],
-        leaves: list[list[nn.Parameter]],
-        name: str,
-        storage: BucketStorage | None,
-        *,
-        reduces: bool,
-    ) -> None:
-        self.number = number
-        self.indices = indices
-        self.originals = originals
-        self.leaves = leaves
-        self.name = name
-        self.storage = storage
-        self.reduces = reduces
-        self.home = originals[0].device
+    number: int
+    indices: Sequence[int]
+    originals: Sequence[nn.Parameter]
+    names: Sequence[str]
+    leaves: Sequence[Sequence[nn.Parameter]]
+    storage: BucketStorage | None
+    reduces: bool
+    is_viewed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.home = self.originals[0].device
+        first, last = self.names[0], self.names[-1]
+        self.name = f"bucket {self.number} ({first if first == last else f'{first} .. {last}'})"
 
     # --- the gradients of one replica ------------------------------------------------------------
 
@@ -101,24 +95,23 @@ class Bucket:
 
     def take(self, replica: int) -> Gradients:
         """The gradients of one replica; what comes afterwards is apart from them."""
-        grads = [leaf.grad for leaf in self.leaves[replica]]
-        self._detach(replica)
+        grads = []
+        for leaf in self.leaves[replica]:
+            grads.append(leaf.grad)
+            leaf.grad = None
         return grads
 
     def take_late(self) -> list[Gradients] | None:
         """Per replica, what has come since the gradients were taken; None if nothing has."""
-        if not any([leaf.grad is not None for leaves in self.leaves for leaf in leaves]):
-            return None
+        for leaves in self.leaves:
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    return self.drop()
+        return None
+
+    def drop(self) -> list[Gradients]:
+        """Take the gradients of all replicas away, whatever they are a part of."""
         return [Bucket.take(self, replica) for replica in range(len(self.leaves))]
-
-    def drop(self) -> None:
-        """Forget the gradients of all replicas."""
-        for replica in range(len(self.leaves)):
-            self._detach(replica)
-
-    def _detach(self, replica: int) -> None:
-        for leaf in self.leaves[replica]:
-            leaf.grad = None
 
     # --- their sum -------------------------------------------------------------------------------
 
@@ -127,22 +120,12 @@ class Bucket:
         return local_sum(rows, self.home)
 
     @torch.no_grad()
-    def complete(self, sums: Gradients, accumulated: Accumulated, *, in_place: bool) -> Gradients:
+    def complete(self, sums: Gradients, accumulated: Accumulated) -> Gradients:
         """The sums, with what ``.grad`` held before and is to be reduced with them."""
         if not self.reduces:
             return sums
-        before = [accumulated.unreduced(index) for index in self.indices]
-        total = list(sums)
-        columns: dict[int, list[torch.Tensor]] = {}
-        for position, (held, grad) in enumerate(zip(before, sums, strict=True)):
-            if held is None or grad is None or not _are_alike(held, grad):
-                total[position] = add(held, grad)
-            else:
-                columns[position] = [grad, held]
-        added = add_columns(list(columns.values()), in_place=in_place)
-        for position, grad in zip(columns, added, strict=True):
-            total[position] = grad
-        return total
+        pairs = zip(self.indices, sums, strict=True)
+        return [add(grad, accumulated.unreduced(index)) for index, grad in pairs]
 
     def clear(self, index: int) -> None:
         """Hold nothing for a parameter, whose sum has gone another way."""
@@ -160,18 +143,12 @@ class Bucket:
         if self.storage is None:
             grad = sums[0] if scale else None
             if grad is None:
-                return self.load_nothing()
+                return _empty_sparse(self.originals[0])
             return (grad if grad.is_sparse else grad.to_sparse(1)).mul(scale).coalesce()
         if scale == 0:
-            return self.load_nothing()
+            return self.storage.flat.zero_()
         pack(self.storage, [_as_dense(grad) for grad in sums], scale)
         return self.storage.flat
-
-    def load_nothing(self) -> torch.Tensor:
-        """What is sent so that no other process waits for it: zeros."""
-        if self.storage is None:
-            return empty_sparse(self.originals[0]).coalesce()
-        return self.storage.flat.zero_()
 
     def deliver(
         self,
@@ -182,11 +159,9 @@ class Bucket:
     ) -> Gradients:
         """The gradients of the originals, as far as they are not in ``.grad`` already.
 
-        Args:
-            flat: What the processes have sent, reduced; None if they have no part in it.
-            sums: What this process has computed, whose memory is used again.
-            used: Per parameter of the module, whether any process has a gradient.
-            extra: Gradients that came late, by the index of the parameter.
+        ``flat`` is what the processes have reduced, if they have a part in it; the memory of
+        ``sums`` is used again. ``used`` tells of each parameter whether any process has a gradient,
+        and ``extra`` has what came late, by the index of the parameter.
         """
         grads = sums if flat is None else self._received(flat, sums, used)
         if extra:
@@ -221,25 +196,14 @@ class ViewedBucket(Bucket):
 
     is_viewed = True
 
-    def __init__(
-        self,
-        number: int,
-        indices: Sequence[int],
-        originals: list[nn.Parameter],
-        leaves: list[list[nn.Parameter]],
-        name: str,
-        storage: BucketStorage,
-        *,
-        reduces: bool,
-    ) -> None:
-        super().__init__(number, indices, originals, leaves, name, storage, reduces=reduces)
-        self._of_replicas = [storage, *(BucketStorage(replica) for replica in leaves[1:])]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.storage is not None
+        self._of_replicas = [self.storage, *map(BucketStorage, self.leaves[1:])]
         # Apart from the storages' own views: these have a version counter each, which tells whether
         # the engine has added to this one.
         self._views = [[_with_own_version(v) for v in s.views] for s in self._of_replicas]
-        self._versions = [[0] * len(indices) for _ in leaves]
-        # To bring the memory of another device without new memory in each round.
-        self._arrival: MaybeTensor = None
+        self._versions = [[0] * len(self.indices) for _ in self.leaves]
         self._home = IN_GRAD
         #: What the originals' gradients were when the round began; copies or versions of those that
         #: are not views of this bucket.
@@ -351,31 +315,19 @@ class ViewedBucket(Bucket):
 
     def take(self, replica: int) -> Gradients:
         """The views, None for those to which nothing was added."""
-        self._detach(replica)
+        Bucket.take(self, replica)
         pairs = zip(self._of_replicas[replica].views, self._written(replica), strict=True)
         return [view if written else None for view, written in pairs]
 
     def add_up(self, rows: Sequence[Gradients]) -> Gradients:
         """The views, with what all replicas have added to theirs."""
         if len(rows) > 1:
-            total, *others = [storage.flat for storage in self._of_replicas]
-            if can_add([total, *others], total.device):
-                add_into(total, [total, *others])
-            else:
-                add_arriving(total, map(self._arrived, others), len(rows))
+            sums_of([[s.flat for s in self._of_replicas]], self.home, in_place=True)
         used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
         return [view if use else None for view, use in zip(self._own, used, strict=True)]
 
-    def _arrived(self, term: torch.Tensor) -> torch.Tensor:
-        total = self._of_replicas[0].flat
-        if term.device == total.device:
-            return term
-        if self._arrival is None:
-            self._arrival = torch.empty_like(total)
-        return self._arrival.copy_(term)
-
     @torch.no_grad()
-    def complete(self, sums: Gradients, accumulated: Accumulated, *, in_place: bool) -> Gradients:
+    def complete(self, sums: Gradients, accumulated: Accumulated) -> Gradients:
         """Hold the sums, and what ``.grad`` held before."""
         for index, view, grad in zip(self.indices, self._own, sums, strict=True):
             if grad is not None and grad is not view:
@@ -423,23 +375,20 @@ class Buckets:
 
     def __init__(
         self,
-        originals: Sequence[nn.Parameter],
-        names: Sequence[str],
+        trained: TrainedParameters,
         leaves: Sequence[Sequence[nn.Parameter]],
         options: ReducerOptions,
         *,
         sends: bool,
-        expect_sparse: Sequence[bool],
         order: Sequence[int] | None,
     ) -> None:
         self.ordered = order is not None
-        self.plan = make_plan(originals, options, expect_sparse, order)
+        self.plan = make_plan(trained, options, order, sends=sends)
+        originals, names, expect_sparse = trained.parameters, trained.names, trained.sparse
         when = "before the first backward" if order is None else "in the order of arrival"
         _log_plan(self.plan, names, when)
-        reduced = len(originals) - options.num_local if sends else 0
-        composed = [
-            n for n, o in zip(names[:reduced], originals, strict=False) if _holds_tensors(o)
-        ]
+        reduced = trained.num_reduced if sends else 0
+        composed = [names[i] for i in range(reduced) if _holds_tensors(originals[i])]
         if composed:
             raise ValueError(
                 f"the parameters {describe_names(composed)} are of a subclass that holds tensors, "
@@ -453,40 +402,27 @@ class Buckets:
             members = [originals[i] for i in indices]
             reduces, sparse = indices[0] < reduced, expect_sparse[indices[0]]
             viewed = views and not sparse and not any(map(_holds_tensors, members))
-            arguments = (
-                number,
-                indices,
-                members,
-                [[replica[i] for i in indices] for replica in leaves],
-                _describe(number, indices, names),
-            )
-            bucket: Bucket
+            storage = None
             if viewed:
-                bucket = ViewedBucket(*arguments, BucketStorage(members), reduces=reduces)
-            else:
-                flat = reduces and not sparse
-                storage = BucketStorage(members, options.reduce_dtype) if flat else None
-                bucket = Bucket(*arguments, storage, reduces=reduces)
-            self.all.append(bucket)
+                storage = BucketStorage(members)
+            elif reduces and not sparse:
+                storage = BucketStorage(members, options.reduce_dtype)
+            make = ViewedBucket if viewed else Bucket
+            held = [[replica[i] for i in indices] for replica in leaves]
+            named = [names[i] for i in indices]
+            self.all.append(make(number, indices, members, named, held, storage, reduces))
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
         self._viewed = [bucket for bucket in self.all if isinstance(bucket, ViewedBucket)]
+        #: Whether some gradients are views of a flat tensor.
+        self.any_viewed = bool(self._viewed)
         storages = [bucket.storage for bucket in self.all if bucket.storage is not None]
         self._memory = {storage.flat.untyped_storage().data_ptr() for storage in storages}
-
-    @property
-    def any_viewed(self) -> bool:
-        """Whether some gradients are views of a flat tensor."""
-        return bool(self._viewed)
 
     def of(self, index: int) -> Bucket:
         """The bucket of a parameter."""
         return self.all[self.plan.bucket_of(index)]
-
-    def arranged(self, values: Sequence[T]) -> list[list[T]]:
-        """One value for each parameter, bucket by bucket."""
-        return [[values[index] for index in bucket] for bucket in self.plan.buckets]
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Which leaves tell of their gradients: all that are trained while no order is known, then
@@ -494,15 +430,13 @@ class Buckets:
         trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan.buckets]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
-    def astray(self) -> list[int]:
-        """Parameters of which a leaf has a gradient although no round is under way."""
-        return [
-            index
-            for bucket in self.all
-            for leaves in bucket.leaves
-            for index, leaf in zip(bucket.indices, leaves, strict=True)
-            if leaf.grad is not None
-        ]
+    def take_astray(self) -> list[int]:
+        """Drop gradients that came although no round is under way; of which parameters."""
+        found = []
+        for bucket in self.all:
+            for grads in bucket.take_late() or ():
+                found += [i for i, g in zip(bucket.indices, grads, strict=True) if g is not None]
+        return found
 
     def attach(
         self, accumulated: Accumulated, hooked: Collection[int] = (), *, reduces: bool
@@ -520,21 +454,23 @@ class Buckets:
 
 
 def make_plan(
-    originals: Sequence[nn.Parameter],
+    trained: TrainedParameters,
     options: ReducerOptions,
-    expect_sparse: Sequence[bool],
     order: Sequence[int] | None,
+    *,
+    sends: bool,
 ) -> BucketPlan:
     """The plan of all buckets: delayed parameters come late, and what stays local comes last."""
-    local = set(range(len(originals) - options.num_local, len(originals)))
-    prompt = set(range(len(originals))) - options.delayed - local
+    local = set(range(trained.num_reduced, len(trained.names)))
+    late = {i for i, name in enumerate(trained.names) if name in options.delayed} - local
+    prompt = set(range(trained.num_reduced)) - late
     return plan_buckets(
-        originals,
-        first_bytes=options.first_bucket_bytes,
-        cap_bytes=options.bucket_bytes,
-        expect_sparse=expect_sparse,
+        trained.parameters,
+        first_bytes=FIRST_BUCKET_BYTES,
+        cap_bytes=options.bucket_bytes(sends=sends),
+        expect_sparse=trained.sparse,
         order=order,
-        parts=[prompt, options.delayed - local, local],
+        parts=[prompt, late, local],
     )
 
 
@@ -554,11 +490,11 @@ def pack(storage: BucketStorage, sums: Sequence[MaybeTensor], scale: float) -> N
     kernels.flatten(sums, storage.flat, scale, views=storage.layout)
 
 
-def empty_sparse(like: torch.Tensor) -> torch.Tensor:
+def _empty_sparse(like: torch.Tensor) -> torch.Tensor:
     """A sparse gradient without entries, as of an embedding that was not used."""
     # Whoever makes one of indices and values is warned by torch 2.11.
     row = torch.zeros((1, *like.shape[1:]), dtype=like.dtype, device=like.device).to_sparse(1)
-    return row.sparse_resize_(like.shape, 1, like.dim() - 1)
+    return row.sparse_resize_(like.shape, 1, like.dim() - 1).coalesce()
 
 
 def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
@@ -575,41 +511,7 @@ def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
     """Add up what the replicas computed for the parameters of one bucket."""
     if len(rows) == 1:
         return list(rows[0])
-    every = [grad for row in rows for grad in row if grad is not None]
-    here = all([grad.device == home and not grad.is_sparse for grad in every])
-    if here and len(every) == len(rows) * len(rows[0]):
-        return list(
-            add_columns([list(column) for column in zip(*rows, strict=True)], in_place=True)
-        )
-    sums: Gradients = [None] * len(rows[0])
-    columns: dict[int, list[torch.Tensor]] = {}
-    # What the same replicas have is brought together from other devices.
-    together: dict[tuple[int, ...], dict[int, list[torch.Tensor]]] = {}
-    for position, column in enumerate(zip(*rows, strict=True)):
-        terms = [grad for grad in column if grad is not None]
-        if len(terms) < 2 and all(term.device == home for term in terms):
-            sums[position] = terms[0] if terms else None
-        elif any(term.is_sparse for term in terms):
-            # They have no common shape to be packed together.
-            (sums[position],) = comm.reduce_add_coalesced([[term] for term in terms], home)
-        elif all(term.device == home for term in terms):
-            columns[position] = terms
-        else:
-            givers = tuple(i for i, grad in enumerate(column) if grad is not None)
-            together.setdefault(givers, {})[position] = terms
-    totals = dict(zip(columns, add_columns(list(columns.values()), in_place=True), strict=True))
-    for members in together.values():
-        parts = [list(row) for row in zip(*members.values(), strict=True)]
-        totals.update(zip(members, comm.reduce_add_coalesced(parts, home), strict=True))
-    for position, total in totals.items():
-        sums[position] = total
-    return sums
-
-
-def _are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two gradients may be added up together with those of other parameters."""
-    dense = first.layout == second.layout == torch.strided
-    return dense and first.dtype == second.dtype and first.device == second.device
+    return sums_of(list(zip(*rows, strict=True)), home, in_place=True)
 
 
 def _as_dense(grad: MaybeTensor) -> MaybeTensor:
@@ -619,11 +521,6 @@ def _as_dense(grad: MaybeTensor) -> MaybeTensor:
 def _with_own_version(view: torch.Tensor) -> torch.Tensor:
     alone = torch.empty(0, dtype=view.dtype, device=view.device)
     return alone.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
-
-
-def _describe(number: int, bucket: Sequence[int], names: Sequence[str]) -> str:
-    first, last = names[bucket[0]], names[bucket[-1]]
-    return f"bucket {number} ({first if first == last else f'{first} .. {last}'})"
 
 
 def _holds_tensors(parameter: torch.Tensor) -> bool:

@@ -24,20 +24,19 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from dataparallel import torch_internals
+from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.errors import describe_names, locate
-from dataparallel.reducer.buckets import BucketStorage
+from dataparallel.reducer.buckets import Bucket, BucketStorage
 
 #: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = _TORCHS + "powerSGD_hook"
@@ -66,21 +65,17 @@ class GradBucket:
 
     def __init__(
         self,
-        index: int,
+        bucket: Bucket,
         storage: BucketStorage,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
         *,
         is_last: bool,
-        in_memory_order: bool = False,
+        in_memory_order: bool,
     ) -> None:
-        self._index = index
+        self._bucket = bucket
         self._views = storage.views
         # A hook may resize what it gets. Another tensor over the same storage keeps the owner's
         # own one in shape, and the views remain valid: they look the memory up in the storage.
         self._first = self._buffer = storage.flat.view(storage.flat.shape)
-        self._parameters = list(parameters)
-        self._names = list(names)
         self._is_last = is_last
         # PowerSGD views gradients as matrices, which only contiguous tensors allow: it gets their
         # entries in the order of memory, which is not the parameter's in every layout.
@@ -88,7 +83,7 @@ class GradBucket:
 
     def index(self) -> int:
         """Number of the bucket, from 0 in the order of launching."""
-        return self._index
+        return self._bucket.number
 
     def is_last(self) -> bool:
         """Whether no bucket of this backward comes after this one."""
@@ -110,7 +105,7 @@ class GradBucket:
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"bucket {self._index} cannot have a buffer of type {type(tensor).__name__}; "
+                f"bucket {self.index()} cannot have a buffer of type {type(tensor).__name__}; "
                 f"pass a tensor with {self._first.numel()} elements"
             )
         self._buffer = tensor
@@ -124,7 +119,7 @@ class GradBucket:
         given, needed = self._buffer, sum(view.numel() for view in self._views)
         if given.dim() != 1 or given.numel() < needed or not given.is_contiguous():
             raise ValueError(
-                f"the buffer of bucket {self._index} was replaced by one of shape "
+                f"the buffer of bucket {self.index()} was replaced by one of shape "
                 f"{tuple(given.shape)} and stride {given.stride()}, but its gradients have {needed}"
                 f" elements; pass a contiguous tensor of shape ({needed},) to set_buffer before "
                 "asking for gradients"
@@ -137,11 +132,11 @@ class GradBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the bucket, in the order of :meth:`gradients`: the originals."""
-        return list(self._parameters)
+        return list(self._bucket.originals)
 
     def names(self) -> list[str]:
         """The names of the parameters, in the order of :meth:`parameters`."""
-        return list(self._names)
+        return list(self._bucket.names)
 
     def _strides(self, view: torch.Tensor) -> Sequence[int]:
         if self._in_memory_order:
@@ -150,8 +145,8 @@ class GradBucket:
 
     def __repr__(self) -> str:
         return (
-            f"GradBucket(index={self._index}, numel={self._first.numel()}, "
-            f"dtype={self._buffer.dtype}, names={self._names})"
+            f"GradBucket(index={self.index()}, numel={self._first.numel()}, "
+            f"dtype={self._buffer.dtype}, names={self.names()})"
         )
 
 
@@ -243,63 +238,43 @@ def _parts(hook: Any) -> list[object]:
 # --- the hooks by name -----------------------------------------------------------------------
 
 
-def _for_torch(hook: _Hook) -> _Hook:
-    """A hook that torch's wrapper takes too: it compares annotations with ``dist.GradBucket``."""
-    hook.__annotations__.clear()
-    return hook
-
-
-def _world_size(process_group: dist.ProcessGroup | None) -> int:
-    """How many processes a hook reduces over; 1 where there is no group."""
-    if process_group is None and not dist.is_initialized():
-        return 1
-    size = dist.get_world_size(process_group)
+def _mean(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    """Begin to average a bucket in place, sent as ``dtype``."""
+    alone = process_group is None and not dist.is_initialized()
+    size = 1 if alone else dist.get_world_size(process_group)
     if size < 1:
         raise ValueError(
             "this process is not in the group of the communication hook; register the hook with a "
             "group that has all processes of the wrapper"
         )
-    return size
-
-
-def _completed(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
-def _sum_over_processes(
-    process_group: dist.ProcessGroup | None, tensor: torch.Tensor
-) -> torch.futures.Future[torch.Tensor]:
-    """Begin to add a tensor up over all processes, in place."""
-    if process_group is None and not dist.is_initialized():
-        return _completed(tensor)
-    work = dist.all_reduce(tensor, group=process_group, async_op=True)
-    assert work is not None
-    # The value of the work's own future is a list, and real where the tensor is complex.
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
-        lambda done: (done.value(), tensor)[1]
-    )
-    return future
-
-
-def _compress(
-    dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
-    numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    # Divided before it is rounded, so that what is too large for the dtype, but not when it is
-    # divided, does not become infinite. On a GPU ``out`` saves a pass over memory: torch rounds
-    # the products as it writes them.
-    small = torch.empty_like(numbers, dtype=dtype)
-    torch.mul(numbers.float(), 1 / _world_size(process_group), out=small)
-    future: torch.futures.Future[torch.Tensor] = _sum_over_processes(process_group, small).then(
-        lambda done: (numbers.copy_(done.value()), buffer)[1]
-    )
+    numbers = torch.view_as_real(buffer) if dtype and buffer.is_complex() else buffer
+    # Divided before it is rounded and added up, so that what is too large for the dtype, but not
+    # when it is divided, does not become infinite. On a GPU ``out`` saves a pass over memory: torch
+    # rounds the products as it writes them.
+    if dtype is None:
+        sent = numbers.div_(size)
+    else:
+        sent = torch.empty_like(numbers, dtype=dtype)
+        torch.mul(numbers.float(), 1 / size, out=sent)
+
+    def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+        # Raises what went wrong. The value itself is a list, and real where the tensor is complex.
+        done.value()
+        if sent is not numbers:
+            numbers.copy_(sent)
+        return buffer
+
+    if alone:
+        return noop_hook(None, bucket).then(finish)
+    work = dist.all_reduce(sent, group=process_group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
     return future
 
 
-@_for_torch
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -309,11 +284,9 @@ def allreduce_hook(
         process_group: The processes. Default: the default group.
         bucket: What is averaged, in place.
     """
-    # Divided beforehand, so that a sum of half precision numbers does not overflow.
-    return _sum_over_processes(process_group, bucket.buffer().div_(_world_size(process_group)))
+    return _mean(process_group, bucket)
 
 
-@_for_torch
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -323,10 +296,9 @@ def fp16_compress_hook(
         process_group: The processes. Default: the default group.
         bucket: What is averaged, in place.
     """
-    return _compress(torch.float16, process_group, bucket)
+    return _mean(process_group, bucket, torch.float16)
 
 
-@_for_torch
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -336,10 +308,9 @@ def bf16_compress_hook(
         process_group: The processes. Default: the default group.
         bucket: What is averaged, in place.
     """
-    return _compress(torch.bfloat16, process_group, bucket)
+    return _mean(process_group, bucket, torch.bfloat16)
 
 
-@_for_torch
 def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Every process keeps what it has: shows what communication costs, and trains wrongly.
 
@@ -347,7 +318,9 @@ def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
         _: Not used.
         bucket: What is kept.
     """
-    return _completed(bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 BUILTIN: dict[str, CommHook] = {
@@ -356,6 +329,9 @@ BUILTIN: dict[str, CommHook] = {
     "fp16_compress": fp16_compress_hook,
     "noop": noop_hook,
 }
+for _hook in BUILTIN.values():
+    # Torch's wrapper compares annotations with ``dist.GradBucket``, and takes hooks without any.
+    _hook.__annotations__.clear()
 
 
 # --- a hook that runs ------------------------------------------------------------------------
@@ -364,19 +340,9 @@ BUILTIN: dict[str, CommHook] = {
 class HookSender:
     """Reduces the buckets of one round through a communication hook."""
 
-    def __init__(
-        self,
-        hook: ResolvedHook,
-        parameters: Sequence[Sequence[torch.Tensor]],
-        names: Sequence[Sequence[str]],
-        timeout: float,
-        failed: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, hook: ResolvedHook, control: ProcessLink) -> None:
         self._hook = hook
-        self._parameters = parameters
-        self._names = names
-        self._timeout = timeout
-        self._failed = failed
+        self._control = control
         self._previous: PendingHook | None = None
         self._broken: str | None = None
 
@@ -394,7 +360,7 @@ class HookSender:
         )
         return self._broken
 
-    def send(self, bucket: int, storage: BucketStorage, is_last: bool) -> PendingHook:
+    def send(self, bucket: Bucket, storage: BucketStorage, *, is_last: bool) -> PendingHook:
         """Call the hook for a bucket; what it launches goes on when this returns."""
         if self._broken is not None:
             raise RuntimeError(self._broken)
@@ -404,14 +370,7 @@ class HookSender:
             # If it has failed, this is told later: the other processes, where it may have not, wait
             # for the next bucket.
             previous.settle()
-        given = GradBucket(
-            bucket,
-            storage,
-            self._parameters[bucket],
-            self._names[bucket],
-            is_last=is_last,
-            in_memory_order=hook.is_power_sgd,
-        )
+        given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=hook.is_power_sgd)
         with _located(given):
             future: object = hook.function(hook.state, given)
         if not isinstance(future, torch_internals.Future):
@@ -420,14 +379,8 @@ class HookSender:
                 f"bucket's new content, but returned {_what(future)} for {_label(given)}; return "
                 "work.get_future(), or put a tensor into a future with set_result"
             )
-        pending = PendingHook(
-            hook.name,
-            given,
-            typing.cast("torch.futures.Future[Any]", future),
-            storage.flat,
-            self._timeout,
-            self._failed,
-        )
+        begun = typing.cast("torch.futures.Future[Any]", future)
+        pending = PendingHook(hook.name, given, begun, storage.flat, self._control)
         if hook.one_bucket_at_a_time and not is_last:
             self._previous = pending
         return pending
@@ -442,15 +395,14 @@ class PendingHook:
         bucket: GradBucket,
         future: torch.futures.Future[Any],
         flat: torch.Tensor,
-        timeout: float,
-        failed: Callable[[], object],
+        control: ProcessLink,
     ) -> None:
         self._name = name
         self._bucket = bucket
         self._future = future
         self._flat = flat
-        self._timeout = timeout
-        self._failed = failed
+        self._control = control
+        self._timeout = control.timeout
         self._over = over = threading.Event()
         # A future's own wait has no timeout.
         future.add_done_callback(lambda _: over.set())
@@ -469,12 +421,6 @@ class PendingHook:
         timeout, self._timeout = self._timeout, 0.0
         deadline = time.monotonic() + timeout
         while not self._over.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
-            failure = self._failed()
-            if failure is not None:
-                raise CollectiveError(
-                    f"the communication hook {self._name} was not waited for any more, for "
-                    f"{_label(self._bucket)}{_rank()}: {failure}"
-                )
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"the communication hook {self._name} did not finish {_label(self._bucket)} "
@@ -482,6 +428,12 @@ class PendingHook:
                     "completed its future; make sure that every process runs the hook for the same "
                     "buckets and that set_result or set_exception is called in any case, or ask "
                     "for a longer timeout"
+                )
+            failure = self._control.look()
+            if failure is not None:
+                raise CollectiveError(
+                    f"the communication hook {self._name} was not waited for any more, for "
+                    f"{_label(self._bucket)}{_rank()}: {failure}"
                 )
 
     def _accepted(self, value: object) -> torch.Tensor:
@@ -496,20 +448,17 @@ class PendingHook:
         if flat.is_complex() and value.dtype == flat.dtype.to_real() and value.shape[1:] == (2,):
             # The work of a collective gives complex numbers back as pairs of real ones.
             value = torch.view_as_complex(value)
-        same_kind = (value.is_floating_point(), value.is_complex()) == (
-            flat.is_floating_point(),
-            flat.is_complex(),
-        )
-        if not same_kind or (value.shape, value.device, value.layout) != (
-            flat.shape,
-            flat.device,
-            flat.layout,
-        ):
+        if _form(value) != _form(flat):
             raise ValueError(
                 f"the communication hook {self._name} returned a tensor of {_content(value)}, but "
                 f"{_label(self._bucket)} has {_content(flat)}; return a tensor like bucket.buffer()"
             )
         return value.contiguous() if value.dtype == flat.dtype else flat.copy_(value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    kind = tensor.is_floating_point(), tensor.is_complex()
+    return kind, tensor.shape, tensor.device, tensor.layout
 
 
 def _content(tensor: torch.Tensor) -> str:

@@ -1,78 +1,138 @@
-"""The part of a round between processes: buckets are launched in order, and waited for.
+"""The part of a round between processes: buckets are launched in order, and one vote.
 
 Note [Order of collectives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Processes must launch the same collectives in the same order. Buckets may become ready in another
 order, and in different threads; they are launched by their numbers, by whichever thread finds the
-next one ready, and by one thread at a time. What is said about a round (how many parameters had no
-gradient, whether a process failed) goes through a group of its own, so it cannot be mistaken for a
-bucket.
+next one ready, and by one thread at a time. The vote goes through a group of its own, so it cannot
+be mistaken for a bucket.
 
-Note [An interrupt]
-~~~~~~~~~~~~~~~~~~~
-A round that has failed is ended together with the other processes, which may take as long as a
-collective does. Who has pressed Ctrl-C does not want to wait for that. So the links are given up at
-once, in all processes, with what is in flight; the next forward makes new ones, and new buckets.
+Note [The vote]
+~~~~~~~~~~~~~~~
+In each round every rank launches one collective of fixed size, in the host's memory: which
+parameters it used, which gradients came late, and whether something is not finite. Whether it is
+launched depends on nothing that another rank says. A rank that used all parameters needs no answer:
+its backward returns, and it reads the answer at its next forward. These wait for it in backward: a
+rank with unused parameters, before it delivers them; and all ranks in the first round, with a
+communication hook, and once some gradient came late or from outside of the wrapper's forward, which
+all know from an earlier vote.
+
+Note [Failures of a round]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+The last bucket leaves when the whole backward has ended. A rank that fails before that writes its
+error into the store and closes its links, so no rank can complete the round. A rank that fails
+later does the same and does not vote, and the others may have taken their step. In either case all
+ranks make new links at their next forward, where they compare how many rounds each was given. If
+they were not given the same, all raise, until the replicas were compared or a state was loaded.
+
+Only a communication hook is asked for zeros before that: the others wait for it, in a group of the
+user's. So with a hook all ranks wait for the vote.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
-import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dataparallel.comm.checks import CollectiveMismatch
 from dataparallel.comm.failures import failures_of, mark_reported
-from dataparallel.comm.link import Pending, ProcessLink, late_works
-from dataparallel.comm.process_errors import describe_error
-from dataparallel.comm.process_group import parent_group, timeout_of
-from dataparallel.errors import MOST, add_note, listed
+from dataparallel.comm.link import Pending, ProcessLink, parent_group, timeout_of
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Failure, name_ranks
+from dataparallel.errors import describe_names
 from dataparallel.reducer.buckets import Bucket, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.options import AverageKind
-from dataparallel.reducer.verify import digest
+from dataparallel.reducer.verify import gather_if_different
 
-if TYPE_CHECKING:
-    from dataparallel.reducer.nonfinite import Guard
-    from dataparallel.torch_internals import Store
-
-# Of how many buckets messages show the sizes.
-_MOST_BUCKETS = 6
-# Seconds that a store gets for an answer.
-_STORE_TIMEOUT = 2.0
+# Seconds that a process which ends gives to the others to get its last vote.
+_LAST_VOTE = 2.0
+# What a rank was doing when it failed, as the others read it.
+_EARLY = "backward"
+_LATE = "backward, after its last bucket was sent"
 
 
-class OtherRanksFailed(RuntimeError):
+class OtherRanksFailed(CollectiveError):
     """A round was dropped, since the backward of another process has failed in it.
 
     Args:
-        ranks: Those processes.
-        reasons: By rank, the message and the traceback of the error, as far as they are known.
+        failure: What is known of it.
 
     Attributes:
-        ranks, reasons: The same.
+        ranks: That process, in a list.
+        reasons: By rank, the message and the traceback of the error.
     """
 
-    def __init__(self, ranks: Sequence[int], reasons: Mapping[int, tuple[str, str]]) -> None:
-        which = listed(map(str, ranks))
-        told = listed((f"rank {rank}: {message}" for rank, (message, _) in reasons.items()), "; ")
-        traces = "".join(
-            f"\nTraceback of rank {rank}:\n{trace.rstrip()}\n"
-            for rank, (_, trace) in list(reasons.items())[:MOST]
-        )
+    def __init__(self, failure: Failure) -> None:
+        rank, trace = failure.rank, failure.traceback.rstrip()
         super().__init__(
-            f"the backward of rank {which} failed, so no gradient of this step was reduced and "
+            f"the backward of rank {rank} failed, so no gradient of this step was reduced and "
             ".grad is as it was before; its own error says why. All ranks can go on with the next "
-            f"step{f' ({told})' if told else ''}{traces}"
+            f"step (rank {rank}: {failure.message})\nTraceback of rank {rank}:\n{trace}\n",
+            failure=failure,
         )
-        self.ranks = list(ranks)
-        self.reasons = dict(reasons)
+        self.ranks = [rank]
+        self.reasons = {rank: (failure.message, failure.traceback)}
+
+
+class ReplicasInDoubt(RuntimeError):
+    """Some processes may have taken a step that others have not. All processes raise it."""
+
+
+class Progress:
+    """What a wrapper knows of its rounds; outlives reducers and links."""
+
+    def __init__(self) -> None:
+        #: How many rounds have given this process gradients.
+        self.num_rounds = 0
+        #: Whether all ranks wait for each vote, since gradients have come late in some rank.
+        self.waits = False
+        #: Why the replicas of the processes may differ; empty if they do not.
+        self.doubt = ""
+
+    def compare(self, control: ProcessLink) -> None:
+        """See whether all processes were given the same rounds; a collective call."""
+        said = gather_if_different(
+            [self.num_rounds, self.waits], control, what="how many steps were reduced"
+        )
+        if said is None:
+            return
+        self.waits = any(waits for _, waits in said)
+        last = max(number for number, _ in said)
+        ahead = [rank for rank, (number, _) in enumerate(said) if number == last]
+        behind = [rank for rank, (number, _) in enumerate(said) if number < last]
+        if behind:
+            self.doubt = (
+                f"the gradients of step {last} were reduced in {name_ranks(ahead)}, which may have "
+                f"taken the step, but {name_ranks(behind)} failed in it. The replicas may differ: "
+                "call check_replicas() in all processes, which raises an error if they do, or load "
+                "the same state in all of them with load_state_dict()"
+            )
+
+    def gave(self) -> None:
+        """A round has given this process gradients."""
+        self.num_rounds += 1
+
+    def late(self) -> None:
+        """Let all ranks wait for the votes from the next round on."""
+        self.waits = True
+
+    def settle(self) -> None:
+        """All processes have the same parameters, whatever there was before."""
+        self.num_rounds, self.doubt = 0, ""
+
+    def check(self) -> None:
+        """Raise where replicas may differ."""
+        if self.doubt:
+            raise ReplicasInDoubt(self.doubt)
 
 
 class ReducerProcesses:
@@ -81,23 +141,23 @@ class ReducerProcesses:
     They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float | None,
+        progress: Progress | None = None,
+    ) -> None:
         parent = parent_group(group)
         self._group = group
         self._links: tuple[ProcessLink, ProcessLink] | None = None
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.rank = parent.rank()
         self.world_size = parent.size()
+        self.progress = progress or Progress()
         self._verify: Callable[[ProcessLink], None] = lambda control: None
         self._num_active: Callable[[], int] | None = None
-        failures = failures_of(parent)
-        self._store = failures.store
-        #: Collectives that have failed when nobody waited any more.
-        self.late = late_works(failures)
-        self._num_rounds = 0
-        self._told: str | None = None
-        self._plan: tuple[Any, str] = ((), "")
-        self._was_interrupted = False
+        self._failures = failures_of(parent)
+        self._has_failed = False
 
     def verify_with(self, verify: Callable[[ProcessLink], None]) -> None:
         """Let a function compare what the processes reduce when they are connected."""
@@ -120,6 +180,7 @@ class ReducerProcesses:
             try:
                 control = ProcessLink(self._group, timeout=self.timeout, purpose="control")
                 self._verify(control)
+                self.progress.compare(control)
             except BaseException:
                 buckets.close()
                 if control is not None:
@@ -143,49 +204,58 @@ class ReducerProcesses:
         for link in self._links or ():
             link.close()
 
-    # --- a round ---------------------------------------------------------------------------------
-
-    def begin_round(self, buckets: Sequence[Bucket], how: str) -> None:
-        """See that all processes are about to reduce the same buckets in the same way."""
-        self._num_rounds += 1
-        key = [id(bucket) for bucket in buckets], how
-        if key != self._plan[0]:
-            self._plan = key, _describe(buckets, how)
-        try:
-            self.control.checks.begin_step()
-            # Over the group of the buffers, too: one process may be in a forward instead.
-            self.buckets.checks.begin_step(self._plan[1])
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self.interrupted(error)
-            raise
-
-    def used_anywhere(self, used: Sequence[int]) -> list[bool]:
-        """Per parameter, whether any process has a gradient."""
-        counts = torch.tensor(list(used), dtype=torch.int32)
-        self.control.all_reduce(counts, what="the map of used parameters").wait()
-        return [count > 0 for count in counts.tolist()]
-
     def order_of_rank_0(self, order: Sequence[int]) -> list[int]:
         """What rank 0 gave for ``order``, on all ranks."""
         tensor = torch.tensor(list(order))
         self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
         return [int(index) for index in tensor.tolist()]
 
+    def begin_round(self, how: str) -> None:
+        """See that all processes are about to reduce in the same way."""
+        self.control.checks.begin_step()
+        # Over the group of the buffers, too: one process may be in a forward instead.
+        self.buckets.checks.begin_step(how)
+
     # --- failures --------------------------------------------------------------------------------
 
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        broken = any(link.broken is not None for link in self._links or ())
-        return broken or self._was_interrupted
+        return self._has_failed or any(link.broken is not None for link in self._links or ())
 
-    def interrupted(self, error: BaseException) -> None:
-        """Use the links, and what is in flight, no more; the others get to know."""
-        # First: telling may be interrupted, too.
-        self._was_interrupted = True
+    def check_late(self) -> None:
+        """Raise the error of a collective that has failed when nobody waited any more."""
+        self._failures.check_late()
+
+    def report(self, error: BaseException, *, late: bool = False) -> None:
+        """A round has failed here: let the others know, and use the links no more."""
+        mark_reported(error)
+        if self.world_size == 1 and isinstance(error, Exception):
+            return
+        # First: telling may be interrupted.
+        self._has_failed = True
         if self._links is not None:
-            self._links[1].report(error, "backward")
+            self._links[1].report(error, _LATE if late else _EARLY)
+
+    def lost(self, names: Iterable[str]) -> CollectiveError:
+        """The error for gradients of another rank that this one has not reduced with it."""
+        error = late_error(names)
+        self.report(error, late=True)
+        return CollectiveError(str(error), failure=self.control.failure)
+
+    def report_beginning(self, error: BaseException) -> None:
+        """A round could not begin here; of a collective that failed the others know."""
+        if not isinstance(error, (CollectiveError, CollectiveTimeout)):
+            self.report(error)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error itself, or where another rank's backward is why it came, one that says so."""
+        failure = _failure_of(error)
+        if failure is None or failure.rank == self._failures.ranks[self.rank]:
+            return error
+        if (failure.kind, failure.doing) != ("raised", _EARLY):
+            return error
+        return OtherRanksFailed(failure)
 
     def get_stuck(self, reason: str) -> None:
         """No step can be reduced any more, with whatever links; the others get to know."""
@@ -197,69 +267,93 @@ class ReducerProcesses:
         failures = [link.failure for link in self._links or ()]
         return next((str(f) for f in failures if f is not None and f.kind == "stuck"), "")
 
-    def tell_reason(self, error: BaseException) -> None:
-        """Say why the round has failed here; nothing happens if the store does not answer.
 
-        Who has failed may be at another point in the sequence of collectives than the others, so
-        the reason goes through the store of the group: it is written before the end of the round
-        says that there is one, and read only then.
-        """
-        mark_reported(error)
-        text = json.dumps(describe_error(error))
-        before, self._told = self._told, self._key(self.rank)
-        key = self._told
-
-        def write(store: Store) -> None:
-            if before is not None:
-                store.delete_key(before)
-            store.set(key, text)
-
-        # Here and below, it is about an error that is raised anyway.
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            self._store.ask(write, _STORE_TIMEOUT)
-
-    def reasons(self, ranks: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Messages and tracebacks of what has failed in other processes, as far as is known."""
-        keys = {rank: self._key(rank) for rank in ranks}
-
-        def read(store: Store) -> dict[int, tuple[str, str]]:
-            there = {rank: key for rank, key in keys.items() if store.check([key])}
-            texts = {rank: json.loads(store.get(key)) for rank, key in there.items()}
-            return {rank: (str(message), str(trace)) for rank, (message, trace) in texts.items()}
-
-        try:
-            return self._store.ask(read, _STORE_TIMEOUT)
-        except (RuntimeError, TimeoutError):
-            return {}
-
-    def _key(self, rank: int) -> str:
-        return f"{self.control.name}/failed round {self._num_rounds}/{rank}"
+def is_late(error: BaseException) -> bool:
+    """Whether an error came since another rank has failed after its last bucket was sent."""
+    failure = _failure_of(error)
+    return failure is not None and failure.doing == _LATE
 
 
-def _describe(buckets: Sequence[Bucket], how: str) -> str:
-    """What must be the same in all processes for a round, on one line."""
-    flats = [None if bucket.storage is None else bucket.storage.flat for bucket in buckets]
-    sizes = ["sparse" if flat is None else f"{flat.numel()} {flat.dtype}" for flat in flats]
-    shown = ", ".join(sizes[:_MOST_BUCKETS]).replace("torch.", "")
-    more = f" and {len(sizes) - _MOST_BUCKETS} more" if sizes[_MOST_BUCKETS:] else ""
-    return f"{len(sizes)} buckets of {shown}{more} ({digest(sizes):x}), {how}"
+def late_error(names: Iterable[str]) -> RuntimeError:
+    """The error where gradients came late in some ranks, and others did not wait for them."""
+    return RuntimeError(
+        "these parameters got a gradient after their bucket was sent, and not in all processes: "
+        f"{describe_names(names)}. The others did not wait for it, so it is in no sum. Use "
+        "them outside of the wrapper's forward, or in checkpoints, in all processes, or in the "
+        "first step already, if only times zero; then all wait for such gradients in all steps"
+    )
 
 
-@dataclass
-class Sent:
-    """A bucket on its way: what was sent, and what waits for it and returns the result."""
-
-    flat: torch.Tensor
-    wait: Callable[[], torch.Tensor]
+def _failure_of(error: BaseException) -> Failure | None:
+    return error.failure if isinstance(error, (CollectiveError, CollectiveTimeout)) else None
 
 
-class Outcome(NamedTuple):
-    """What all processes together say about a round."""
+# --- the vote --------------------------------------------------------------------------------
 
-    num_unused: int
-    num_late: int
-    failed_ranks: list[int]
-    num_nonfinite: int = 0
+
+class Answer(NamedTuple):
+    """What all ranks say together; of each parameter, whether it is so in any rank."""
+
+    #: Whether it got a gradient.
+    came: list[int]
+    #: Whether ``.grad`` held something that was sent.
+    held: list[int]
+    #: Which gradients came after their bucket was sent.
+    late: list[int]
+    #: Whether some rank got gradients late, or from outside of the wrapper's forward.
+    outside: bool
+    #: Whether some rank has none that came late.
+    in_time: bool
+    nonfinite: bool
+
+
+class Vote:
+    """The vote of one round, under way. See Note [The vote]."""
+
+    def __init__(
+        self,
+        control: ProcessLink,
+        came: bytes,
+        held: bytes,
+        late: Collection[int],
+        *,
+        outside: bool,
+        nonfinite: bool,
+    ) -> None:
+        self._count = len(came)
+        too_late = bytes([index in late for index in range(self._count)])
+        flags = bytes([outside, not late, nonfinite])
+        self._said = torch.frombuffer(bytearray(came + held + too_late + flags), dtype=torch.uint8)
+        self.is_read = False
+        self._pending = control.all_reduce(self._said, op="max", what="the vote of a round")
+        _unread.add(self)
+
+    def read(self) -> Answer:
+        """Wait for the votes of all ranks."""
+        self._pending.wait()
+        self.is_read = True
+        _unread.discard(self)
+        n, said = self._count, self._said.tolist()
+        late = [index for index, is_late in enumerate(said[2 * n : 3 * n]) if is_late]
+        return Answer(said[:n], said[n : 2 * n], late, *map(bool, said[3 * n :]))
+
+    def linger(self) -> None:
+        """Let the other ranks get it, before this one closes its links."""
+        deadline = time.monotonic() + _LAST_VOTE
+        while not self._pending.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+_unread: weakref.WeakSet[Vote] = weakref.WeakSet()
+
+
+@atexit.register
+def _linger() -> None:
+    for vote in list(_unread):
+        vote.linger()
+
+
+# --- a round ---------------------------------------------------------------------------------
 
 
 class Exchange:
@@ -284,26 +378,36 @@ class Exchange:
         # A communication hook divides by the number of processes; so much more it gets.
         self._times = 1 if sender is None else processes.world_size
         self._scale: float | None = None
-        self._concluded = False
         self._gives_up = False
         self._is_stuck = False
         self._lock = threading.Lock()
         dense = [bucket.number for bucket in buckets if bucket.storage is not None]
         self._last_dense = dense[-1] if dense else None
         self._loaded: dict[int, torch.Tensor] = {}
-        self._sent: list[Sent] = []
+        # What waits for each bucket that was sent, and returns the result.
+        self._sent: list[Callable[[], torch.Tensor]] = []
         self._total: tuple[torch.Tensor, Pending] | None = None
 
     def begin(self) -> None:
         """Begin the round, in all processes."""
         hook = "no hook" if self._sender is None else f"the hook {self._sender.name}"
         how = f"average={self._average!r}, deterministic={self._in_rank_order}, {hook}"
-        self._processes.begin_round(self._buckets, how)
+        self._processes.begin_round(f"{len(self._buckets)} buckets, {how}")
         if self._average == "samples":
             # Launched now and waited for before the first bucket.
             total = torch.tensor([self._weight], dtype=torch.float64)
             pending = self._processes.control.all_reduce(total, what="the weights of a round")
             self._total = total, pending
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no rank may end the round without the vote; the same in all ranks."""
+        return self._processes.progress.waits or self._sender is not None or not self._buckets
+
+    @property
+    def last(self) -> int:
+        """The number of the bucket that leaves when the whole backward has ended."""
+        return len(self._buckets) - 1
 
     def scale(self) -> float:
         """What gradients are multiplied by before they are sent; may have to wait."""
@@ -337,10 +441,9 @@ class Exchange:
                     return
                 self._sent.append(self._send_if_possible(self._buckets[number]))
 
-    def _send_if_possible(self, bucket: Bucket) -> Sent:
-        tensor = self._loaded[bucket.number]
+    def _send_if_possible(self, bucket: Bucket) -> Callable[[], torch.Tensor]:
         try:
-            return self._send(bucket, tensor)
+            return self._send(bucket, self._loaded[bucket.number])
         except Exception as error:
             if not self._gives_up:
                 raise
@@ -350,64 +453,44 @@ class Exchange:
                 self._is_stuck = reason is not None
                 if reason is not None:
                     self._processes.get_stuck(reason)
-            return Sent(tensor, functools.partial(_raise, error))
+            return functools.partial(_raise, error)
 
-    def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Sent:
+    def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         link = self._processes.buckets
         if bucket.storage is not None and self._sender is not None:
             is_last = bucket.number == self._last_dense
-            return Sent(tensor, self._sender.send(bucket.number, bucket.storage, is_last).wait)
+            return self._sender.send(bucket, bucket.storage, is_last=is_last).wait
         if bucket.storage is not None and self._in_rank_order:
-            return Sent(tensor, functools.partial(_sum_in_order, link, tensor, bucket.name))
+            return functools.partial(_sum_in_order, link, tensor, bucket.name)
         pending = link.all_reduce(tensor, what=bucket.name)
-        return Sent(tensor, functools.partial(_wait, pending, tensor))
+        return functools.partial(_wait, pending, tensor)
 
     # --- received --------------------------------------------------------------------------------
 
-    def receive(
-        self, *, unused: int, late: int, guard: Guard | None = None
-    ) -> tuple[list[torch.Tensor], Outcome]:
-        """All buckets, and what all processes say about the round."""
-        votes = guard is not None and guard.votes
-        if self._sender is None and not votes:
-            outcome = self.conclude(unused=unused, late=late)
-            flats = [sent.wait() for sent in self._sent]
-        else:
-            # It may fail in one process, where a collective fails in all of them: the others shall
-            # not think that all is well before that is certain here.
-            flats = [sent.wait() for sent in self._sent]
-            nonfinite = 0
-            if guard is not None and votes:
-                guard.look_at_flats(flats)
-                nonfinite = guard.count()
-            outcome = self.conclude(unused=unused, late=late, nonfinite=nonfinite)
-        told = outcome()
-        if told.failed_ranks:
-            raise OtherRanksFailed(told.failed_ranks, self._processes.reasons(told.failed_ranks))
-        return flats, told
+    def receive(self) -> list[torch.Tensor]:
+        """All buckets, reduced."""
+        return [wait() for wait in self._sent]
 
-    def conclude(
-        self, *, unused: int, late: int, failed: bool = False, nonfinite: int = 0
-    ) -> Callable[[], Outcome]:
-        """Tell the other processes how the round went here; returns what waits for all of them."""
-        self._concluded = True
+    def vote(
+        self,
+        came: bytes,
+        held: bytes,
+        late: Collection[int] = (),
+        *,
+        outside: bool = False,
+        nonfinite: bool = False,
+    ) -> Vote:
+        """Say how the round went here. See Note [The vote]."""
         control = self._processes.control
-        # Each rank has an entry of its own: one number for all of them would overflow.
-        has_failed = [0] * control.world_size
-        has_failed[control.rank] = int(failed)
-        counts = torch.tensor([unused, late, nonfinite, *has_failed])
-        return functools.partial(
-            _outcome, control.all_reduce(counts, what="the end of a round"), counts
-        )
+        return Vote(control, came, held, late, outside=outside, nonfinite=nonfinite)
 
     def reduce_late(
-        self, extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
+        self, late: Sequence[int], extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Reduce gradients that came after their bucket was sent, in some process."""
-        found = self._processes.used_anywhere([index in extra for index in range(len(originals))])
         scale = self.scale() / self._times
         result: dict[int, torch.Tensor] = {}
-        for index in [index for index, late in enumerate(found) if late]:
+        for index in late:
             total = torch.zeros_like(originals[index], requires_grad=False)
             if index in extra and scale:
                 total.add_(extra[index], alpha=scale)
@@ -419,50 +502,37 @@ class Exchange:
     # --- or failed -------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException) -> None:
-        """End a round that has failed, together with the others unless that is too late.
-
-        After Ctrl-C nobody waits, see Note [An interrupt].
-        """
-        if not isinstance(error, Exception):
-            self._processes.interrupted(error)
+        """End a round that has failed. See Note [Failures of a round]."""
+        if isinstance(error, CollectiveMismatch):
+            # All ranks raise it, and go on.
+            self._wait_quietly()
             return
-        try:
-            if not self._concluded:
-                self._give_up(error)
-            # The memory of all that was sent is used in the next round.
-            for sent in self._sent:
-                # What went wrong with it has been reported, or follows from what has.
-                with contextlib.suppress(Exception):
-                    sent.wait()
-        except BaseException as interrupt:
-            self._processes.interrupted(interrupt)
-            raise
+        late = len(self._sent) == len(self._buckets)
+        if self._sender is not None and isinstance(error, Exception) and _failure_of(error) is None:
+            try:
+                self._give_up()
+            except BaseException as interrupt:
+                self._processes.report(interrupt, late=late)
+                raise
+        self._processes.report(error, late=late)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Take this process's part in what is left of the round, so that none waits for it."""
+    def _give_up(self) -> None:
+        """Let the hook send zeros for what is left, since the others wait for them."""
         self._gives_up = True
-        self._processes.tell_reason(error)
-        try:
-            for bucket in self._buckets:
-                if self._nobody_waits():
-                    return
-                if bucket.number not in self._loaded:
-                    self._loaded[bucket.number] = bucket.load_nothing()
-                # Even if it was loaded: that it could not be sent may be why zeros are.
-                self._launch()
-            if self._nobody_waits():
+        for bucket in self._buckets:
+            if self._processes.control.look() is not None:
                 return
-            outcome = self.conclude(unused=0, late=0, failed=True)
-            for sent in self._sent:
-                sent.wait()
-            outcome()
-        except Exception as failure:
-            # The error to report is the first one; the links remember that they are broken.
-            add_note(error, f"and the other processes could not be told: {failure}")
+            if bucket.number not in self._loaded:
+                self._loaded[bucket.number] = bucket.load([], 0.0)
+            # Even if it was loaded: that it could not be sent may be why zeros are.
+            self._launch()
+        self._wait_quietly()
 
-    def _nobody_waits(self) -> bool:
-        """Whether all know of a failure, so that a hook need not be asked for what is left."""
-        return self._sender is not None and self._processes.control.look() is not None
+    def _wait_quietly(self) -> None:
+        """Wait for what was sent, whose memory the next round uses; why it failed was told."""
+        for wait in self._sent:
+            with contextlib.suppress(Exception):
+                wait()
 
 
 def _wait(pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
@@ -480,10 +550,3 @@ def _sum_in_order(link: ProcessLink, flat: torch.Tensor, what: str) -> torch.Ten
 
 def _raise(error: Exception) -> torch.Tensor:
     raise error
-
-
-def _outcome(pending: Pending, counts: torch.Tensor) -> Outcome:
-    pending.wait()
-    unused, late, nonfinite, *has_failed = map(int, counts.tolist())
-    failed = [rank for rank, count in enumerate(has_failed) if count]
-    return Outcome(unused, late, failed, nonfinite)

@@ -91,6 +91,10 @@ class NonFinitePolicy:
                 "such as 'bf16_compress'"
             )
 
+    def count_again_from(self, num_skipped: int) -> None:
+        """Forget the steps that were skipped since there were so many: they are repeated."""
+        self.num_skipped = num_skipped
+
     def act(self, text: str) -> None:
         """Do what the user wants with what was found where: log and count, or raise an error."""
         if self.action == "raise":
@@ -157,15 +161,7 @@ class Guard:
         hooked: bool,
         local: bool,
     ) -> None:
-        """Begin a round.
-
-        Args:
-            buckets: Its buckets.
-            accumulated: What ``.grad`` held before it.
-            stays: Whether more is to be added to its gradients: a later round decides about them.
-            hooked: Whether a communication hook reduces them.
-            local: Whether some stay in this process, where others are reduced.
-        """
+        """Begin a round; if its gradients stay and others are added, a later one decides."""
         self._buckets = buckets
         self._accumulated = accumulated
         # In a context where nothing is to be reduced there is no later round.
@@ -174,7 +170,7 @@ class Guard:
         self._looks = []
         if all([grad is None for grad in accumulated.home.read(self._originals)]):
             self._kept = []
-        elif not stays and accumulated.sends:
+        elif not stays and any(accumulated.sent()):
             held = [accumulated.unreduced(index) for index in range(len(self._originals))]
             self._look(_UNREDUCED if accumulated.any else _BEFORE, enumerate(held))
 
@@ -212,23 +208,17 @@ class Guard:
 
     # --- at its end ------------------------------------------------------------------------------
 
-    def count(self) -> int:
-        """How many gradients of this process are not finite, those of its buckets included."""
+    def found(self) -> bool:
+        """Whether a gradient of this process is not finite, those of its buckets included."""
         norms = [look.norms for look in self._looks if look.norms is not None]
         kinds = [kind for look in self._looks for kind in look.kinds if kind is not None]
-        return 0 if not kinds and _are_finite(norms) else len(self._findings())
+        return bool((kinds or not _are_finite(norms)) and self._findings())
 
-    def judge(self, num_nonfinite: int, round_: Round) -> None:
-        """End a round; drop its gradients in all processes if some are not finite.
-
-        Args:
-            num_nonfinite: How many gradients the processes together say are not.
-            round_: The round, with its results.
-        """
+    def judge(self, found: bool, round_: Round) -> None:
+        """End a round; drop its gradients in all processes if the vote or the results say so."""
         if self._stays:
             self._kept += self._looks
             return
-        found = num_nonfinite > 0
         if not found and not self.votes:
             sums = self._spoiled_results(round_)
             self._looks += sums

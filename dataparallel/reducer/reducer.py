@@ -1,8 +1,26 @@
-"""The reducer: what lives from round to round. What happens in one is in ``round.py``."""
+"""The reducer: what lives from round to round. What happens in one is in ``round.py``.
+
+Note [Several cuts in one round]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A wrapper that was called several times before one backward has several cuts in it, which make one
+round. Mostly they run one after another. With devices that have backward threads of their own, one
+may begin inside of another: a thread that waits for the backward of a cut takes the next node that
+is ready, which may be a cut too. Then the round ends with the one that ends last.
+
+Between two cuts of one backward, a re-entrant checkpoint may run a backward of its own in which the
+wrapper was called, too. It becomes a part of the round that is under way. A round of a backward
+that has failed is never continued; whether a backward still runs is known from an object that
+nothing but the engine holds, as long as it runs.
+
+A round that is reduced over processes ends when the whole backward does: the parameters may get
+gradients from other parts of the graph before and after the cut, see
+Note [Gradients from outside of the wrapper].
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,19 +29,18 @@ import torch
 from torch import nn
 
 from dataparallel.errors import describe_names
-from dataparallel.graph.ending import NO_TASK, Ending
-from dataparallel.graph.gradient_home import current_home
+from dataparallel.graph.cut import NO_TASK, Ending
+from dataparallel.graph.gradient_home import backward_passes
 from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
-from dataparallel.reducer.exchange import Exchange, ReducerProcesses
-from dataparallel.reducer.nesting import Nesting
+from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
 from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
-from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.options import ReducerOptions, TrainedParameters
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
-from dataparallel.reducer.verify import verify_across_processes, verify_replicas
+from dataparallel.reducer.verify import verify_across_processes
 from dataparallel.threads.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -36,16 +53,14 @@ class Reducer:
 
     Example::
 
-        reducer = Reducer(parameters, names, leaves, ReducerOptions())
+        reducer = Reducer(trained_parameters(module), leaves, ReducerOptions())
         gradients = reducer.reduce(lambda: torch.autograd.backward(outputs, output_grads))
 
     Args:
-        originals: The parameters that the optimizer has; last those that stay local.
-        names: Their names.
+        trained: The parameters that the optimizer has.
         leaves: Per replica, what it computes with in their place.
         options: See :class:`ReducerOptions`.
         processes: The other processes. Default: there are none.
-        expect_sparse: Per parameter, whether its gradient will be sparse. Default: none.
         timeline: Is told in which phase the replicas are. Default: nobody is.
         nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
         hook: Sends buckets in place of an all-reduce. Default: there is none.
@@ -63,36 +78,27 @@ class Reducer:
 
     def __init__(
         self,
-        originals: Sequence[nn.Parameter],
-        names: Sequence[str],
+        trained: TrainedParameters,
         leaves: Sequence[Sequence[nn.Parameter]],
         options: ReducerOptions,
         processes: ReducerProcesses | None = None,
-        expect_sparse: Sequence[bool] = (),
         timeline: Timeline | None = None,
         nonfinite: NonFinitePolicy | None = None,
         hook: ResolvedHook | None = None,
         optimizers: StepsInBackward | None = None,
     ) -> None:
         nonfinite = nonfinite or NonFinitePolicy()
-        self.names = list(names)
+        self.trained = trained
+        self.names = list(trained.names)
         self.options = options
         self.processes = processes
-        self._originals = list(originals)
+        self._originals = list(trained.parameters)
         self._leaves = [list(replica) for replica in leaves]
-        self._expect_sparse = tuple(expect_sparse) or (False,) * len(self._originals)
         self._hook = hook
         self._optimizers = optimizers
-        verify_replicas(self._leaves, self.names, self._expect_sparse)
-        count = len(self._originals) - options.num_local
         if processes is not None:
             verify = functools.partial(
-                verify_across_processes,
-                self._originals[:count],
-                self.names[:count],
-                expect_sparse=self._expect_sparse[:count],
-                options=options,
-                nonfinite=nonfinite.action,
+                verify_across_processes, trained, options=options, nonfinite=nonfinite.action
             )
             processes.verify_with(verify)
         self.accumulations = Accumulations(self._originals, options.average == "none")
@@ -107,6 +113,8 @@ class Reducer:
         #: The order of arrival in the first round, as all processes agreed; empty before that.
         self.order: list[int] = []
         self._arriving: list[int] = []
+        # Of the last round, if it may be unread; see Note [The vote].
+        self._vote: Vote | None = None
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
         places = [leaf[0].device for leaf in self._leaves]
@@ -121,12 +129,10 @@ class Reducer:
 
     def _make_buckets(self) -> None:
         self.buckets = Buckets(
-            self._originals,
-            self.names,
+            self.trained,
             self._leaves,
             self.options,
             sends=self.processes is not None,
-            expect_sparse=self._expect_sparse,
             order=self.order or None,
         )
         self.remove_hooks()
@@ -140,7 +146,7 @@ class Reducer:
     def arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         """A leaf has got its gradient; called by its hook."""
         if self._round is None:
-            self._take_astray()
+            self.buckets.take_astray()
             raise self._stray(index)
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
@@ -167,7 +173,6 @@ class Reducer:
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know."""
         self.reset()
-        verify_replicas(leaves, self.names, self._expect_sparse)
         self._leaves = [list(replica) for replica in leaves]
         devices = [replica[0].device for replica in leaves]
         if self.guard is not None:
@@ -175,10 +180,15 @@ class Reducer:
         self._arriving = []
         self._make_buckets()
 
+    def go_on_from(self, other: Reducer) -> None:
+        """Know what another reducer of the same parameters knew of their gradients."""
+        if list(map(id, self._originals)) == list(map(id, other._originals)):
+            self.accumulations, self._late = other.accumulations, other._late
+
     @property
     def reduced_names(self) -> list[str]:
         """Names of the parameters that are reduced over processes where there are others."""
-        return self.names[: len(self.names) - self.options.num_local]
+        return self.names[: self.trained.num_reduced]
 
     @property
     def unfinished(self) -> bool:
@@ -200,10 +210,30 @@ class Reducer:
         """Remove all hooks, and give the process groups back."""
         self.remove_hooks()
         self.statistics.abandon()
+        if self._vote is not None:
+            self._vote.linger()
         if self.processes is not None:
             self.processes.close()
 
     # --- a round ---------------------------------------------------------------------------------
+
+    def read_vote(self) -> None:
+        """Read what all ranks have said about the last round; raises where one has failed in it."""
+        if self._vote is None:
+            return
+        assert self.processes is not None
+        was_read = self._vote.is_read
+        try:
+            answer = self._vote.read()
+        except Exception:
+            self._vote = None
+            raise
+        # Not before: after Ctrl-C it is read again.
+        self._vote = None
+        if answer.outside:
+            self.processes.progress.late()
+        if answer.late and not was_read:
+            raise self.processes.lost(self.names[index] for index in answer.late)
 
     def reduce(
         self,
@@ -243,21 +273,22 @@ class Reducer:
         try:
             if not joins:
                 self._forget()
-            astray = [] if self._round is not None else self._take_astray()
-            round_ = self._round or self._begin(
-                synchronize=synchronize,
-                weight=weight if has_data else 0.0,
-                eager=last,
-                passes=passes,
-                has_data=has_data,
-            )
+            astray = [] if self._round is not None else self.buckets.take_astray()
+            round_ = self._round
             try:
+                round_ = round_ or self._begin(
+                    synchronize=synchronize,
+                    weight=weight if has_data else 0.0,
+                    eager=last,
+                    passes=passes,
+                    has_data=has_data,
+                )
                 if astray:
                     raise self._stray(astray[0])
                 ended = self._run(round_, backward)
             except BaseException as error:
                 ended = True
-                self._fail(round_, error)
+                self._fail(round_, error, tells=synchronize)
                 raise
             return round_.take_result()
         finally:
@@ -278,26 +309,22 @@ class Reducer:
         self._finish(round_)
         self._user_hooks.published(round_.in_place)
         self._after(round_)
+        if round_.exchange is not None:
+            self._given(round_)
         return True
-
-    def _take_astray(self) -> list[int]:
-        """Drop gradients that have come to leaves between two rounds: they belong to none."""
-        astray = self.buckets.astray()
-        for bucket in self.buckets.all if astray else ():
-            bucket.drop()
-        return astray
 
     def _begin(
         self, *, synchronize: bool, weight: float, eager: bool, passes: bool, has_data: bool
     ) -> Round:
-        accumulated = self.accumulations.of(current_home())
+        accumulated = self.accumulations.of(backward_passes().home())
         if not has_data:
             # What this process has not reduced yet stays its own.
             accumulated = Accumulated(self._originals, summed=False)
+        if self._vote is not None and synchronize:
+            self.read_vote()
         if self._optimizers is not None:
             self._optimizers.begin(synchronized=synchronize, home=accumulated.home)
         if self.order and not self.buckets.ordered:
-            # An error was in the way at the end of the first round, but not for other processes.
             self._make_buckets()
         self._user_hooks.guard()
         exchange = None
@@ -316,9 +343,9 @@ class Reducer:
                 accumulated,
                 stays=not synchronize,
                 hooked=exchange is not None and self._hook is not None,
-                local=exchange is not None and self.options.num_local > 0,
+                local=exchange is not None and self.trained.num_reduced < len(self.names),
             )
-        with self.accumulations.in_grad.moving():
+        with self.accumulations.moving(accumulated.home):
             self.buckets.attach(accumulated, hooked, reduces=exchange is not None)
         strict = self.options.find_unused_parameters is not None
         self._round = round_ = Round(
@@ -347,14 +374,7 @@ class Reducer:
         return round_
 
     def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
-        control = processes.control
-        sender = self._hook and HookSender(
-            self._hook,
-            self.buckets.arranged(self._originals),
-            self.buckets.arranged(self.names),
-            control.timeout,
-            control.look,
-        )
+        sender = self._hook and HookSender(self._hook, processes.control)
         return Exchange(
             processes,
             [bucket for bucket in self.buckets.all if bucket.reduces],
@@ -370,11 +390,13 @@ class Reducer:
             self.used = round_.used
             self._check_used()
         with self._timeline.span("reduce local"):
-            num_nonfinite = round_.receive()
+            nonfinite = round_.receive()
         if self.guard is not None:
-            self.guard.judge(num_nonfinite, round_)
+            if round_.exchange is not None:
+                # Before all ranks tell each other what it has found, in the same order.
+                self._take_vote(round_)
+            self.guard.judge(nonfinite, round_)
         if round_.reduces or self.processes is None:
-            # First, since the other processes wait for this one in it.
             self._after_first()
 
     def _check_used(self) -> None:
@@ -403,18 +425,17 @@ class Reducer:
             )
 
     def _after_first(self) -> None:
-        """Count the round; after the first one, make the buckets in the order of arrival."""
+        """Count the round; after the first one, agree on the order in which gradients come."""
         self.num_rounds += 1
-        if self.buckets.ordered:
+        if self.order:
             return
-        count = len(self.names) - self.options.num_local
+        count = self.trained.num_reduced
         order = list(dict.fromkeys(self._arriving))
         order += sorted(set(range(len(self.names))).difference(order), reverse=True)
         reduced = [index for index in order if index < count]
         if self.processes is not None:
             reduced = self.processes.order_of_rank_0(reduced)
         self.order = reduced + [index for index in order if index >= count]
-        self._make_buckets()
 
     def _after(self, round_: Round) -> None:
         """Note that a round has ended well."""
@@ -423,6 +444,16 @@ class Reducer:
         self._round = None
         self.statistics.end()
         self._at_end()
+
+    def _given(self, round_: Round) -> None:
+        """Nothing can fail any more: vote, and note that this process has its gradients."""
+        assert self.processes is not None
+        self._take_vote(round_)
+        self.processes.progress.gave()
+
+    def _take_vote(self, round_: Round) -> None:
+        assert round_.exchange is not None
+        self._vote = round_.vote(round_.exchange)
 
     @torch.no_grad()
     def _end(self, round_: Round) -> None:
@@ -433,15 +464,17 @@ class Reducer:
             self._finish(round_)
             round_.write()
             self._user_hooks.wait(False)
+            self._nesting.end()
+            self._after(round_)
+            with torch.enable_grad():
+                came = round_.in_place - round_.without_gradient
+                self._user_hooks.delivered(came, round_.accumulated.home)
+            if round_.exchange is not None:
+                self._given(round_)
         except BaseException as error:
             self._nesting.end()
             self._fail(round_, error)
             raise
-        self._nesting.end()
-        self._after(round_)
-        with torch.enable_grad():
-            came = round_.in_place - round_.without_gradient
-            self._user_hooks.delivered(came, round_.accumulated.home)
 
     def _lost(self, round_: weakref.ref[Round]) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
@@ -451,14 +484,26 @@ class Reducer:
             text = "the backward failed in a part of the graph outside of the wrapper's forward"
             self._fail(lost, self._user_hooks.failure or RuntimeError(text))
 
-    def _fail(self, round_: Round, error: BaseException) -> None:
+    def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
+        """End a round that has failed; raises if another rank's failure is the reason."""
         self.last_error = str(error)
         self.statistics.abandon()
+        processes = self.processes if tells else None
         try:
-            round_.fail(error)
+            if round_ is None:
+                if processes is not None:
+                    processes.report_beginning(error)
+            elif round_ is self._round:
+                round_.fail(error)
+            elif round_.exchange is not None:
+                # The gradients are delivered, but others will learn that this process raised.
+                round_.exchange.abandon(error)
         finally:
             self.accumulations.after_round()
             self._round = None
+        told = error if processes is None else processes.explained(error)
+        if told is not error:
+            raise told from error
 
     def _forget(self) -> None:
         """Drop a round that was left unfinished."""
@@ -472,3 +517,68 @@ def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.T
     found = reducer()
     if found is not None:
         found.arrived(replica, index, leaf)
+
+
+class Nesting:
+    """Counts the backwards of replicas in a round. See Note [Several cuts in one round]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._computing = 0
+        self._all_came = False
+        self._task = NO_TASK
+        self._thread = 0
+        self._ending: weakref.ref[Ending] | None = None
+
+    def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None) -> bool:
+        """Begin the backward of one cut; returns whether it belongs to the round under way."""
+        outer = None if ending is None else ending()
+        if outer is not None:
+            task = outer.task
+        here = threading.get_ident()
+        with self._lock:
+            same = task == self._task != NO_TASK
+            alive = self.ending is not None
+            joins = same or (alive and self._thread == here)
+            if (self._inside or alive) and not joins:
+                raise RuntimeError(
+                    "Expected to have finished reduction in the prior iteration before starting a "
+                    "new one: another backward of the same wrapper is running, in another thread "
+                    "or from within a hook; let one end before the next begins"
+                )
+            if not joins:
+                self._task, self._thread, self._all_came = task, here, False
+                self._ending = ending
+                if outer is None and task != NO_TASK:
+                    self._ending = weakref.ref(Ending())
+            if same or not joins:
+                self._all_came |= last
+            self._inside += 1
+            self._computing += 1
+            return joins
+
+    @property
+    def ending(self) -> Ending | None:
+        """What the engine calls at the end of the backward; None if none runs."""
+        return None if self._ending is None else self._ending()
+
+    def computed(self) -> bool:
+        """Note that one has its gradients; returns whether all have."""
+        with self._lock:
+            self._computing -= 1
+            return self._all_came and not self._computing
+
+    def leave(self, *, ended: bool) -> None:
+        """End what :meth:`enter` began; tell whether the round has ended, well or with an error."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._computing = 0
+        if ended:
+            self.end()
+
+    def end(self) -> None:
+        """Note that the round has ended."""
+        with self._lock:
+            self._task, self._ending = NO_TASK, None

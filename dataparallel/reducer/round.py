@@ -7,7 +7,7 @@ A round belongs to one backward. It begins in the node that cuts the replicas' g
 which are the methods of :class:`Round` in this order:
 
     arrived: a leaf of replica 0..n-1 -> summed: over the replicas -> sent: to the other processes
-        -> received: with what all say about the round -> delivered: to the originals
+        -> received: and the vote, where it is needed -> delivered: to the originals
 
 The node passes the result on to the originals, if it is not to be reduced over processes. Else the
 round ends with the whole backward: see Note [Gradients from outside of the wrapper], and for what
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,41 +44,19 @@ from dataparallel.errors import describe_names
 from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
-from dataparallel.reducer.nonfinite import Guard
+from dataparallel.reducer.exchange import late_error
+from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange, ReducerProcesses
+    from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
 
 
 @dataclass(eq=False)
 class Round:
-    """Reduces the gradients of one backward. See Note [One round].
-
-    Attributes:
-        originals: The parameters that the optimizer has.
-        names: Their names.
-        buckets: Their buckets.
-        accumulated: What ``.grad`` held before the round.
-        user_hooks: Hooks of the user on the originals.
-        timeline: Is told in which phase the replicas are.
-        processes: The other processes; None if there are none.
-        exchange: Reduces over them; None in a round that does not.
-        guard: Looks for gradients that are not finite; None where nobody does.
-        optimizers: Take their steps with each bucket; None if there are none.
-        later: Whether the round ends with the whole backward, not with that of the replicas.
-        late: Parameters whose gradients came late, in earlier rounds or in this one: their buckets
-            are left to the end.
-        refuses_late: Whether it is an error that a gradient comes late.
-        eager: Whether no other cut of this wrapper follows in the backward.
-        has_data: Whether this process computes anything, and not only helps the others.
-        used: Per parameter, 1 if some replica of this process has a gradient.
-        in_place: Parameters whose ``.grad`` has the result already.
-        without_gradient: Parameters that got no gradient in this round, in any process.
-        failure: Why the round has failed; nothing is completed any more.
-    """
+    """Reduces the gradients of one backward. See Note [One round]."""
 
     originals: Sequence[nn.Parameter]
     names: Sequence[str]
@@ -87,16 +65,24 @@ class Round:
     user_hooks: OriginalHooks
     timeline: Timeline
     processes: ReducerProcesses | None
+    #: None in a round that is not reduced over processes.
     exchange: Exchange | None
     guard: Guard | None
     optimizers: StepsInBackward | None
+    #: Whether the round ends with the whole backward, not with that of the replicas.
     later: bool
+    #: Parameters whose gradients came late, ever: their buckets are left to the end.
     late: set[int]
     refuses_late: bool
+    #: Whether no other cut of this wrapper follows in the backward.
     eager: bool
+    #: Whether this process computes anything, and not only helps the others.
     has_data: bool
+    #: Parameters whose ``.grad`` has the result already.
     in_place: set[int] = field(default_factory=set)
+    #: Parameters that got no gradient in this round, in any process.
     without_gradient: set[int] = field(default_factory=set)
+    #: Why the round has failed; nothing is completed any more.
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +93,9 @@ class Round:
         self._left_to_the_end = frozenset(of(index) for index in self._through.union(self.late))
         # What is not sent before the end of the whole backward.
         held = self._left_to_the_end if self.buckets.ordered else range(len(self.buckets.all))
-        self._held = frozenset(held if self.later else ())
+        self._held = set(held if self.later else ())
+        if self.exchange is not None:
+            self._held.add(self.exchange.last)
         # One thread at a time takes gradients of a replica that is on one device only.
         self.eager = self.eager and self.buckets.ordered and self.buckets.on_one_device
 
@@ -125,7 +113,11 @@ class Round:
         # Gradients that came after their bucket was sent, by the index of the parameter.
         self._extra: dict[int, torch.Tensor] = {}
         self._result: Gradients = [None] * len(self.originals)
+        #: Per parameter, 1 if some replica of this process has a gradient.
         self.used = bytearray(len(self.originals))
+        # Whether something came late, or from outside of the wrapper's forward.
+        self._outside = False
+        self._vote: Vote | None = None
 
     @property
     def reduces(self) -> bool:
@@ -210,7 +202,16 @@ class Round:
             if index in self._through:
                 self._passed[index] = _sum(self._passed.get(index), grad)
             else:
-                self._extra[index] = _sum(self._extra.get(index), grad)
+                self._add(index, grad)
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient to its bucket, or keep it apart where that was sent."""
+        bucket = self.buckets.of(index)
+        self.used[index] = 1
+        if bucket.number in self._held:
+            bucket.add_outside(index, self._sums[bucket.number], grad)
+        else:
+            self._extra[index] = _sum(self._extra.get(index), grad)
 
     # --- summed ----------------------------------------------------------------------------------
 
@@ -235,9 +236,7 @@ class Round:
         else:
             sums = self._hooked(bucket, sums)
         if self.exchange is not None or bucket.is_viewed:
-            # What a hook has returned may be the user's own tensor.
-            own = not self.user_hooks.with_gradient_hooks
-            sums = bucket.complete(sums, self.accumulated, in_place=own)
+            sums = bucket.complete(sums, self.accumulated)
         for index, has_gradient in zip(bucket.indices, used, strict=True):
             self.used[index] |= has_gradient or self.accumulated.has_unreduced(index)
         return sums
@@ -287,35 +286,31 @@ class Round:
         self._result = [passed.get(index) for index in range(len(self.originals))]
 
     def collect(self) -> None:
-        """Take all that has come, and send what was held back."""
+        """Take all that has come."""
         self._take_rest()
-        if not self.later:
-            return
-        for index, grad in self.accumulated.take_outside().items():
-            self._add_outside(index, grad)
-        for number in sorted(self._held):
-            self._send(self.buckets.all[number])
+        if self.later:
+            for index, grad in self.accumulated.take_outside().items():
+                self._add_outside(index, grad)
 
     def _add_outside(self, index: int, grad: torch.Tensor) -> None:
         """Add what has come from outside of the wrapper."""
-        bucket = self.buckets.of(index)
-        self.used[index] = 1
         if index in self._through:
             if self.guard is not None:
                 self.guard.look_after_hook(index, grad)
         else:
+            self._outside = True
             self.late.add(index)
             if self.guard is not None:
                 self.guard.look_at_outside(index, grad)
-        if bucket.number in self._held:
-            bucket.add_outside(index, self._sums[bucket.number], grad)
-        else:
-            self._extra[index] = _sum(self._extra.get(index), grad)
+        self._add(index, grad)
 
     # --- received --------------------------------------------------------------------------------
 
-    def receive(self) -> int:
-        """Wait for all buckets, and deliver them; returns how many gradients are said to be bad."""
+    def receive(self) -> bool:
+        """Send what was held back, wait for all buckets, and deliver them.
+
+        Returns whether all ranks say that something is not finite, where they have to say it.
+        """
         stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) in self._stepped]
         if stepped:
             raise RuntimeError(
@@ -326,38 +321,61 @@ class Round:
         if self.exchange is None:
             for bucket in self.buckets.all:
                 self._deliver(bucket, None, self.used)
-            return 0
+            return False
         with self.timeline.span("reduce across processes"):
             return self._receive(self.exchange)
 
-    def _receive(self, exchange: Exchange) -> int:
-        processes = self.processes
-        assert processes is not None
+    def _receive(self, exchange: Exchange) -> bool:
         count = self.buckets.num_reduced
-        mine = {index: grad for index, grad in self._extra.items() if index < count}
-        flats, outcome = exchange.receive(
-            unused=count - sum(self.used[:count]) if self.has_data else 0,
-            late=len(mine),
-            guard=self.guard,
-        )
-        used: list[int] = [1] * count
-        if outcome.num_unused:
-            # What an unused one holds may be this process's own.
-            sent = self.accumulated.sent()[:count]
-            found = processes.used_anywhere([*self.used[:count], *sent])
-            came, held = found[:count], found[count:]
-            self.without_gradient = {i for i, use in enumerate(came) if not use}
-            used = [use or hold for use, hold in zip(came, held, strict=True)]
-        used += self.used[count:]
-        if outcome.num_late:
-            late = exchange.reduce_late(mine, self.originals[:count])
-            self._extra.update(late)
-            self.late.update(late)
+        late = {index: grad for index, grad in self._extra.items() if index < count}
+        waits = exchange.must_wait or not self.buckets.ordered
+        votes = self.guard is not None and self.guard.votes
+        for number in sorted(self._held):
+            self._send(self.buckets.all[number])
+        flats = exchange.receive()
+        if self.guard is not None and votes:
+            self.guard.look_at_flats(flats)
+        used, nonfinite = list(self.used), False
+        if waits or votes or late or 0 in used[:count]:
+            answer = self.vote(exchange, late).read()
+            if answer.late and answer.in_time and not (waits or votes):
+                raise self._unreduced(answer.late)
+            used[:count] = [
+                came or held for came, held in zip(answer.came, answer.held, strict=True)
+            ]
+            self.without_gradient = {i for i, came in enumerate(answer.came) if not came}
+            nonfinite = answer.nonfinite
+            came_late = exchange.reduce_late(answer.late, late, self.originals)
+            self._extra.update(came_late)
+            self.late.update(came_late)
         for bucket in self.buckets.all:
             flat = flats[bucket.number] if bucket.reduces else None
             self._deliver(bucket, flat, used)
         self.accumulated.after_synchronized()
-        return outcome.num_nonfinite
+        return nonfinite
+
+    def vote(self, exchange: Exchange, late: Collection[int] = ()) -> Vote:
+        """The vote of this rank, which is launched once."""
+        if self._vote is None:
+            count = self.buckets.num_reduced
+            # What an unused one holds may be this process's own.
+            held = (
+                bytes(self.accumulated.sent()[:count]) if 0 in self.used[:count] else bytes(count)
+            )
+            self._vote = exchange.vote(
+                bytes(self.used[:count]),
+                held,
+                late,
+                outside=self._outside or bool(late),
+                nonfinite=self.guard is not None and self.guard.votes and self.guard.found(),
+            )
+        return self._vote
+
+    def _unreduced(self, late: Sequence[int]) -> RuntimeError:
+        """The error where some rank, which did not wait for the vote, will not reduce the rest."""
+        assert self.processes is not None
+        self.processes.progress.late()
+        return late_error(self.names[index] for index in late)
 
     # --- delivered -------------------------------------------------------------------------------
 
@@ -373,7 +391,7 @@ class Round:
             return
         if bucket.is_viewed:
             self.in_place.update(index for index in bucket.indices if used[index])
-        sends = flat is not None and self.accumulated.sends
+        sends = flat is not None and any(self.accumulated.sent())
         for index, grad in zip(bucket.indices, grads, strict=True):
             if grad is None:
                 continue
@@ -440,7 +458,9 @@ class Round:
         """Deliver nothing; let the other processes know instead of letting them wait."""
         is_first, self.failure = self.failure is None, self.failure or error
         try:
-            if is_first and self.exchange is not None:
+            # All processes raise that one together.
+            tells = is_first and not isinstance(error, NonFiniteGradients)
+            if tells and self.exchange is not None:
                 self.exchange.abandon(error)
         finally:
             self.drop()

@@ -19,7 +19,6 @@ waits.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections import Counter, deque
@@ -32,7 +31,6 @@ from torch import nn
 
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.reducer.buckets import make_plan
-from dataparallel.reducer.trained import TrainedParameters
 from dataparallel.threads.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -68,6 +66,7 @@ class Statistics:
         self.iteration = 0
         #: What torch calls the iteration: the last that was sampled before the current one.
         self.reported = 0
+        self._is_sampled = False
         self._sample: list[Span] | None = None
         self._unread: deque[list[Span]] = deque()
         self._latest: dict[str, int] = {}
@@ -84,18 +83,18 @@ class Statistics:
             )
         self.sample_rate = sample_rate
 
-    def _samples(self, number: int) -> bool:
-        return number <= _ALWAYS_SAMPLED or number % self.sample_rate == 0
-
     def begin(self) -> None:
         """An iteration begins, with the forward of a step that will be reduced."""
-        if self._samples(self.iteration):
+        if self._is_sampled:
             self.reported = self.iteration
+            # If there was no backward, what is known of the forward counts.
+            self.end()
+        if self._unread:
+            self._read(wait=False)
         self.iteration += 1
-        # If there was no backward, what is known of the forward counts.
-        self.end()
-        self._read(wait=False)
-        if self._samples(self.iteration):
+        number = self.iteration
+        self._is_sampled = number <= _ALWAYS_SAMPLED or number % self.sample_rate == 0
+        if self._is_sampled:
             self._sample = []
             self._timeline.subscribe(self._listen)
 
@@ -129,12 +128,11 @@ class Statistics:
                         event.synchronize()
                     elif event is not None and not event.query():
                         return
-            spans = self._unread.popleft()
-            measures = _measures(spans)
+            measures, times = _measures(self._unread.popleft())
             self._sums.update(measures)
             self._counts.update(measures.keys())
             self._num_sampled += 1
-            self._latest = {**measures, **_times(spans)}
+            self._latest = {**measures, **times}
 
 
 def _until(first: Span, last: Span) -> int:
@@ -146,51 +144,36 @@ def _until(first: Span, last: Span) -> int:
     return max(on_devices) if on_devices else last.end - first.begin
 
 
-def _phases(spans: Sequence[Span]) -> tuple[list[Span], list[Span], list[Span]]:
-    """The spans of forward, backward and communication, as they began."""
-    ordered = sorted(spans, key=lambda span: span.begin)
-    local = [span for span in ordered if span.phase == "reduce local"]
-    across = [span for span in ordered if span.phase == "reduce across processes"]
-    return (
-        [span for span in ordered if span.phase == "forward"],
-        [span for span in ordered if span.phase == "backward"],
-        # The first bucket is sent when it was summed up; the last is waited for at the end.
-        [local[0], *across] if local and across else local,
-    )
-
-
-def _measures(spans: Sequence[Span]) -> dict[str, int]:
-    forward, backward, communication = _phases(spans)
-    found = {}
+def _measures(spans: Sequence[Span]) -> tuple[dict[str, int], dict[str, int]]:
+    """How long the phases of an iteration took, and when they were, in ns since 1970."""
+    phases: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.begin):
+        phases.setdefault(span.phase, []).append(span)
+    forward, backward = phases.get("forward", []), phases.get("backward", [])
+    local, across = phases.get("reduce local", []), phases.get("reduce across processes", [])
+    # The first bucket is sent when it was summed up; the last is waited for at the end.
+    communication = [local[0], *across] if local and across else local
+    took, when = {}, {}
     if forward:
-        found["forward_compute_time"] = max(_until(span, span) for span in forward)
+        took["forward_compute_time"] = max(_until(span, span) for span in forward)
+        when["forward_compute_time_start"] = forward[0].begin
     if backward:
-        firsts: dict[tuple[int, ...], Span] = {}
-        found["backward_compute_time"] = max(
-            _until(firsts.setdefault(span.replicas, span), span) for span in backward
-        )
+        firsts = {span.replicas: span for span in reversed(backward)}
+        took["backward_compute_time"] = max(_until(firsts[s.replicas], s) for s in backward)
+    for name, found in (("backward_compute", backward), ("backward_comm", communication)):
+        if found:
+            when[f"{name}_time_start"] = found[0].begin
+            when[f"{name}_time_end"] = max(span.end for span in found)
     if backward and communication:
         first = communication[0]
         # An event of one device tells nothing of another one.
         near = [s for s in backward if not s.end_events or {*s.replicas} & {*first.replicas}]
         total = max(_until(first, span) for span in communication)
         computed = max((_until(first, span) for span in near), default=0)
-        found["backward_comm_time"] = total
-        found["backward_compute_comm_overlap_time"] = min(max(computed, 0), total)
-    return found
-
-
-def _times(spans: Sequence[Span]) -> dict[str, int]:
-    """When things were by the host's clock, in nanoseconds since 1970."""
+        took["backward_comm_time"] = total
+        took["backward_compute_comm_overlap_time"] = min(max(computed, 0), total)
     offset = time.time_ns() - time.perf_counter_ns()
-    found = {}
-    names = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
-    for name, phase in zip(names, _phases(spans), strict=True):
-        if phase:
-            found[f"{name}_start"] = phase[0].begin + offset
-        if phase and name != names[0]:
-            found[f"{name}_end"] = max(span.end for span in phase) + offset
-    return found
+    return took, {name: at + offset for name, at in when.items()}
 
 
 # --- torch's logging data --------------------------------------------------------------------
@@ -199,7 +182,6 @@ def _times(spans: Sequence[Span]) -> dict[str, int]:
 def logging_data(
     reducer: Reducer,
     module: nn.Module,
-    trained: TrainedParameters,
     *,
     group: dist.ProcessGroup | None,
     devices: Sequence[Any],
@@ -209,17 +191,17 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
-    statistics, options = reducer.statistics, reducer.options
+    statistics, options, plan = reducer.statistics, reducer.options, reducer.buckets.plan
     *places, output = [torch.device(device).index for device in devices]
-    initial = make_plan(
-        trained.parameters, dataclasses.replace(options, num_local=0), trained.sparse, None
+    count = reducer.trained.num_reduced
+    sends = reducer.processes is not None
+    initial = make_plan(reducer.trained, options, None, sends=sends)
+    num_initial, num_reduced = (
+        sum(bucket[0] < count for bucket in made.buckets) for made in (initial, plan)
     )
-    count = len(trained.parameters)
-    num_reduced = sum(bucket[0] < count for bucket in reducer.buckets.plan.buckets)
-    sizes = [parameter.nbytes for parameter in trained.parameters]
-    cap = options.bucket_bytes
+    cap = options.bucket_bytes(sends=sends)
     found: dict[str, LoggingValue] = {
-        **_facts_of_module(module, trained),
+        **_facts_of_module(module, reducer.trained.parameters[:count]),
         **_facts_of_group(group),
         **more,
         "num_replicas": len(places),
@@ -229,8 +211,8 @@ def logging_data(
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
         "static_graph": int(options.static_graph),
         "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
-        "bucket_sizes": _text(initial.bytes),
-        "initial_bucket_size_limits": _text(initial.limits),
+        "bucket_sizes": _text(initial.bytes[:num_initial]),
+        "initial_bucket_size_limits": _text(initial.limits[:num_initial]),
         "has_rebuilt_buckets": int(reducer.buckets.ordered),
         "sample_rate": statistics.sample_rate,
         # Torch looks when a forward begins, and so does not count the iteration after that.
@@ -238,19 +220,17 @@ def logging_data(
         **statistics.read(),
     }
     if reducer.buckets.ordered:
-        plan = reducer.buckets.plan
-        found["prev_iteration_grad_ready_order_indices"] = _text(
-            i for i in reducer.order if i < count
-        )
-        found["rebuilt_bucket_sizes"] = _text(plan.bytes[:num_reduced])
-        found["rebuilt_bucket_size_limits"] = _text(plan.limits[:num_reduced])
-        found["rebuilt_per_bucket_param_indices"] = _text(
-            " ".join(map(str, b)) for b in plan.buckets[:num_reduced]
-        )
+        rebuilt = plan.buckets[:num_reduced]
+        found |= {
+            "prev_iteration_grad_ready_order_indices": _text(i for i in reducer.order if i < count),
+            "rebuilt_bucket_sizes": _text(plan.bytes[:num_reduced]),
+            "rebuilt_bucket_size_limits": _text(plan.limits[:num_reduced]),
+            "rebuilt_per_bucket_param_indices": _text(" ".join(map(str, b)) for b in rebuilt),
+        }
     if reducer.num_rounds:
-        unused = [size for size, used in zip(sizes, reducer.used, strict=False) if not used]
+        pairs = zip(reducer.trained.parameters[:count], reducer.used, strict=False)
         found["num_buckets_reduced"] = num_reduced
-        found["unused_parameter_size"] = sum(unused)
+        found["unused_parameter_size"] = sum(p.nbytes for p, used in pairs if not used)
     if reducer.can_set_static_graph is not None:
         found["can_set_static_graph"] = int(reducer.can_set_static_graph)
     if reducer.last_error:
@@ -258,8 +238,10 @@ def logging_data(
     return found
 
 
-def _facts_of_module(module: nn.Module, trained: TrainedParameters) -> dict[str, LoggingValue]:
-    parameters, layers = trained.parameters, (nn.SyncBatchNorm, SyncBatchNorm)
+def _facts_of_module(
+    module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> dict[str, LoggingValue]:
+    layers = nn.SyncBatchNorm, SyncBatchNorm
     return {
         "module_name": type(module).__name__,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),

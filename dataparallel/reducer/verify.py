@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
-from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.options import ReducerOptions, TrainedParameters
 from dataparallel.torch_internals import is_wrapper
 
 _log = logging.getLogger("dataparallel")
@@ -79,34 +79,8 @@ def _shown(found: Mapping[str, str]) -> str:
 # --- when a wrapper is made ------------------------------------------------------------------
 
 
-def verify_replicas(
-    replicas: Sequence[Sequence[torch.Tensor]],
-    names: Sequence[str],
-    expect_sparse: Collection[bool],
-) -> None:
-    """Refuse replicas of this process whose parameters do not go together."""
-    tables = {
-        f"replica {number}": dict(
-            zip(map(repr, names), map(_parameter, replica, expect_sparse), strict=True)
-        )
-        for number, replica in enumerate(replicas)
-    }
-    found = differences(tables)
-    if found:
-        raise ValueError(
-            f"the parameters of the replicas differ:{_shown(found)}\nEvery replica must be an "
-            "exact clone of replica 0; change the wrapped module, not one replica alone"
-        )
-
-
 def verify_across_processes(
-    parameters: Sequence[torch.Tensor],
-    names: Sequence[str],
-    link: ProcessLink,
-    *,
-    expect_sparse: Collection[bool],
-    options: ReducerOptions,
-    nonfinite: str,
+    trained: TrainedParameters, link: ProcessLink, *, options: ReducerOptions, nonfinite: str
 ) -> None:
     """Refuse other options, or other parameters, in another process; every process calls this.
 
@@ -115,17 +89,18 @@ def verify_across_processes(
     """
     if link.world_size == 1:
         return
+    count = trained.num_reduced
     own = [
         {
             "nonfinite": nonfinite,
             "average": options.average,
             "deterministic": options.deterministic,
-            "bucket sizes in bytes": str(options.bucket_bytes),
+            "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
             "dtype that is sent": str(options.reduce_dtype),
             "parameters that are reduced last": str(sorted(options.delayed)),
         },
-        list(names),
-        list(map(_parameter, parameters, expect_sparse)),
+        list(map(repr, trained.names[:count])),
+        list(map(_parameter, trained.parameters[:count], trained.sparse)),
     ]
     gathered = gather_if_different(own, link, what="the comparison of parameters")
     if gathered is None:
@@ -138,10 +113,7 @@ def verify_across_processes(
             "options in every process"
         )
     _compare_parameters(
-        {
-            rank: dict(zip(map(repr, theirs), looks, strict=True))
-            for rank, (_, theirs, looks) in ranks.items()
-        }
+        {rank: dict(zip(names, looks, strict=True)) for rank, (_, names, looks) in ranks.items()}
     )
 
 
@@ -154,13 +126,11 @@ def _compare_parameters(tables: Mapping[str, Mapping[str, str]]) -> None:
             f"{_shown(differences(tables))}\nBuild the same model in every process"
         )
     # By their places, since a name may be another one elsewhere.
-    rows = zip(*tables.values(), strict=True)
-    sides = [_sides(dict(zip(tables, row, strict=True))) for row in rows]
-    renamed = [f"({'; '.join(each)})" for each in sides if len(each) > 1]
-    labels = [
-        f"({'; '.join(each)})" if len(each) > 1 else name
-        for name, each in zip(next(iter(tables.values())), sides, strict=True)
-    ]
+    rows = [dict(zip(tables, row, strict=True)) for row in zip(*tables.values(), strict=True)]
+    renamed = {
+        i: f"({'; '.join(_sides(row))})" for i, row in enumerate(rows) if len({*row.values()}) > 1
+    }
+    labels = [renamed.get(i, name) for i, name in enumerate(next(iter(tables.values())))]
     found = differences(
         {rank: dict(zip(labels, table.values(), strict=True)) for rank, table in tables.items()}
     )
@@ -173,12 +143,12 @@ def _compare_parameters(tables: Mapping[str, Mapping[str, str]]) -> None:
     if len(set(map(frozenset, tables.values()))) == 1:
         raise ValueError(
             "the processes have their parameters in different orders: "
-            f"{listed(renamed)}; register them in the same order in every process"
+            f"{listed(renamed.values())}; register them in the same order in every process"
         )
     warnings.warn(
         "parameters have other names in other processes, but the same sizes: "
-        f"{listed(renamed)}; their gradients are averaged as if they were the same. If that is not "
-        "what you mean, build the same model in every process",
+        f"{listed(renamed.values())}; their gradients are averaged as if they were the same. If "
+        "that is not what you mean, build the same model in every process",
         stacklevel=4,
     )
 
@@ -232,7 +202,7 @@ def check_replicas(
             replica, rank and both fingerprints.
     """
     several = link is not None and link.world_size > 1
-    texts = _texts([_plain(each) for each in (tensors, *replicas)], several)
+    texts = _texts([parts_of(each) for each in (tensors, *replicas)], several)
     # Where replicas are the same, processes may have different numbers of them.
     own = {str(number): each for number, each in enumerate(texts) if not number or each != texts[0]}
     gathered = [own]
@@ -253,7 +223,7 @@ def check_replicas(
         )
 
 
-def _plain(tensors: _Tensors) -> dict[str, torch.Tensor]:
+def parts_of(tensors: _Tensors) -> dict[str, torch.Tensor]:
     """The tensors, or those that they are made of if they are of a class that wraps others."""
 
     def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -262,7 +262,7 @@ def _rebuilt_function(value: types.FunctionType, new: list[Any]) -> types.Functi
 
 def fill(
     module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
-) -> list[dict[int, Any]]:
+) -> None:
     """Give a clone the attributes of its original, with the replica's own parts in them.
 
     Args:
@@ -270,9 +270,6 @@ def fill(
         clone: Any object of its class.
         references: Names of the attributes that may lead to a part.
         counterparts: From the id of an original part to the replica's.
-
-    Returns:
-        The tables of hooks that the clone does not share: empty ones.
     """
     attributes = module.__dict__.copy()
     for name in references:
@@ -284,12 +281,10 @@ def fill(
             attributes[registry] = dict(zip(parts, found, strict=True))
         else:
             attributes[registry] = {}
-    own: list[dict[int, Any]] = []
     for name in torch_internals.MODULE_HOOKS:
         # So that the hooks that a forward registers in one replica do not run in the others.
-        if not attributes.get(name, True):
+        if not attributes.get(name):
             attributes[name] = OrderedDict()
-            own.append(attributes[name])
     attributes[torch_internals.REPLICA_MARK] = True
     attributes["zero_grad"] = _refuse_zero_grad
     if _slot_names(type(module)):
@@ -297,7 +292,6 @@ def fill(
             object.__setattr__(clone, name, with_counterparts(value, counterparts))
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
-    return own
 
 
 def _with_parts_of(value: Any, counterparts: Counterparts) -> Any:

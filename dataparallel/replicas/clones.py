@@ -13,24 +13,24 @@ Note [Standing clones]
 ~~~~~~~~~~~~~~~~~~~~~~
 Where parameters have edges to the originals, the objects are new at each forward, because the graph
 of an earlier forward may still need the old ones as they were: activation checkpointing runs a
-clone's forward again in backward. Where they are leaves, which stay the same, an earlier forward
-may still need a clone when a later one uses it, as it is with the bare module. So those objects
-stay, and are filled again only if something has changed: an attribute, parameter, buffer or
-submodule of the original or of a clone is another object than before, an empty container, such as
-a table of hooks, is not empty any more, or a module is of another class. Modules with attributes
-that lead to tensors or modules are filled anew each time.
+clone's forward again in backward. Where they are leaves, which stay the same, the objects stay, as
+with the bare module. They are filled again only if something has changed: an attribute, parameter,
+buffer or submodule of the original or of a clone is another object than before, an empty container,
+such as a table of hooks, is not empty any more, or a module is of another class. Modules with
+attributes that lead to tensors or modules are filled anew each time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
 from dataparallel.graph.edges import connect
@@ -53,6 +53,8 @@ from dataparallel.replicas.values import (
 )
 
 _registries = itemgetter(*REGISTRIES)
+_hooks = itemgetter(*torch_internals.MODULE_HOOKS)
+_joined = itertools.chain.from_iterable
 
 
 class ModuleClones:
@@ -73,7 +75,6 @@ class ModuleClones:
             the original's device.
         leaves: The parameters of the clones, in the order of ``module.parameters()``. Default:
             tensors with gradient edges to the originals, new at each forward.
-        standing: Whether clones stay filled as long as nothing has changed; they need leaves.
         spread: Whether the one clone is on several devices itself.
     """
 
@@ -84,14 +85,11 @@ class ModuleClones:
         buffer_sharing: Sharing = "first",
         *,
         leaves: ReplicaParameters | None = None,
-        standing: bool = False,
         spread: bool = False,
     ) -> None:
-        assert leaves is not None or not standing
         self.module = module
         self._devices = tuple(devices)
         self._leaves = leaves
-        self._standing = standing
         self._spread = spread
         self._parameters = Values(devices) if leaves is None else leaves.values
         self._buffers = Values(devices, buffer_sharing)
@@ -100,12 +98,13 @@ class ModuleClones:
         self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told.
         self._is_forward = False
-        # The original: its parts, the classes of its modules, all of its tables, what was in them,
-        # and its empty containers.
+        # The original: its parts, the classes of its modules, and what was in all of its tables.
         self._parts: Parts | None = None
         self._kinds: list[type[nn.Module]] = []
         self._look: _Look | None = None
-        self._empty: list[Any] = []
+        # Its registries, and a look at those of parameters and of modules.
+        self._registries: list[dict[str, Any]] = []
+        self._registered: _Look | None = None
         self._names: dict[int, str] = {}
         # The modules that are filled at each forward.
         self._intricate: list[int] = []
@@ -115,12 +114,10 @@ class ModuleClones:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
         self._counterparts: list[dict[int, Any]] = []
-        # Per replica and module, the tables of hooks that the clone has for itself.
-        self._own: list[list[Any]] = []
-        # Per replica whose writes matter, the tables of all clones, and copies from before the
-        # forward; and of replica 0 what was in slots.
+        # Per replica whose writes matter, all tables; of replica 0 also copies of them from before
+        # the forward, and what was in slots.
         self._clone_looks: list[_Look] = []
-        self._before: list[list[dict[str, Any]]] = []
+        self._before: list[dict[str, Any]] = []
         self._slots: dict[int, dict[str, Any]] = {}
         self._touched: bool | None = None
 
@@ -139,26 +136,30 @@ class ModuleClones:
         """
         self.release()
         self._num_replicas = num_replicas
-        if self._parts is None or not self._is_unchanged():
+        if (
+            self._parts is None
+            or self._look is None
+            or list(map(type, self._parts.modules)) != self._kinds
+            or not self._look.is_same()
+        ):
             self._find_parts()
         parts = self.parts
         indices: Sequence[int] = self._intricate
         if not self._filled:
             indices = range(len(parts.modules))
             # Standing clones are filled for all slots, whether they take part or not.
-            count = len(self._devices) if self._standing else num_replicas
+            count = num_replicas if self._leaves is None else len(self._devices)
             # Not made by their class: a ``__new__`` of its own may want arguments.
             self._counterparts = [
                 {id(module): object.__new__(type(module)) for module in parts.modules}
                 for _ in range(count)
             ]
-            self._own = [[()] * len(parts.modules) for _ in range(count)]
         self._give_tensors(detach=detach)
         for index in indices:
             module, names = parts.modules[index], parts.references[index]
-            for replica, own in zip(self._counterparts, self._own, strict=True):
-                own[index] = fill(module, replica[id(module)], names, replica)
-        self._filled = self._standing
+            for replica in self._counterparts:
+                fill(module, replica[id(module)], names, replica)
+        self._filled = self._leaves is not None
         if indices or parts.buffers or not self._before:
             self._note_tables()
         self._touched = None
@@ -175,8 +176,10 @@ class ModuleClones:
             RuntimeError: Tensors that are no parameters have taken the place of some.
         """
         assert self._leaves is not None
-        if self._parts is not None and self._is_unchanged():
-            return True
+        if self._parts is not None and self._registered is not None:
+            now = _joined(map(_registries, map(vars, self._parts.modules)))
+            if all(map(is_, now, self._registries)) and self._registered.is_same():
+                return True
         if self._leaves.stands_for(Parts(self.module).parameters):
             return True
         _refuse_replaced(self.module)
@@ -188,30 +191,30 @@ class ModuleClones:
         self._drop()
         self._parts = None
         parts = Parts(self.module)
+        if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
+            raise RuntimeError(
+                "parameters of the wrapped module were replaced while its forward was being "
+                "prepared; replace them between two forwards"
+            )
         self._names = {}
         referring = {index for index, names in enumerate(parts.references) if names}
         self._intricate = sorted(referring.union(parts.slotted))
         self._kinds = list(map(type, parts.modules))
-        self._look = _Look(_tables(parts.modules))
-        self._empty = [
-            value
-            for module in parts.modules
-            for name, value in vars(module).items()
-            if isinstance(value, CONTAINERS) and not value and name not in REGISTRIES
-        ]
+        tables = _tables(parts.modules)
+        values = _joined(map(dict.values, tables[::4]))
+        self._look = _Look(tables, [value for value in values if isinstance(value, CONTAINERS)])
+        self._registries = list(_joined(map(_registries, tables[::4])))
+        self._registered = _Look([*tables[1::4], *tables[3::4]])
         self._parts = parts
 
-    def _is_unchanged(self) -> bool:
-        kinds = list(map(type, self.parts.modules)) == self._kinds
-        same = kinds and self._look is not None and self._look.is_same()
-        return same and not any(self._empty)
-
     def _note_tables(self) -> None:
-        taking_part = self._counterparts if self._standing else self._counterparts[:1]
+        self._clone_looks, self._before = [], []
         modules = self.parts.modules
-        clones = [_tables([replica[id(module)] for module in modules]) for replica in taking_part]
-        self._clone_looks = [_Look(tables) for tables in clones]
-        self._before = [[table.copy() for table in tables] for tables in clones]
+        for replica in self._counterparts[: 1 if self._leaves is None else None]:
+            clones = [replica[id(module)] for module in modules]
+            tables = _tables(clones)
+            self._clone_looks.append(_Look(tables, _joined(map(_hooks, map(vars, clones)))))
+            self._before = self._before or list(map(dict.copy, tables))
         forward = self._counterparts[0]
         self._slots = {i: slots_of(forward[id(modules[i])]) for i in self.parts.slotted}
 
@@ -226,11 +229,8 @@ class ModuleClones:
         values = self._parameters.update(parts.parameters, count, looks=looks)
         if self._leaves is None:
             self._set(parts.parameters, values, detach=detach)
-        else:
-            self._leaves.dress()
-        if self._leaves is not None and not self._filled:
-            for number, replica in enumerate(self._counterparts):
-                leaves = self._leaves.of(number)
+        elif not self._filled:
+            for replica, leaves in zip(self._counterparts, self._leaves.rows, strict=True):
                 replica.update(zip(map(id, parts.parameters), leaves, strict=True))
         # A forward that trains writes buffers, some layers of torch without a trace.
         always = training and is_accelerator(self._devices[0])
@@ -384,15 +384,11 @@ class ModuleClones:
     def _is_touched(self) -> bool:
         """Whether a clone whose writes matter has other attributes than before its forward."""
         if self._touched is None:
-            own = itertools.chain.from_iterable(self._own[: len(self._before)])
-            self._touched = any(itertools.chain.from_iterable(own)) or not all(
-                map(_Look.is_same, self._clone_looks)
-            )
+            self._touched = not all(map(_Look.is_same, self._clone_looks))
         return self._touched
 
     def _before_of(self, index: int) -> list[dict[str, Any]]:
-        own = self._before[0][4 * index : 4 * index + 4]
-        return [*own, self._slots.get(index, {})]
+        return [*self._before[4 * index : 4 * index + 4], self._slots.get(index, {})]
 
 
 def _refuse_replaced(module: nn.Module) -> None:
@@ -418,20 +414,26 @@ def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
 
 
 class _Look:
-    """Tables as they were; whether they are so still takes two comparisons at the speed of C."""
+    """Tables as they were; whether they are so still is found out at the speed of C.
 
-    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
-        self._tables = tables
-        self._values = list(itertools.chain.from_iterable(map(dict.values, tables)))
-        self._names = list(itertools.chain.from_iterable(tables))
+    Args:
+        tables: The tables.
+        others: Further containers, of which those that are empty are to stay so.
+    """
+
+    def __init__(self, tables: Sequence[dict[str, Any]], others: Iterable[Any] = ()) -> None:
+        self._filled = list(filter(None, tables))
+        self._empty = list(itertools.filterfalse(None, itertools.chain(tables, others)))
+        self._names = list(_joined(self._filled))
+        self._values = list(_joined(map(dict.values, self._filled)))
 
     def is_same(self) -> bool:
         """Whether the same objects have the same names as before."""
-        values = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        # As many names, so as many values.
         return (
-            len(values) == len(self._values)
-            and all(map(is_, values, self._values))
-            and list(itertools.chain.from_iterable(self._tables)) == self._names
+            not any(self._empty)
+            and list(_joined(self._filled)) == self._names
+            and all(map(is_, _joined(map(dict.values, self._filled)), self._values))
         )
 
 

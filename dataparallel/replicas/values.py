@@ -35,7 +35,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -58,6 +58,8 @@ Looks: TypeAlias = Literal["no", "later", "now"]
 
 # How many comparisons of one list of tensors the host waits for.
 _LOOKS_AT_ONCE = 8
+
+_kind = attrgetter("dtype", "shape", "requires_grad")
 
 
 class Steps:
@@ -82,22 +84,16 @@ class Steps:
         with self._lock:
             self.last = {id(tensor): self.last.get(id(tensor), 0) for tensor in tensors}
 
-    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether another thread is in the middle of a step of ``tensor``."""
+    def is_elsewhere(self, tensor: torch.Tensor | None = None) -> bool:
+        """Whether another thread is in the middle of a step, of ``tensor`` or of whatever."""
         with self._lock:
             busy = list(self._under_way.items())
         return any(
-            tensor is parameter
-            for optimizer, thread in busy
+            tensor is None
+            or any(tensor is p for group in one.param_groups for p in group["params"])
+            for one, thread in busy
             if thread != threading.get_ident()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
         )
-
-    def are_elsewhere(self) -> bool:
-        """Whether another thread is in the middle of a step of whatever."""
-        with self._lock:
-            return any(thread != threading.get_ident() for thread in self._under_way.values())
 
     @classmethod
     def begin(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -303,7 +299,7 @@ class Values:
 
     def _fill(self, places: Sequence[_Place], *, looks: Looks, always: bool) -> None:
         everything = set(range(len(self._originals)))
-        traces = _traces(self._originals, self._steps.last)
+        traces = self._traces()
         if looks != "no":
             self._read_answers()
         stale = [everything if always else place.stale(traces) for place in places]
@@ -318,6 +314,10 @@ class Values:
             # Made in inference mode a copy could never take part in training afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 self._copy(due, sorted(set().union(*stale)), traces)
+
+    def _traces(self) -> list[Any]:
+        steps = self._steps.last
+        return [_trace(original, steps[id(original)]) for original in self._originals]
 
     def _copy(self, places: Sequence[_Place], indices: list[int], traces: Sequence[Any]) -> None:
         originals = [self._originals[i] for i in indices]
@@ -362,8 +362,8 @@ class Values:
         if now or self._looks <= _LOOKS_AT_ONCE or not devices.is_accelerator(home):
             return bool(differs)
         # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
-        is_quiet = not self._steps.are_elsewhere()
-        if is_quiet and _traces(self._originals, self._steps.last) == traces:
+        is_quiet = not self._steps.is_elsewhere()
+        if is_quiet and self._traces() == traces:
             self._answers.append((indices, *devices.to_host_later(differs)))
         return False
 
@@ -407,10 +407,10 @@ class ReplicaParameters:
         self._originals = list(originals)
         self._dtype = dtype
         self._state = self._state_of_originals()
-        self._attributes = self._attributes_of_originals()
         #: What the leaves are filled with.
         self.values = Values(devices, dtype=dtype, in_place=True)
-        self._leaves: list[list[nn.Parameter]] = [
+        #: Per replica its leaves, in the order of the originals.
+        self.rows: list[list[nn.Parameter]] = [
             [_dressed(v.detach(), o) for v, o in zip(replica, self._originals, strict=True)]
             for replica in self.values.update(self._originals, len(devices))
         ]
@@ -419,50 +419,33 @@ class ReplicaParameters:
         """Other leaves for the same parameters, on these devices, the first as before."""
         return ReplicaParameters(self._originals, devices, self._dtype)
 
-    def of(self, replica: int) -> list[nn.Parameter]:
-        """The leaves of one replica, in the order of the originals."""
-        return self._leaves[replica]
-
     def follow(self) -> bool:
         """Let the leaves be what the originals are now: frozen or not, and in the same memory.
 
         Returns:
             Whether they can be; not if an original has another dtype, shape or device.
         """
-        now = self._state_of_originals()
-        if now == self._state:
+        before, now = self._state, self._state_of_originals()
+        if now == before:
             return True
-        if not all(map(self._can_follow, self._leaves[0], self._originals)):
+        if not all(map(self._can_follow, self.rows[0], self._originals)):
             return False
-        values = self.values.update(self._originals, len(self._leaves))
+        values = self.values.update(self._originals, len(self.rows))
         self._state = now
-        for leaves, replica in zip(self._leaves, values, strict=True):
-            for leaf, original, value in zip(leaves, self._originals, replica, strict=True):
+        for leaves, replica in zip(self.rows, values, strict=True):
+            for index, original in enumerate(self._originals):
+                leaf, value = leaves[index], replica[index]
                 if leaf.requires_grad != original.requires_grad:
                     leaf.requires_grad_(original.requires_grad)
                 if leaf.data_ptr() != value.data_ptr():
                     # Keeps its version counter, which is the original's.
                     leaf.data = value.data
-        return True
-
-    def dress(self) -> None:
-        """Give the leaves the attributes that the originals have now."""
-        before, self._attributes = self._attributes, self._attributes_of_originals()
-        if before == self._attributes:
-            return
-        for index in before.keys() | self._attributes.keys():
-            then, now = before.get(index, {}), self._attributes.get(index, {})
-            for leaf in [leaves[index] for leaves in self._leaves] if then != now else ():
-                for name in then.keys() - now.keys() & vars(leaf).keys():
+                given, taken = before[-1].get(index, {}), now[-1].get(index, {})
+                for name in given.keys() - taken.keys() & vars(leaf).keys():
                     delattr(leaf, name)
-                _take_attributes(leaf, self._originals[index])
-
-    def _attributes_of_originals(self) -> dict[int, dict[str, _Identity]]:
-        return {
-            index: {name: _Identity(value) for name, value in attributes.items()}
-            for index, attributes in enumerate(map(vars, self._originals))
-            if attributes
-        }
+                if given != taken:
+                    _take_attributes(leaf, original)
+        return True
 
     def stands_for(self, originals: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters for which the leaves were made."""
@@ -470,17 +453,16 @@ class ReplicaParameters:
 
     def carry(self) -> None:
         """Bring the leaves up to date after changes that have left a trace, and no others."""
-        self.values.update(self._originals, len(self._leaves), looks="no")
+        self.values.update(self._originals, len(self.rows), looks="no")
 
-    def _state_of_originals(self) -> tuple[list[Any], ...]:
+    def _state_of_originals(self) -> tuple[Any, ...]:
         """What changes when an original does, other than its values."""
         originals = self._originals
         return (
-            [original.requires_grad for original in originals],
-            [original.dtype for original in originals],
+            list(map(_kind, originals)),
             list(map(torch.Tensor.data_ptr, originals)),
             list(map(torch.Tensor.stride, originals)),
-            [original.shape for original in originals],
+            {i: _attributes(original) for i, original in enumerate(originals) if vars(original)},
         )
 
     def _can_follow(self, leaf: torch.Tensor, original: torch.Tensor) -> bool:
@@ -513,33 +495,16 @@ def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.T
     torch_internals.mark_as_parameters(marked)
 
 
-def _traces(tensors: Sequence[torch.Tensor], steps: dict[int, int]) -> list[Any]:
-    """What is equal as long as nothing has left a trace of changing a tensor."""
-    try:
-        return [
-            (
-                t.data_ptr(),
-                t._version,
-                t.dtype,
-                t.shape,
-                t.stride(),
-                t.requires_grad,
-                steps[id(t)],
-                # Attributes of a parameter, such as the scale of a quantized one, are copied too.
-                [(name, _Identity(value)) for name, value in vars(t).items()] if vars(t) else None,
-            )
-            for t in tensors
-        ]
-    except RuntimeError:
-        # Sparse tensors have no address, and those made in inference mode have no version.
-        return [_trace(t, steps[id(t)]) for t in tensors]
-
-
 def _trace(tensor: torch.Tensor, step: int) -> Any:
+    """What is equal as long as nothing has left a trace of changing a tensor."""
+    # Sparse tensors have no address, and those made in inference mode have no version.
     where = (tensor.data_ptr(), tensor.stride()) if tensor.layout == torch.strided else None
-    kind = (tensor.dtype, tensor.shape, tensor.requires_grad)
-    attributes = [(name, _Identity(value)) for name, value in vars(tensor).items()]
-    return (where, versions([tensor]), kind, step, attributes)
+    return (where, versions([tensor]), _kind(tensor), step, _attributes(tensor))
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, _Identity]:
+    """Attributes of a parameter, such as the scale of a quantized one: they are copied too."""
+    return {name: _Identity(value) for name, value in vars(tensor).items()}
 
 
 class _Identity:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,10 +22,9 @@ from dataparallel import torch_internals
 from dataparallel.errors import locate
 from dataparallel.threads import compile as compiling
 from dataparallel.threads import meeting as meetings
-from dataparallel.threads.context import ThreadContext
+from dataparallel.threads.context import ThreadContext, is_portable
 from dataparallel.threads.meeting import Replica as Replica
 from dataparallel.threads.meeting import current_replica as current_replica
-from dataparallel.threads.random import ReplicaGenerators, separate_device_generators
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
 from dataparallel.threads.workers import SecondaryError, WorkerPools
 
@@ -113,83 +113,71 @@ def apply_replicas(
     phase: Phase = "forward",
     timeout: float = meetings.DEFAULT_TIMEOUT,
 ) -> list[T]:
-    """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context.
-
-    Threads and what was compiled are by default those of all function calls. The timeline is told
-    when each replica is in the phase. A replica waits ``timeout`` seconds for others to meet it.
-    """
+    """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context."""
     assert len(calls) == len(devices)
     if not calls:
         return []
-    context = ThreadContext.capture(devices)
-    concurrent = context.portable and len(calls) > 1
-    with (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent) as compiles:
-        labels = [f"in replica {i} on device {device}" for i, device in enumerate(devices)]
-        run = _Run(calls, devices, compiles, timeline, phase, timeout, concurrent)
+    concurrent = len(calls) > 1 and is_portable()
+    waiting = functools.partial(_waiting, timeline)
+    meeting = meetings.Rendezvous(len(calls), timeout, concurrent, waiting)
+    with (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent) as turns:
+        run = _Run(calls, devices, turns, timeline, phase, meeting)
         if not concurrent:
-            return [run.here(i, label) for i, label in enumerate(labels)]
-        separate_device_generators(devices)
+            return [run.here(i) for i in range(len(calls))]
+        context = ThreadContext(devices)
         tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
-        count = torch.get_num_threads()
-        threads = [share or count for share in _devices.intra_op_shares(devices)]
-        used = pools or _shared_pools
-        return used.run(tasks, labels, threads=threads, on_interrupt=run.meeting.abort)
+        return (pools or _shared_pools).run(tasks, run.label, on_interrupt=meeting.abort)
 
 
+@dataclass(frozen=True)
 class _Run(Generic[T]):
     """One parallel call, from which each replica runs in its thread."""
 
-    def __init__(
-        self,
-        calls: Sequence[Callable[[], T]],
-        devices: Sequence[torch.device],
-        compiles: compiling.ParallelCall | None,
-        timeline: Timeline | None,
-        phase: Phase,
-        timeout: float,
-        concurrent: bool,
-    ) -> None:
-        self._calls = calls
-        self._devices = devices
-        self._compiles = compiles
-        self._timeline = timeline if timeline is not None and timeline.is_active else None
-        self._phase: Phase = phase
-        self._draws = ReplicaGenerators(devices) if concurrent else None
-        waits = compiles is not None or self._timeline is not None
-        waiting = functools.partial(_waiting, self._timeline) if waits else None
-        self.meeting = meetings.Rendezvous(len(calls), timeout, concurrent, waiting)
+    calls: Sequence[Callable[[], T]]
+    devices: Sequence[torch.device]
+    turns: compiling.ParallelCall | None
+    timeline: Timeline | None
+    phase: Phase
+    meeting: meetings.Rendezvous
+
+    def label(self, index: int) -> str:
+        """Where a replica runs, for error messages."""
+        return f"in replica {index} on device {self.devices[index]}"
 
     def replica(self, index: int) -> T:
         """Run one replica, in its thread and the caller's context."""
-        device, compiles, timeline = self._devices[index], self._compiles, self._timeline
-        meetings.here.set((Replica(index, device, len(self._calls)), self.meeting))
+        device, turns, timeline = self.devices[index], self.turns, self.timeline
+        meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
         failed = True
         try:
-            if compiles is not None:
-                compiles.enter(index)
+            if turns is not None:
+                if turns.in_turn:
+                    turns.wait_for_turn(index)
+                compiling.lock.share(turns, index)
             with (
                 torch_internals.record_range(f"replica {index} on {device}"),
-                NO_SPAN if self._draws is None else self._draws.use(index),
-                NO_SPAN if timeline is None else timeline.span(self._phase, index),
+                NO_SPAN if timeline is None else timeline.span(self.phase, index),
             ):
-                result = self._calls[index]()
+                result = self.calls[index]()
             failed = False
             return result
         finally:
-            if compiles is not None:
-                compiles.leave(index, failed=failed)
+            if turns is not None:
+                compiling.lock.give_up()
+                if turns.in_turn:
+                    turns.end_turn(index, failed=failed)
             self.meeting.leave(index, failed=failed)
 
-    def here(self, index: int, label: str) -> T:
+    def here(self, index: int) -> T:
         """Run one replica in the calling thread."""
         before = meetings.here.get()
         try:
-            with _devices.use_device(self._devices[index]):
+            with _devices.use_device(self.devices[index]):
                 return self.replica(index)
         except SecondaryError:
             raise
         except BaseException as error:
-            locate(error, label)
+            locate(error, self.label(index))
             raise
         finally:
             meetings.here.set(before)

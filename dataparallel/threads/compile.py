@@ -2,13 +2,11 @@
 
 Note [Compiling alone]
 ~~~~~~~~~~~~~~~~~~~~~~
-While one thread compiles, the state of torch is not as usual for the whole process: a flag of
-``torch.fx`` makes compiled functions that other threads call raise, methods of ``nn.Module`` are
-patched, and ``torch.compiler.is_compiling()`` is true for everybody. So the threads of replicas
-share a lock that whoever compiles holds alone. It stands in the place of torch's own compile lock,
-which only keeps two threads from compiling at the same time. A thread that wants the lock alone
-gives up its share, so two of them do not wait for each other. So does a thread that waits for
-other replicas, in a meeting or in a parallel call of its own.
+While one thread compiles, a flag of ``torch.fx`` makes compiled functions that other threads call
+raise, methods of ``nn.Module`` are patched, and ``torch.compiler.is_compiling()`` is true for
+everybody. So the threads of replicas share a lock that whoever compiles holds alone. It stands in
+the place of torch's own, which only keeps two threads from compiling at the same time. A thread
+that wants the lock alone, or waits for other replicas, gives up its share meanwhile.
 
 Whoever compiles in the thread of a replica gets torch's own random generators, since the compiler
 draws from them and restores their states. Backward is compiled together with forward: the threads
@@ -37,7 +35,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,7 +45,6 @@ from dataparallel.threads import random as replica_random
 from dataparallel.threads.workers import SecondaryError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-Standing: TypeAlias = Literal["shared", "alone"] | None
 
 # Seconds that a new call lets those go first who wait to compile.
 _COURTESY = 10.0
@@ -60,11 +57,7 @@ _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
 
 def untraced(function: FunctionT) -> FunctionT:
-    """Keep the compiler out of a function and all that it calls, without importing the compiler.
-
-    In something bigger that is compiled, the compiled code ends before the call and begins again
-    after it, as with ``torch.compiler.disable``, which imports the compiler and costs at each call.
-    """
+    """Keep the compiler out of a function and all that it calls, without importing the compiler."""
     why = "replicas run in threads, which cannot be compiled"
     return torch_internals.mark_untraced(function, why)
 
@@ -76,15 +69,6 @@ class CompileTimeout(TimeoutError):
 # --- the lock --------------------------------------------------------------------------------
 
 
-class _Local(threading.local):
-    standing: Standing = None
-    depth = 0
-    #: The replica that this thread runs.
-    call: ParallelCall | None = None
-    index = 0
-    exits: contextlib.ExitStack | None = None
-
-
 class CompileLock:
     """The lock that replicas share and compilers hold alone. See Note [Compiling alone]."""
 
@@ -92,15 +76,20 @@ class CompileLock:
         #: Seconds to wait for the replicas to stop, not counting the time in which others compile.
         self.timeout = 300.0
         self._torchs: Any = None
-        self._local = _Local()
         self._write_back: Callable[[], None] | None = None
+        self._owner: threading.Thread | None = None
+        # Of the owner: how often it has taken the lock, and how it gives it back.
+        self._depth = 0
+        self._exits = contextlib.ExitStack()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all threads, as in a forked child."""
+        """Forget all other threads, as in a forked child."""
         self._changed = threading.Condition()
-        self._running: set[threading.Thread] = set()
-        self._owner: threading.Thread | None = None
+        #: Which replica of which call each thread runs that shares the lock.
+        self._running: dict[threading.Thread, tuple[ParallelCall, int]] = {}
+        if self._owner is not threading.current_thread():
+            self._owner = None
         self._num_waiting = self._num_calls = 0
 
     def install(self) -> bool:
@@ -125,79 +114,83 @@ class CompileLock:
         return self._owner is not None
 
     @contextlib.contextmanager
-    def around_call(self) -> Iterator[None]:
-        """Around a parallel call, while its caller waits for the replicas.
-
-        Each call of compiled code changes variables of the process and restores what it found,
-        which is wrong for calls that overlap. So what the first of them found is restored at the
-        end of the last.
-        """
+    def around_compiled_calls(self) -> Iterator[None]:
+        """Around a parallel call in which compiled code may be called."""
+        # Each call of compiled code changes variables of the process and restores what it found,
+        # which is wrong for calls that overlap. So the last one restores what the first one found.
+        thread = threading.current_thread()
         with self._changed:
-            if self._num_waiting and self._local.standing is None:
+            if self._num_waiting and thread not in self._running and thread is not self._owner:
                 # Not for ever, as one of them may wait for this thread.
                 self._changed.wait_for(lambda: not self._num_waiting, _COURTESY)
             if not self._num_calls:
                 self._write_back = torch_internals.state_of_compiled_calls()
             self._num_calls += 1
         try:
-            with self.paused():
-                yield
+            yield
         finally:
             with self._changed:
                 self._num_calls -= 1
                 if not self._num_calls and self._write_back is not None:
                     self._write_back()
 
-    def enter(self, call: ParallelCall, index: int) -> None:
-        """Share the lock: this thread begins to run a replica of a call."""
-        self._local.call, self._local.index = call, index
-        self._become("shared")
+    def share(self, call: ParallelCall, index: int) -> None:
+        """Share the lock: this thread runs a replica of a call."""
+        with self._changed:
+            # The thread that compiles may have died of an interrupt.
+            while self._owner is not None and self._owner.is_alive():
+                self._changed.wait(_LOOK)
+            self._running[threading.current_thread()] = call, index
 
-    def leave(self) -> None:
-        """Give up the share."""
-        self._local.call = None
-        self._become(None)
+    def give_up(self) -> tuple[ParallelCall, int] | None:
+        """Let others have what this thread holds; returns its share."""
+        thread = threading.current_thread()
+        with self._changed:
+            if self._owner is thread:
+                self._owner = None
+            self._changed.notify_all()
+            return self._running.pop(thread, None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let others compile within a ``with`` block, in which this thread only waits."""
-        local = self._local
-        standing, call, index = local.standing, local.call, local.index
-        if standing is None:
+        thread = threading.current_thread()
+        share = self._running.get(thread)
+        if share is None and self._owner is not thread:
             yield
             return
-        if call is not None:
-            call.pass_on(index)
-        self._become(None)
+        if share is not None:
+            share[0].end_turn(share[1])
+        self.give_up()
         try:
             yield
         finally:
-            local.call, local.index = call, index
-            self._become(standing)
+            if share is not None:
+                self.share(*share)
+            else:
+                self._take_alone()
 
     def acquire(self) -> bool:
         """Take the lock alone, to compile; may be nested."""
-        local = self._local
-        if local.depth == 0:
+        if self._owner is not threading.current_thread():
             with contextlib.ExitStack() as stack:
-                stack.callback(self._become, local.standing)
-                self._become("alone")
+                share = self.give_up()
+                if share is not None:
+                    stack.callback(self.share, *share)
+                stack.callback(self.give_up)
+                self._take_alone()
                 stack.enter_context(self._torchs)
-                if local.call is not None:
-                    local.call.num_compiled += 1
-                    _enter_settings(stack, local.call.num_devices)
-                local.exits = stack.pop_all()
-        local.depth += 1
+                if share is not None:
+                    stack.enter_context(share[0].compiling())
+                self._exits, self._depth = stack.pop_all(), 0
+        self._depth += 1
         return True
 
     def release(self) -> None:
         """Give it back."""
-        local = self._local
-        local.depth -= 1
-        if local.depth == 0:
-            exits, local.exits = local.exits, None
-            assert exits is not None
-            exits.close()
+        self._depth -= 1
+        if self._depth == 0:
+            self._exits.close()
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -205,33 +198,19 @@ class CompileLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _become(self, standing: Standing) -> None:
-        """Give up what this thread holds, and take the lock in another way."""
-        thread = threading.current_thread()
+    def _take_alone(self) -> None:
         with self._changed:
-            self._local.standing = None
-            self._running.discard(thread)
-            if self._owner is thread:
-                self._owner = None
-            self._changed.notify_all()
-            if standing == "shared":
-                # The thread that compiles may have died of an interrupt.
-                while self._owner is not None and self._owner.is_alive():
-                    self._changed.wait(_LOOK)
-                self._running.add(thread)
-            elif standing == "alone":
-                self._num_waiting += 1
-                try:
-                    self._wait_for_all()
-                    self._owner = thread
-                finally:
-                    self._num_waiting -= 1
-            self._local.standing = standing
+            self._num_waiting += 1
+            try:
+                self._wait_for_all()
+                self._owner = threading.current_thread()
+            finally:
+                self._num_waiting -= 1
 
     def _wait_for_all(self) -> None:
         deadline = time.monotonic() + self.timeout
         while True:
-            self._running = {thread for thread in self._running if thread.is_alive()}
+            self._running = {t: share for t, share in self._running.items() if t.is_alive()}
             if self._owner is not None and self._owner.is_alive():
                 deadline = time.monotonic() + self.timeout
             elif not self._running:
@@ -244,14 +223,6 @@ class CompileLock:
                     "wait for each other must do so through current_rendezvous()"
                 )
             self._changed.wait(_LOOK)
-
-
-def _enter_settings(stack: contextlib.ExitStack, num_devices: int) -> None:
-    stack.enter_context(replica_random.use_default_generators())
-    stack.enter_context(torch_internals.settings_of_compiler(num_devices))
-    stack.enter_context(torch_internals.first_calls_without_search())
-    stack.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
 
 
 #: Of this process.
@@ -267,34 +238,41 @@ class ParallelCall:
     """One call of several replicas, which run in turn or at the same time."""
 
     def __init__(self, num_devices: int, num_in_turn: int) -> None:
-        self.num_devices = num_devices
-        #: How often its replicas came to compile.
-        self.num_compiled = 0
-        # That the replica after this one may start.
-        self._passed = [threading.Event() for _ in range(num_in_turn)]
+        self._num_devices = num_devices
+        #: Whether a replica came to compile.
+        self.has_compiled = False
+        #: Whether they run in turn; then, for each, that the replica after it may start.
+        self.in_turn = num_in_turn > 0
+        self._passed = [threading.Event() for _ in range(num_in_turn)] if num_in_turn else []
         self._failed = False
 
-    def enter(self, index: int) -> None:
-        """Begin to run a replica in this thread, when it is its turn."""
-        if index and self._passed:
-            deadline = time.monotonic() + _PATIENCE
-            while not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
-                if lock.held:
-                    deadline = time.monotonic() + _PATIENCE
-            if self._failed:
-                raise SecondaryError("a replica before this one failed")
-        lock.enter(self, index)
+    def wait_for_turn(self, index: int) -> None:
+        """Wait until the replica before this one has ended, or waits, or takes too long."""
+        deadline = time.monotonic() + _PATIENCE
+        while index and not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
+            if lock.held:
+                deadline = time.monotonic() + _PATIENCE
+        if self._failed:
+            raise SecondaryError("a replica before this one failed")
 
-    def leave(self, index: int, *, failed: bool) -> None:
-        """Undo :meth:`enter`."""
-        lock.leave()
-        self._failed |= failed
-        self.pass_on(index)
-
-    def pass_on(self, index: int) -> None:
+    def end_turn(self, index: int, *, failed: bool = False) -> None:
         """Let the replica after this one start."""
+        self._failed |= failed
         if self._passed:
             self._passed[index].set()
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """While a replica compiles."""
+        self.has_compiled = True
+        with (
+            replica_random.use_default_generators(),
+            torch_internals.settings_of_compiler(self._num_devices),
+            torch_internals.first_calls_without_search(),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
+            yield
 
 
 class CompiledCalls:
@@ -308,33 +286,31 @@ class CompiledCalls:
     def call(
         self, calls: Sequence[Callable[[], Any]], num_devices: int, *, concurrent: bool
     ) -> Iterator[ParallelCall | None]:
-        """One call of the replicas.
-
-        Args:
-            calls: One function per replica; ``functools.partial`` of a module and its arguments.
-            num_devices: How many devices the replicas are on.
-            concurrent: Whether the replicas run at the same time otherwise.
-        """
+        """One call of the replicas, which run at the same time if they are ``concurrent``."""
         if not lock.install():
             yield None
             return
-        kind = self._kind_of(calls[0]) if concurrent else None
+        # Torch keeps a list of the backends for which something was compiled, or is to be.
+        self._is_used = self._is_used or any(map(callable, torch_internals.backends_in_use()))
+        kind = _kind_of(calls[0]) if self._is_used and concurrent else None
         in_turn = kind is not None and kind not in self._quiet
         call = ParallelCall(num_devices, len(calls) if in_turn else 0)
-        with lock.around_call():
+        with contextlib.ExitStack() as stack:
+            if self._is_used:
+                stack.enter_context(lock.around_compiled_calls())
+            stack.enter_context(lock.paused())
             yield call
-        if call.num_compiled:
+        if call.has_compiled:
             self._quiet.discard(kind)
         else:
             self._quiet.add(kind)
 
-    def _kind_of(self, call: Callable[[], Any]) -> Hashable:
-        """What a call has in common with others; None where nothing in it can be compiled."""
-        # Torch keeps a list of the backends for which something was compiled, or is to be.
-        self._is_used = self._is_used or any(map(callable, torch_internals.backends_in_use()))
-        if not self._is_used or not isinstance(call, functools.partial):
-            return None
-        modules = [part for part in (call.func, *call.args) if isinstance(part, nn.Module)]
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        autocast = torch_internals.is_any_autocast_enabled()
-        return (*((type(m), m.training) for m in modules), *modes, autocast) if modules else None
+
+def _kind_of(call: Callable[[], Any]) -> Hashable:
+    """What a call has in common with others; None where nothing in it can be compiled."""
+    if not isinstance(call, functools.partial):
+        return None
+    modules = [part for part in (call.func, *call.args) if isinstance(part, nn.Module)]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch_internals.is_any_autocast_enabled()
+    return (*((type(m), m.training) for m in modules), *modes, autocast) if modules else None

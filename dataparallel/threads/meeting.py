@@ -56,10 +56,18 @@ class _Round:
         self.results: Sequence[Any] | None = None
         self.failure: BaseException | None = None
 
+    def fail(self, failure: BaseException) -> None:
+        """Raise this in all that have come, or come later."""
+        self.failure = failure
+
+    def end(self, results: Sequence[Any]) -> None:
+        """Give each replica its part."""
+        self.results = results
+        self.values.clear()
+
 
 class Rendezvous:
-    """Meeting point of the replicas of one call, which may run one after another (then a meeting of
-    several is an error at once); ``waiting`` makes what a replica is within while it waits."""
+    """Meeting point of the replicas of a call; each is within ``waiting(index)`` while it waits."""
 
     def __init__(
         self,
@@ -92,9 +100,8 @@ class Rendezvous:
     ) -> R:
         """Bring ``value``, wait for the other replicas, and take this replica's part.
 
-        ``combine`` turns the values, in replica order, into one result per replica. It runs once,
-        in the thread of replica 0, so in its grad mode, autocast and device; what it raises is
-        raised there, and a RendezvousError in the others. All replicas come with equal keys.
+        ``combine`` makes the results from the values, both in replica order, in the thread of
+        replica 0; what it raises is raised there, and a RendezvousError in the others.
         """
         index = _index_in(self)
         if not self._concurrent:
@@ -158,7 +165,7 @@ class Rendezvous:
         return meeting
 
     def _fail(self, meeting: _Round, failure: BaseException) -> None:
-        meeting.failure = failure
+        meeting.fail(failure)
         if self._round is meeting:
             self._round = None
         self._changed.notify_all()
@@ -177,8 +184,7 @@ class Rendezvous:
                 self._fail(meeting, RendezvousError(text))
             raise
         with self._changed:
-            meeting.results = results
-            meeting.values.clear()
+            meeting.end(results)
             if self._round is meeting:
                 self._round = None
             self._changed.notify_all()

@@ -2,39 +2,34 @@
 
 Note [Random numbers in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In a call with several replicas, each replica has a CPU generator of its own, and one for every
-accelerator that several slots share. They are created at the first draw: whichever replica comes
-first draws one number from the caller's CPU generator, the seed of the call, and the generator of
-replica i is seeded from that and i. So one ``torch.manual_seed`` fixes everything whatever the
-timing, and a call that draws nothing leaves the caller's generator as it was. A single replica
-draws from the default generators, as the bare module does. Generators that the user passes to an
-operation are used as they are.
+Of several replicas, each has a CPU generator of its own, and one for every accelerator that several
+slots share. Whichever replica first draws takes one number from the caller's CPU generator, the
+seed of the call, and the generator of replica i is seeded from that and i. So one
+``torch.manual_seed`` fixes everything whatever the timing, and a call that draws nothing leaves the
+caller's generator as it was. A single replica draws from the default generators.
 
-Distinct accelerators have generators of their own, but ``torch.manual_seed`` gives all of them
-the same seed, hence the same dropout masks. Before a call, those that have the seed of an earlier
-slot's device are seeded anew from that seed and the index of the replica.
+Distinct accelerators have generators of their own, to which ``torch.manual_seed`` gives the same
+seed, hence the same dropout masks. Before a call, those that have the seed of an earlier slot's
+device are seeded anew from that seed and the index of the replica.
 
 Note [A dispatch key for random operations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A ``TorchDispatchMode`` could put in a generator per thread, but it would slow down *every*
-operation. Instead a dispatch key of its own is switched on in replica threads. It is a fallthrough
-for all operations, and the dispatcher leaves such keys out when it looks up a kernel: no cost. Only
-the operations whose schema has a ``Generator?`` argument have a kernel there, which fills in the
-thread's generator where the caller gave none, and goes on with the keys below. An operation
-without that argument (``rand``, ``dropout``, attention) is reached through the one that it calls,
-since the key stays switched on. Fused operations of accelerators that take no generator get a
-kernel where replicas share one: while they run, the device's default generator has the state of
-the thread's own. The key is TESTING_ONLY_GenericMode: nothing in torch registers anything for it,
-and it ranks above autograd, so that autograd and checkpointing see an ordinary operation with an
-explicit generator.
+A ``TorchDispatchMode`` that puts in a generator would slow down *every* operation. A dispatch key,
+switched on in replica threads, costs nothing where it falls through. Only operations whose schema
+has a ``Generator?`` have a kernel there, which fills in the thread's generator where the caller
+gave none, and goes on with the keys below. An operation without that argument (``rand``,
+``dropout``, attention) is reached through the one that it calls. Fused operations of accelerators
+that take no generator get a kernel where replicas share one: while they run, the device's default
+generator has the state of the thread's own. The key is TESTING_ONLY_GenericMode: torch registers
+nothing for it, and it ranks above autograd, so that autograd and checkpointing see an ordinary
+operation with an explicit generator.
 
 Note [Checkpointing in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``torch.utils.checkpoint`` reads the state of the default CPU generator in forward and sets it for
 the recomputation in backward, which another thread runs. ``torch.get_rng_state`` and its relatives
-find that generator as a variable of ``torch.random``. A stand-in there leads to the replica's own
-generator in replica threads, so that checkpointing (and ``fork_rng``, ``manual_seed`` ...) in a
-replica keeps the state that the replica draws from. ``torch.default_generator`` itself stays.
+find that generator as a variable of ``torch.random``, where a stand-in leads to the generator that
+the thread draws from. ``torch.default_generator`` itself stays.
 
 The backward of accelerators runs in one thread of the autograd engine per device, so several
 recomputations may set the one CPU generator at the same time. In those threads the stand-in keeps a
@@ -44,6 +39,7 @@ restores the thread's dispatch keys, which switches the generator off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter
@@ -84,28 +80,22 @@ class ReplicaGenerators:
 
     __slots__ = ("_devices", "_lock", "_parent", "_seed", "shared")
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
         install()
+        accelerators, self.shared = _accelerators(devices)
+        if accelerators:
+            separate_device_generators(devices)
+        if self.shared:
+            _installed.install_swaps()
         self._devices = devices
         self._parent = current_source()
         self._lock = threading.Lock()
         self._seed: int | None = None
-        #: The accelerators that several replicas share.
-        self.shared: frozenset[torch.device] = frozenset()
-        if len(set(devices)) < len(devices):
-            counts = Counter(device for device in devices if _devices.is_accelerator(device))
-            self.shared = frozenset(device for device, count in counts.items() if count > 1)
-        if self.shared:
-            _install_swaps()
-            torch_internals.replace_checkpoint_states(_states_in_replica)
 
-    def use(self, index: int) -> AbstractContextManager[None]:
-        """Draw from the generators of replica ``index`` in this thread within a ``with`` block."""
-        return _Using(functools.partial(self._generator, index, {}))
-
-    def _generator(
+    def generator(
         self, index: int, made: dict[torch.device, torch.Generator], device: torch.device
     ) -> torch.Generator | None:
+        """What replica ``index`` draws from on a device; ``made`` keeps those of the replica."""
         own = self._devices[index]
         if device.index is None and device.type == own.type:
             device = own
@@ -128,6 +118,15 @@ class ReplicaGenerators:
                     number.random_(generator=parent or torch.default_generator)
                     self._seed = int(number.item())
             return self._seed
+
+
+@functools.lru_cache(maxsize=64)
+def _accelerators(
+    devices: tuple[torch.device, ...],
+) -> tuple[tuple[torch.device, ...], frozenset[torch.device]]:
+    """The accelerators among devices, and those of them that several replicas share."""
+    counts = Counter(filter(_devices.is_accelerator, devices))
+    return tuple(counts), frozenset(device for device, count in counts.items() if count > 1)
 
 
 def separate_device_generators(devices: Sequence[torch.device]) -> None:
@@ -158,49 +157,53 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 # --- which source this thread uses -----------------------------------------------------------
 
 
+_Drawing: TypeAlias = "tuple[Source | None, int | None, bool]"
+
+
 class _Local(threading.local):
     source: Source | None = None
     #: The backward to whose node the source belongs.
     task: int | None = None
 
+    def switch(
+        self, source: Source | None, task: int | None = None, included: bool = True
+    ) -> _Drawing:
+        """Draw from a source, where that is possible; what switches back, likewise."""
+        key = _installed.key
+        if key is None:
+            return None, None, False
+        before = self.source, self.task, torch_internals.is_key_included(key)
+        self.source, self.task = source, task
+        torch_internals.include_key(key, included)
+        return before
 
-_local = _Local()
+
+#: What this thread draws from.
+drawing = _Local()
 
 
 def current_source() -> Source | None:
     """The source in force in this thread, or ``None`` where the default generators are used."""
-    source = _local.source
-    if source is None or not torch_internals.is_key_included(_Installed.key):
+    source = drawing.source
+    if source is None or not torch_internals.is_key_included(_installed.key):
         return None
     # In a thread of the autograd engine, it may have been left behind by another node.
-    task = _local.task
+    task = drawing.task
     return source if task is None or task == torch_internals.current_graph_task_id() else None
 
 
-class _Using:
-    """Within it, this thread draws from a source; without effect where that is not possible."""
-
-    __slots__ = ("_before", "_source")
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __enter__(self) -> None:
-        key = _Installed.key
-        if key is not None:
-            self._before = _local.source, _local.task, torch_internals.is_key_included(key)
-            _local.source, _local.task = self._source, None
-            torch_internals.include_key(key, True)
-
-    def __exit__(self, *_: object) -> None:
-        if _Installed.key is not None:
-            _local.source, _local.task, included = self._before
-            torch_internals.include_key(_Installed.key, included)
+@contextlib.contextmanager
+def _drawing_from(source: Source) -> Iterator[None]:
+    before = drawing.switch(source)
+    try:
+        yield
+    finally:
+        drawing.switch(*before)
 
 
 def use_default_generators() -> AbstractContextManager[None]:
     """Within it, the thread of a replica draws from torch's own generators."""
-    return nullcontext() if current_source() is None else _Using(lambda device: None)
+    return nullcontext() if current_source() is None else _drawing_from(lambda device: None)
 
 
 # --- operations draw from the source ---------------------------------------------------------
@@ -209,33 +212,49 @@ def use_default_generators() -> AbstractContextManager[None]:
 class _Installed:
     """The registered kernels; they are in force while the object is alive."""
 
-    tried = False
-    swaps = False
-    kernels: torch_internals.Kernels | None = None
-    #: Of the kernels; None where operations cannot be redirected.
-    key: Any = None
-    lock = threading.RLock()
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        #: Of the kernels; None where operations cannot be redirected.
+        self.key: Any = None
+        self._kernels: torch_internals.Kernels | None = None
+        self._is_tried = self._swaps = False
 
-
-def install() -> None:
-    """Let operations draw from this thread's source, once in a process; or the log says why not."""
-    if _Installed.tried:
-        return
-    with _Installed.lock:
-        if not _Installed.tried:
-            kernels = torch_internals.install_kernels(_KEY_NAME, _filling_kernels, _fills)
-            _Installed.kernels = kernels
-            _Installed.key = None if kernels is None else kernels.key
+    def install(self) -> None:
+        """Let operations draw from the source of their thread, or the log says why not."""
+        with self.lock:
+            if self._is_tried:
+                return
+            kernels = torch_internals.install_kernels(_KEY_NAME, _filling_kernels, self._fills)
+            self._kernels, self.key = kernels, None if kernels is None else kernels.key
             if kernels is not None:
                 torch_internals.replace_default_generator(_StandIn(), _stands_in)
-            _Installed.tried = True
+            self._is_tried = True
+
+    def _fills(self, key: Any) -> bool:
+        """Whether a draw with ``key`` switched on takes the generator of this thread's source."""
+        expected = torch.empty(1, device=_CPU).uniform_(generator=torch.Generator())
+        self.key = key
+        drawing.switch(lambda device: torch.Generator())
+        return torch.equal(torch.empty(1, device=_CPU).uniform_(), expected)
+
+    def install_swaps(self) -> None:
+        """Redirect fused operations, too, that draw without saying so."""
+        with self.lock:
+            kernels = self._kernels
+            if kernels is None or self._swaps:
+                return
+            kernels.register(
+                (name, _swapping_kernel(_overload(name), kernels.below))
+                for name in torch_internals.all_operators()
+                if name.startswith("aten::") and _draws_unseen(name)
+            )
+            torch_internals.replace_checkpoint_states(_states_in_replica)
+            self._swaps = True
 
 
-def _fills(key: Any) -> bool:
-    """Whether a draw with ``key`` switched on takes the generator of this thread's source."""
-    expected = torch.empty(1, device=_CPU).uniform_(generator=torch.Generator())
-    _Installed.key, _local.source = key, lambda device: torch.Generator()
-    return torch.equal(torch.empty(1, device=_CPU).uniform_(), expected)
+_installed = _Installed()
+#: Once in a process.
+install = functools.cache(_installed.install)
 
 
 def _filling_kernels(kernels: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
@@ -291,19 +310,6 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return _CPU if device is None else torch.device(device)
 
 
-def _install_swaps() -> None:
-    with _Installed.lock:
-        kernels = _Installed.kernels
-        if kernels is None or _Installed.swaps:
-            return
-        kernels.register(
-            (name, _swapping_kernel(_overload(name), kernels.below))
-            for name in torch_internals.all_operators()
-            if name.startswith("aten::") and _draws_unseen(name)
-        )
-        _Installed.swaps = True
-
-
 def _draws_unseen(name: str) -> bool:
     if _generator_position(name) is not None or "backward" in name:
         return False
@@ -320,7 +326,7 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
         default = default_generator(device)
         if own is None or default is None:
             return operation.redispatch(keys & below, *args, **kwargs)
-        with _Installed.lock:
+        with _installed.lock:
             before = default.get_state()
             default.set_state(own.get_state())
             try:
@@ -363,9 +369,8 @@ def _for_writing() -> torch.Generator:
     task = torch_internals.current_graph_task_id()
     # Python knows the threads of the engine only as dummies, as it did not start them.
     is_engine = task != -1 and isinstance(threading.current_thread(), threading._DummyThread)
-    if is_engine and current_source() is None and _Installed.key is not None:
-        _local.source, _local.task = _source_of_node(), task
-        torch_internals.include_key(_Installed.key, True)
+    if is_engine and current_source() is None:
+        drawing.switch(_source_of_node(), task)
     return _for_reading()
 
 
@@ -380,7 +385,7 @@ def _stands_in() -> bool:
     own = source(_CPU)
     assert own is not None
     own.manual_seed(mixed_seed(0, 1))
-    with _Using(source):
+    with _drawing_from(source):
         return torch.equal(torch.get_rng_state(), own.get_state())
 
 

@@ -110,14 +110,7 @@ NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class Timeline:
-    """What the parts of one wrapper tell about their phases. See Note [Phases of a replica].
-
-    While nobody listens, a span costs one look at an attribute.
-
-    Attributes:
-        devices: One device per replica.
-        now: Per replica the phase in which it is as the host sees it, and since when.
-    """
+    """What the parts of one wrapper tell about their phases. See Note [Phases of a replica]."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         #: Who is told of spans; see :meth:`subscribe`.
@@ -128,6 +121,7 @@ class Timeline:
 
     def _place(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        #: Per replica the phase in which it is as the host sees it, and since when.
         self.now: list[tuple[Phase, int]] = [("idle", 0)] * len(self.devices)
         self._everyone = tuple(range(len(self.devices)))
         self._alone = tuple((replica,) for replica in self._everyone)
@@ -179,11 +173,11 @@ class Timeline:
         self._device_listeners = (*self._device_listeners, listener)
 
     def leave_devices(self, listener: DeviceListener) -> None:
-        """Tell ``listener`` nothing any more of replicas that are dropped or added."""
+        """Undo :meth:`follow_devices`."""
         self._device_listeners = tuple(x for x in self._device_listeners if x != listener)
 
     def unsubscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
-        """Tell ``listener`` and ``on_call`` nothing any more."""
+        """Undo :meth:`subscribe`."""
         self.listeners = tuple(x for x in self.listeners if x != listener)
         self._call_listeners = tuple(x for x in self._call_listeners if x != on_call)
 
@@ -197,11 +191,7 @@ class Timeline:
 
 
 def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
-    """Tell a timeline when the backward of what a forward returned begins and ends.
-
-    Where the replicas' graphs hang together there is nobody else to tell: the engine runs through
-    all of them, and it is done when its outermost backward is.
-    """
+    """Tell a timeline of the backward of what a forward returned, where no cut does."""
     backward = _Backward(timeline)
     for leaf in outputs:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import checkpoint
+from tests.checkpoint.files import folder, spoil
 
 
 @pytest.fixture(autouse=True)
@@ -191,13 +192,6 @@ def test_nothing_to_load(tmp_path: pathlib.Path) -> None:
     assert (loaded.step, loaded.number, loaded.user) == (0, None, None)
 
 
-def spoil(directory: pathlib.Path, number: int) -> None:
-    path = directory / f"generation-{number:08d}" / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-
-
 def test_the_last_good_generation(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     net = build()
     for step in (10, 20, 30):
@@ -255,8 +249,34 @@ def test_the_directory_that_was_saved_to_last(
         checkpoint.load(places, net, number=1)
 
 
-def test_another_format(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.extras.checkpoint.saving_calls.FORMAT", 7)
+def test_another_format(tmp_path: pathlib.Path) -> None:
     checkpoint.save(tmp_path, step=0)
+    path = folder(tmp_path, 0) / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":7'))
     with pytest.raises(checkpoint.CheckpointError, match="has the format 7, but this version"):
         checkpoint.load(tmp_path)
+
+
+def test_weights_for_other_programs(tmp_path: pathlib.Path) -> None:
+    from safetensors.torch import load_file
+
+    net: Any = build()
+    net[0].tied = net[0].weight
+    checkpoint.save(tmp_path, net, step=0)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    checkpoint.save(tmp_path, net, step=1)
+    checkpoint.export(tmp_path, tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert weights.keys() == net.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
+    checkpoint.export(tmp_path, tmp_path / "weights.safetensors", number=0)
+    assert load_file(tmp_path / "weights.safetensors")["0.tied"].any()
+    spoil(tmp_path, 1)
+    checkpoint.export(tmp_path, tmp_path / "older.safetensors")
+    assert load_file(tmp_path / "older.safetensors")["0.weight"].any()
+    checkpoint.save(tmp_path / "without", step=0)
+    with pytest.raises(checkpoint.CheckpointError, match="holds no model"):
+        checkpoint.export(tmp_path / "without", tmp_path / "none.safetensors")
+    with pytest.raises(checkpoint.NoCheckpoint, match="nothing was saved"):
+        checkpoint.export(tmp_path / "new", tmp_path / "none.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import checkpoint
-from dataparallel.extras.checkpoint import ResumableSampler
-from dataparallel.extras.checkpoint.errors import CheckpointError
-from dataparallel.extras.checkpoint.generation import Generation, read_generation
-from tests.checkpoint.generations import save, values
+from tests.checkpoint.files import folder
 from tests.cluster import Cluster
 
 
@@ -41,39 +38,24 @@ def test_only_what_is_loaded_is_in_memory(
     cluster: Cluster, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.run(save_own, 2, tmp_path)
-    read: list[tuple[str, str]] = []
-    original: Any = Generation.tensors
+    read: list[str] = []
+    original: Any = pathlib.Path.read_bytes
 
-    def tensors(self: Generation, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = original(self, name, wanted)
-        read.extend((name, tensor) for tensor in found)
-        return found
+    def read_bytes(path: pathlib.Path) -> bytes:
+        read.append(path.name)
+        data: bytes = original(path)
+        return data
 
-    monkeypatch.setattr(Generation, "tensors", tensors)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", read_bytes)
     net = nn.Linear(8, 8)
     loaded = checkpoint.load(tmp_path, net, rng=False)
     assert not net.weight.any() and loaded.user["of"] == 0
-    # Nothing of the other process, nor of parts that are not asked for.
-    assert sorted(name for _, name in read) == [
-        *("model.state.bias", "model.state.weight", "same.state.weight", "user.more"),
-    ]
-    assert all(file == "rank-00000" for file, name in read if name == "user.more")
-
-
-def test_tensors_that_are_wanted(tmp_path: pathlib.Path) -> None:
-    save(tmp_path, 1)
-    with read_generation(tmp_path) as generation:
-        assert set(generation.names("rank-0")) == {"weight", "steps"}
-        found = generation.tensors("rank-0", {"steps", "other"})
-        assert list(found) == ["steps"] and torch.equal(found["steps"], values(1)["steps"])
-        assert generation.tensors("rank-1", ()) == {}
-        path = tmp_path / "generation-00000001" / "rank-0.safetensors"
-        data = bytearray(path.read_bytes())
-        # In the tensor that is not wanted.
-        data[-100] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(CheckpointError, match="SHA-256 differs"):
-            generation.tensors("rank-0", {"steps"})
+    # Each file once, and none of the other process.
+    files = ["manifest.json", "rank-00000-00000.safetensors", "shared-00000.safetensors"]
+    assert sorted(read) == files
+    # A file of which nothing is wanted is not read, and may be damaged.
+    (folder(tmp_path, 0) / "rank-00001-00000.safetensors").write_bytes(b"x")
+    assert checkpoint.load(tmp_path, net, rng=False).step == 1
 
 
 class Keeper:
@@ -114,22 +96,22 @@ def test_nothing_is_kept_alive(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_sampler_that_was_iterated_directly(tmp_path: pathlib.Path) -> None:
-    sampler = ResumableSampler(20, 4)
+    sampler = checkpoint.ResumableSampler(20, 4)
     next(iter(sampler.over(sampler)))
     checkpoint.save(tmp_path, sampler=sampler, step=1)
-    other = ResumableSampler(20, 4)
+    other = checkpoint.ResumableSampler(20, 4)
     list(other)
     checkpoint.load(tmp_path, sampler=other)
     assert other.state_dict() == sampler.state_dict()
     # What was not known is not known again where the load fails.
-    other = ResumableSampler(20, 4, seed=3)
+    other = checkpoint.ResumableSampler(20, 4, seed=3)
     list(other)
     with pytest.raises(ValueError, match="seed=0, but this sampler has seed=3"):
         checkpoint.load(tmp_path, sampler=other)
     with pytest.raises(RuntimeError, match="is not known"):
         other.state_dict()
     checkpoint.save(tmp_path, step=2, states={"sampler2": torch.Generator()})
-    with pytest.raises(CheckpointError, match="sampler is to be loaded"):
+    with pytest.raises(checkpoint.CheckpointError, match="sampler is to be loaded"):
         checkpoint.load(tmp_path, sampler=other)
 
 
@@ -140,7 +122,9 @@ def test_modules_without_values(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TypeError, match=r"model\.state\.weight has no shape and no values yet"):
         checkpoint.save(tmp_path, nn.LazyLinear(2), step=1)
     checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
-    with pytest.raises(CheckpointError, match=r"model\.weight is on the device 'meta' here and"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"model\.weight is on the device 'meta' here and"
+    ):
         checkpoint.load(tmp_path, meta)
 
 

@@ -8,13 +8,13 @@ import shutil
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.extras.checkpoint import agreement
-from tests.checkpoint.generations import folder
+from tests.checkpoint.files import folder
 from tests.cluster import Cluster
 
 TIMEOUT = 20.0
@@ -69,20 +69,18 @@ def test_a_failure_in_one_process_is_taken_back_in_all(
 
 
 def load_own(rank: int, world_size: int, directory: pathlib.Path) -> Any:
-    module: Any = agreement
-    original = module.read_generation
-    read: list[int] = []
+    read: list[str] = []
+    original: Any = pathlib.Path.read_bytes
 
-    def read_generation(*arguments: Any, **options: Any) -> Any:
-        generation = original(*arguments, **options)
-        read.append(generation.number)
-        return generation
+    def read_bytes(path: pathlib.Path) -> bytes:
+        if path.suffix == ".safetensors":
+            read.append(path.parent.name[-1])
+        data: bytes = original(path)
+        return data
 
-    module.read_generation = read_generation
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pathlib.Path, "read_bytes", read_bytes)
         loaded = checkpoint.load(directory / str(rank), timeout=TIMEOUT)
-    finally:
-        module.read_generation = original
     return loaded.step, loaded.rejected, read
 
 
@@ -103,7 +101,7 @@ def test_the_newest_that_is_good_for_all(cluster: Cluster, tmp_path: pathlib.Pat
     )
     assert (step, rejected) == (same_step, same_rejected)
     # None of them twice.
-    assert (read, also_read) == ([3, 1], [2, 1])
+    assert (read, also_read) == (["3", "1"], ["2", "1"])
     assert step == 1 and [number for number, _ in rejected] == [3, 2]
     assert rejected[0][1].startswith("rank 1: ") and rejected[1][1].startswith("rank 0: ")
 
@@ -119,36 +117,42 @@ def test_directories_that_are_not_the_same(cluster: Cluster, tmp_path: pathlib.P
         checkpoint.save(tmp_path / str(rank), step=rank)
     checkpoint.close()
     texts = cluster.run(load_another, 2, tmp_path)
-    assert all("is another one for rank 1 than for rank 0" in text for text in texts)
+    assert all("is not the same for all processes" in text for text in texts)
     damage(tmp_path, 0, 0)
     texts = cluster.run(load_another, 2, tmp_path)
     assert all("rank 0 on " in text and "no generation in" in text for text in texts)
     shutil.rmtree(tmp_path / "0")
     texts = cluster.run(load_another, 2, tmp_path)
-    assert all("rank 0 found nothing in" in text for text in texts)
+    assert all("all must see the same directory" in text for text in texts)
 
 
 def load_what_vanishes(rank: int, world_size: int, directory: pathlib.Path) -> Any:
     """Rank 0 reads what there is; another generation takes its place before rank 1 looks."""
-    module: Any = agreement
-    original = module.read_generation
+    original, original_load = os.listdir, safetensors.torch.load
 
-    def read_generation(*arguments: Any, **options: Any) -> Any:
-        module.read_generation = original
-        if rank == 0:
-            generation = original(*arguments, **options)
+    def listdir(path: Any) -> list[str]:
+        if str(path) == str(directory) and not seen:
+            seen.append(True)
+            if rank == 1:
+                dist.barrier()
+                os.rename(directory / "next", folder(directory, 1))
+                shutil.rmtree(folder(directory, 0))
+        names: list[str] = original(path)
+        return names
+
+    def load(*args: Any, **options: Any) -> Any:
+        found = original_load(*args, **options)
+        if rank == 0 and not told:
+            told.append(True)
             dist.barrier()
-            return generation
-        dist.barrier()
-        os.rename(directory / "next", folder(directory, 1))
-        shutil.rmtree(folder(directory, 0))
-        return original(*arguments, **options)
+        return found
 
-    module.read_generation = read_generation
-    try:
+    seen: list[bool] = []
+    told: list[bool] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "listdir", listdir)
+        patched.setattr("safetensors.torch.load", load)
         loaded = checkpoint.load(directory, timeout=TIMEOUT)
-    finally:
-        module.read_generation = original
     return loaded.number, loaded.step
 
 

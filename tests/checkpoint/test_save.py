@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pathlib
@@ -18,9 +19,7 @@ import torch
 from torch import nn
 
 from dataparallel import checkpoint
-from dataparallel.extras.checkpoint import saving_calls
-from dataparallel.extras.checkpoint.generation import read_generation
-from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
+from tests.checkpoint.files import Gate, fail, folder
 
 ROOT = pathlib.Path(checkpoint.__file__).absolute().parents[2]
 
@@ -31,19 +30,12 @@ def _released() -> Iterator[None]:
     checkpoint.close()
 
 
-class Gate:
-    """Holds writers up until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        original: Callable[..., Any] = GenerationWriter.write
-
-        def write(*args: Any, **kwargs: Any) -> Any:
-            self.reached.set()
-            assert self.opened.wait(30)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(GenerationWriter, "write", write)
+def ended(saving: checkpoint.Saving) -> None:
+    """Wait for the end of a save without being told how it went."""
+    deadline = time.monotonic() + 30
+    while not saving.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert saving.done()
 
 
 @pytest.fixture
@@ -51,13 +43,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.opened.set()
-
-
-def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def write(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(GenerationWriter, "write", write)
 
 
 # --- while the training goes on ------------------------------------------------------------------
@@ -90,51 +75,52 @@ def test_it_is_noted_when_the_state_was_taken(gate: Gate, tmp_path: pathlib.Path
     after = time.time()
     gate.opened.set()
     saving.wait(30)
-    assert before <= read_generation(tmp_path).document["taken"] <= after
+    assert (
+        before
+        <= json.loads((folder(tmp_path, 0) / "manifest.json").read_bytes())["content"]["taken"]
+        <= after
+    )
 
 
 def test_progress(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(5 * 2**20) for _ in range(8)]
     seen: list[checkpoint.Progress] = []
-    original: Callable[..., Any] = GenerationWriter.write
-
-    def write(self: GenerationWriter, *args: Any, progress: Callable[[int], None]) -> Any:
-        def note(count: int) -> None:
-            progress(count)
-            seen.append(savings[0].progress())
-
-        return original(self, *args, progress=note)
-
     savings: list[checkpoint.Saving] = []
-    monkeypatch.setattr(GenerationWriter, "write", write)
-    monkeypatch.setattr(
-        checkpoint.Saving, "expect", _noting(checkpoint.Saving.expect, savings.append)
-    )
-    tensor = torch.zeros(3 * 2**20)
-    checkpoint.save(tmp_path, step=0, rng=False, user=tensor, asynchronous=True).wait(30)
-    assert {each.total for each in seen} == {tensor.nbytes}
+    began, fsync = threading.Event(), os.fsync
+
+    def noting(fd: int) -> None:
+        assert began.wait(30)
+        seen.append(savings[0].progress())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    savings.append(checkpoint.save(tmp_path, step=0, rng=False, user=tensors, asynchronous=True))
+    began.set()
+    savings[0].wait(30)
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert {each.total for each in seen} == {total}
     written = [each.written for each in seen]
-    assert written == sorted(written) and len(set(written)) > 3 and written[-1] == tensor.nbytes
+    # One file after the other.
+    assert written == sorted(written) and len(set(written)) > 2
+    assert savings[0].progress() == (total, total)
 
 
-def _noting(method: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any) -> Any:
-        note(self)
-        return method(self, *args)
+def test_memory_is_used_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, made = nn.Linear(64, 64), []
+    empty: Callable[..., Any] = torch.empty
 
-    return call
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return empty(*args, **options)
 
-
-def test_memory_is_used_again(tmp_path: pathlib.Path) -> None:
-    net = nn.Linear(64, 64)
-    places = []
-    for step in range(3):
-        checkpoint.save(tmp_path, net, step=step, asynchronous=True).wait(30)
-        held = next(iter(saving_calls._savers.values()))._memory
-        places.append(held._kept["model.state.weight"].data_ptr())
-    assert len(set(places)) == 1
-    assert held.nbytes >= net.weight.nbytes
-    checkpoint.close(tmp_path)
-    assert held.nbytes == 0
+    counts = []
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", counted)
+        for step in range(3):
+            made.clear()
+            checkpoint.save(tmp_path, net, step=step, asynchronous=True).wait(30)
+            counts.append(len(made))
+    assert counts[0] > 0 and counts[1:] == [0, 0]
 
 
 def test_one_generation_at_a_time(gate: Gate, tmp_path: pathlib.Path) -> None:
@@ -179,7 +165,7 @@ def test_the_next_save_tells_of_a_failure_in_the_background(
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "dataparallel"):
         fail(patched, OSError(28, "No space left on device"))
         saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
-        saving.wait_for_end()
+        ended(saving)
     assert "No space left" in caplog.text
     with pytest.raises(checkpoint.CheckpointError, match=r"an earlier save failed.*No space left"):
         checkpoint.save(tmp_path, step=2, asynchronous=True)
@@ -246,15 +232,14 @@ def test_the_interpreter_ends_after_the_save(tmp_path: pathlib.Path) -> None:
     checkpoint.save(tmp_path, step=1)
     done = run(
         """
-        import sys, time, torch
+        import os, sys, time, torch
         from dataparallel import checkpoint
-        from dataparallel.extras.checkpoint.generation_writer import GenerationWriter
         try:
             checkpoint.save(sys.argv[1], step=1)
         except checkpoint.CheckpointError as error:
             print(error)
-        write = GenerationWriter.write
-        GenerationWriter.write = lambda *a, **k: (time.sleep(0.5), write(*a, **k))[1]
+        fsync = os.fsync
+        os.fsync = lambda fd: (time.sleep(0.5), fsync(fd))[1]
         checkpoint.save(sys.argv[1] + "/other", step=5, user=torch.ones(9), asynchronous=True)
         """,
         tmp_path,

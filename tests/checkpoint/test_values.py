@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel.extras.checkpoint.errors import CheckpointError
-from dataparallel.extras.checkpoint.tensor_forms import dtype_of_name
+from dataparallel.extras.checkpoint import CheckpointError
 from dataparallel.extras.checkpoint.values import TensorTable, decode, encode
 
 
@@ -66,12 +65,9 @@ def assert_same(got: Any, expected: Any, path: str = "") -> None:
         *((), (1, (2, [3])), [], {}, {"a": None}, {3: 1, None: 2, (1, 2): 3, 1.5: 4, True: 5}),
         *({"$": "tensor", "name": "x"}, {"$": 1}, {1, 2, "x"}, frozenset({(1, 2)}), b"a\0\xff"),
         *(bytearray(b"x"), 1 - 2j, complex(math.nan, 1), torch.Size([2, 3]), torch.float8_e4m3fn),
-        *(torch.device("cuda:1"), torch.channels_last, torch.strided),
-        torch.amp.grad_scaler.OptState.STEPPED,
+        torch.device("cuda:1"),
         collections.OrderedDict(b=1, a=2),
         collections.Counter({5: 2, 1: 1}),
-        collections.defaultdict(list, {"a": [1]}),
-        collections.defaultdict(None, {}),
         collections.deque([1, 2], maxlen=3),
         *(numpy.float64(0.1), numpy.int8(-3), numpy.array(5), numpy.arange(6.0).reshape(2, 3).T),
         numpy.array([1, 2], dtype=">i4").astype("i4"),
@@ -85,8 +81,6 @@ def test_a_value_comes_back(value: Any) -> None:
         assert math.isnan(got.real) and got.imag == value.imag
     else:
         assert_same(got, value)
-    if isinstance(value, collections.defaultdict):
-        assert got.default_factory is value.default_factory
     if isinstance(value, collections.deque):
         assert got.maxlen == value.maxlen
 
@@ -182,12 +176,8 @@ class Own(dict):  # type: ignore[type-arg]
         ({"f": lambda: 1}, r"user\.f is a builtins\.function"),
         ({"t": torch.empty(2, device="meta")}, r"user\.t is on the device 'meta'"),
         ({"s": torch.eye(2).to_sparse()}, r"user\.s has the layout torch\.sparse_coo"),
-        ({"a": numpy.array(["x"])}, r"user\.a is a NumPy value of dtype <U1"),
-        (
-            {"u": torch.zeros(2, dtype=torch.uint8).view(dtype_of_name("uint4"))},
-            r"user\.u is of torch\.uint4",
-        ),
-        ({"d": collections.defaultdict(lambda: 1)}, r"user\.d is a defaultdict"),
+        ({"a": numpy.array(["x"])}, r"user\.a is a numpy\.ndarray"),
+        ({"d": collections.defaultdict(lambda: 1)}, r"user\.d is a collections\.defaultdict"),
         ({(object(),): 1}, r"the key \(<object .* of user\.0 is a builtins\.object"),
     ],
 )
@@ -230,31 +220,24 @@ def deep(depth: int) -> Any:
         {"$": "tensor", "name": "t", "order": [0, 0]},
         {"$": "tensor", "name": "t", "order": "01"},
         {"$": "tensor", "name": "t", "dtype": "float32", "shape": [2**40]},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [-1]},
         {"$": "tensor", "name": "t", "dtype": "Tensor", "shape": [2]},
         {"$": "dict", "items": [[[], 1]]},
         {"$": "dict", "items": [[1]]},
-        {"$": "default", "factory": "eval", "items": []},
         {"$": "counter", "items": 3},
         {"$": "int", "value": "0x"},
-        {"$": "float", "value": "1e5"},
+        {"$": "float", "value": "one"},
         {"$": "bytes", "value": "*"},
         {"$": "dtype", "value": "load"},
         {"$": "device", "value": "nowhere:7"},
-        {"$": "layout", "value": "save"},
-        {"$": "enum", "value": ["os", "path", "join"]},
-        {"$": "enum", "value": ["torch.hub", "load", "x"]},
-        {"$": "enum", "value": ["torch.never.imported", "A", "B"]},
-        {"$": "enum", "value": ["torch", "nn", "Module"]},
         {"$": "array", "value": {"$": "tuple", "items": []}},
         {"$": "complex", "value": [1]},
         {"$": "size", "items": ["x"]},
         {"$": "set", "items": [[1]]},
         {"$": "deque", "items": [], "limit": "x"},
-        deep(500),
+        deep(5000),
     ],
-    ids=lambda coded: repr(coded)[:60],
+    ids=lambda coded: "deep" if isinstance(coded, list) else repr(coded)[:60],
 )
 def test_what_nobody_has_saved_is_refused(coded: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"user|tensor|dtype"):
+    with pytest.raises(CheckpointError, match="user is not as it was saved"):
         decode(coded, "user", {"t": torch.zeros(2, 3)})

@@ -125,3 +125,20 @@ def test_hybrid_collectives_on_the_cpu(cluster: Cluster) -> None:
     got = cluster.run(mix_devices, 2, virtual=True, backend="vccl")
     # The sum is 3 everywhere; its gradient is the sum of both factors.
     assert got == [[3.0, 3.0, 6.0, 6.0], [3.0, 3.0, 6.0, 6.0]]
+
+
+def exchange(rank: int, size: int) -> list[list[float]]:
+    """Pieces that differ by process, of tensors on accelerators and on the CPU."""
+    found = []
+    for device in (f"virtual:{rank}", "cpu"):
+        rows = torch.arange(3.0, device=device) + 10 * rank
+        moved = collectives.all_to_all_single(rows, [1 + rank] * 2, [1, 2], "hybrid")
+        chunk = collectives.reduce_scatter_tensor(rows[:2], "sum", 0, "hybrid")
+        found += [moved.tolist(), chunk.tolist()]
+    return found
+
+
+def test_pieces_between_processes(cluster: Cluster) -> None:
+    first, second = cluster.run(exchange, 2, virtual=True, backend="vccl")
+    assert first == 2 * [[0.0, 10.0], [10.0]]
+    assert second == 2 * [[1.0, 2.0, 11.0, 12.0], [12.0]]

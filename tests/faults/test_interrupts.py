@@ -22,7 +22,7 @@ from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
 from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.reducer.buckets import Bucket, BucketStorage
-from dataparallel.reducer.exchange import Exchange, ReducerProcesses
+from dataparallel.reducer.exchange import Exchange
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads
@@ -164,11 +164,12 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
     wanted = step(model, x)
     before, found = flats(model), {}
     if rank == 0:
+        loss = model(x).pow(2).mean()
         begin = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(link, "wait_briefly", press)
             with pytest.raises(KeyboardInterrupt):
-                step(model, x)
+                loss.backward()
         found["seconds"] = time.monotonic() - begin
         assert model._training.processes is not None and model._training.processes.is_broken
     # Rank 1 comes only now.
@@ -190,22 +191,26 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
 def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
     mine, other = cluster.run(interrupt_a_backward, 2)
     assert mine["seconds"] < 3
-    assert "failed in backward: KeyboardInterrupt" in other["text"]
+    assert "failed in backward, after its last bucket was sent: Keyb" in other["text"]
     assert mine["equal"] and other["equal"]
     assert mine["new"] and other["new"]
 
 
 def interrupt_the_beginning(rank: int, world_size: int) -> bool:
-    processes: Any = ReducerProcesses(torch.distributed.group.WORLD, 5.0)
+    model = dp.DistributedDataParallel(nn.Linear(16, 1), ["cpu"], timeout=5.0)
+    x = torch.ones(4, 16)
+    processes: Any = model._training.processes
+    loss = model(x).pow(2).mean()
     processes.buckets.checks.begin_step = press
     with pytest.raises(KeyboardInterrupt):
-        Exchange(processes, [], "processes").begin()
-    processes.close()
-    return bool(processes.is_broken)
+        loss.backward()
+    assert processes.is_broken
+    first = step(model, x)
+    return all(map(torch.equal, first, step(model, x)))
 
 
 def test_ctrl_c_while_processes_compare_their_rounds(cluster: Cluster) -> None:
-    assert cluster.run(interrupt_the_beginning, 1) == [True]
+    assert cluster.run(interrupt_the_beginning, 2) == [True] * 2
 
 
 class Sends:
@@ -226,16 +231,16 @@ def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> Non
     sender: Any = Sends()
     noted: list[BaseException] = []
     parameter = nn.Parameter(torch.ones(3))
-    bucket = Bucket(
-        0, [0], [parameter], [[parameter]], "", BucketStorage([parameter]), reduces=True
-    )
-    control = SimpleNamespace(failure=None, world_size=1, rank=0, all_reduce=lambda *_, **__: None)
+    bucket = Bucket(0, [0], [parameter], ["w"], [[parameter]], BucketStorage([parameter]), True)
     processes: Any = SimpleNamespace(
-        control=control, buckets=None, world_size=1, num_active=1, interrupted=noted.append
+        control=SimpleNamespace(look=lambda: None),
+        buckets=None,
+        world_size=1,
+        num_active=1,
+        report=lambda error, late: noted.append(error),
     )
     exchange = Exchange(processes, [bucket], "processes", sender=sender)
     exchange.submit(bucket, [None])
-    exchange.conclude(unused=0, late=0)
     error = first()
     if first is ValueError:
         with pytest.raises(KeyboardInterrupt):

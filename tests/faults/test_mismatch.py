@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dataparallel import collectives
 from dataparallel.comm.checks import CollectiveMismatch
 from dataparallel.comm.link import ProcessLink
+from dataparallel.comm.process_errors import CollectiveError
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
@@ -126,3 +127,32 @@ def test_every_mismatch_is_named_in_all_ranks(
         repeats=count,
         baseline=baseline,
     )
+
+
+def come_late(rank: int, world_size: int, where: str) -> tuple[str, str, float]:
+    """Rank 1 comes with another shape when rank 0 has launched already."""
+    link = ProcessLink(purpose="test", timeout=30)
+    call = link_calls(link) if where == "link" else functional_calls(dist.group.WORLD)
+    if rank == 1:
+        time.sleep(1.0)
+    texts = []
+    started = time.monotonic()
+    for kind in ("shape", ""):
+        try:
+            call(kind, "bucket 0", rank == 1)
+            texts.append("no error")
+        except CollectiveError as error:
+            texts.append(str(error))
+    seconds = time.monotonic() - started
+    link.close()
+    return texts[0], texts[1], seconds
+
+
+@pytest.mark.parametrize("where", ["link", "functional"])
+def test_who_has_launched_hears_of_a_mismatch_in_its_wait(cluster: Cluster, where: str) -> None:
+    for first, second, seconds in cluster.run(come_late, 2, where):
+        assert "different shapes to collective 1 for" in first
+        assert "rank 0: all_reduce (sum)" in first and "rank 1: all_reduce (sum)" in first
+        assert "float32 (4,)" in first and "float32 (1000,)" in first
+        assert "different shapes" in second, "the next one is launched"
+        assert seconds < 5.0

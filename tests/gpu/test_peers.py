@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataparallel import comm
-from dataparallel.comm.sums import can_add
+from dataparallel.comm.local import can_add
 from dataparallel.kernels.backend import Backend, registered
 from dataparallel.kernels.dtypes import SUFFIXES
 from tests.cluster import Cluster

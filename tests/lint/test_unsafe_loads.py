@@ -183,7 +183,7 @@ def test_who_is_excused() -> None:
         "dataparallel/distributed_autograd/endpoint.py": 2,
         "dataparallel/distributed_autograd/envelope.py": 1,
         "dataparallel/distributed_autograd/remote_reference.py": 1,
-        "dataparallel/threads/intra_op.py": 1,
+        "dataparallel/threads/context.py": 1,
         "kernels/native.py": 1,
         "examples/parameter_server.py": 1,
         "kernels/cupy_backend.py": 1,

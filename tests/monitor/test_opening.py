@@ -16,7 +16,7 @@ import torch
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.run import RunInfo
-from dataparallel.tools.monitor import opening
+from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
 from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.sizes import duration, size
@@ -34,7 +34,7 @@ def _runs_of_this_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 def opened(*words: str) -> Sampler:
     parser = argparse.ArgumentParser()
-    opening.add_options(parser)
+    command.add_sampler_options(parser)
     return opening.open_sampler(parser.parse_args(words))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from dataparallel.tools.monitor.background import BackgroundSampler
+from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.sources.replay import Replay
 from tests.monitor.made_up_samples import record, run_state, sample
 
@@ -58,10 +61,17 @@ def test_samples_one_by_one(path: Path) -> None:
 
 def test_another_thread_ends_it(path: Path) -> None:
     record(path, sample(0), sample(3600))
-    with BackgroundSampler(Replay(path)) as background:
-        assert background.wait(1, timeout=10)
+    begun, found = threading.Event(), list[Sample]()
+
+    def use(samples: Iterable[Sample]) -> None:
+        for one in samples:
+            found.append(one)
+            begun.set()
+
+    with BackgroundSampler(Replay(path), use) as background:
+        assert begun.wait(10)
     assert background.has_ended
-    assert background.num_samples == 1
+    assert found == [sample(0)]
 
 
 def test_what_is_damaged_is_told_from_there_on(path: Path) -> None:

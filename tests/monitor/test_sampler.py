@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterable
 
 import pytest
 
 from dataparallel.tools.monitor.background import BackgroundSampler
-from dataparallel.tools.monitor.reading import DeviceReading
+from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.sources.source import SourceReading
 from tests.monitor.made_up_samples import run_state
@@ -157,28 +158,25 @@ def test_another_thread_ends_the_wait_for_the_next_sample() -> None:
 # --- in the background -----------------------------------------------------------------------
 
 
-def test_a_background_sampler_keeps_the_last_samples_and_ends() -> None:
+def test_a_background_sampler_hands_on_what_comes_and_ends() -> None:
     source = Slow(Clock())
-    with BackgroundSampler(Sampler([source], interval=0.001), keep=3) as background:
-        assert background.wait(5, timeout=10)
-        assert background.num_samples >= 5
-        samples = background.samples()
-        assert len(samples) == 3
-        times = [one.elapsed for one in samples]
-        assert times == sorted(times)
-        latest = background.latest()
-        assert latest is not None and latest.elapsed >= times[-1]
+    enough, times = threading.Event(), list[float]()
+
+    def use(samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            times.append(sample.elapsed)
+            if len(times) == 5:
+                enough.set()
+
+    with BackgroundSampler(Sampler([source], interval=0.001), use) as background:
+        assert enough.wait(10)
+        assert not background.has_ended
     assert background.has_ended
+    assert times == sorted(times)
     assert source.closed == 1
-    number = background.num_samples
+    number = len(times)
     background.close()
-    assert not background.wait(number + 1, timeout=10)
-
-
-def test_waiting_for_a_sample_has_an_end() -> None:
-    with BackgroundSampler(Sampler([], interval=3600.0)) as background:
-        assert background.wait(1, timeout=10)
-        assert not background.wait(2, timeout=0.01)
+    assert len(times) == number
 
 
 def test_an_error_of_sampling_is_told_to_who_asks() -> None:
@@ -186,13 +184,8 @@ def test_an_error_of_sampling_is_told_to_who_asks() -> None:
         def sample(self) -> None:  # type: ignore[override]
             raise ZeroDivisionError("of nobody's making")
 
-    with BackgroundSampler(Broken([])) as background:
+    with BackgroundSampler(Broken([]), list) as background:
         with pytest.raises(RuntimeError, match="sampling has failed: ZeroDivisionError"):
-            background.wait(1, timeout=10)
+            background.wait_for_failure()
         with pytest.raises(RuntimeError, match="sampling has failed: ZeroDivisionError"):
-            background.latest()
-
-
-def test_a_background_sampler_keeps_something() -> None:
-    with pytest.raises(ValueError, match="the number of samples to keep, at least 1, but got 0"):
-        BackgroundSampler(Sampler([]), keep=0)
+            _ = background.has_ended

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dataparallel.tools.cli import main
-from dataparallel.tools.monitor import opening, serve_command
+from dataparallel.tools.monitor import command, opening, serve_command
+from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.sampler import Sampler
@@ -49,7 +50,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> MadeUpSampler:
     """What breaks after one sample takes the place of what is asked for."""
     sampler = MadeUpSampler(fail)
     monkeypatch.setattr(opening, "open_sampler", lambda arguments: sampler)
-    monkeypatch.delenv(serve_command.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
     return sampler
 
 
@@ -98,7 +99,7 @@ def test_what_breaks_sampling_ends_it_with_an_error(
 ) -> None:
     assert main(["monitor", "serve", "--port", "0"]) == 1
     printed = capsys.readouterr()
-    assert "taking samples has failed: OSError('the device is gone')" in printed.err
+    assert "sampling has failed: OSError('the device is gone')" in printed.err
     assert "metrics: http://127.0.0.1:" in printed.out
     assert failing.is_closed
 
@@ -108,7 +109,7 @@ def test_a_token_is_taken_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(serve_command.TOKEN_VARIABLE, "geheim")
+    monkeypatch.setenv(command.TOKEN_VARIABLE, "geheim")
     assert main(["monitor", "serve", "--port", "0", "--host", "0.0.0.0"]) == 1
     printed = capsys.readouterr()
     assert "token:   needed" in printed.out
@@ -148,7 +149,7 @@ def test_a_token_and_none_are_not_both_asked_for(
         main(["monitor", "serve", "--token", "geheim", "--no-token"])
     assert "--no-token: not allowed with argument --token" in capsys.readouterr().err
     # What the environment has for other runs does not count where the option says no.
-    monkeypatch.setenv(serve_command.TOKEN_VARIABLE, "geheim")
+    monkeypatch.setenv(command.TOKEN_VARIABLE, "geheim")
     assert main(["monitor", "serve", "--port", "0", "--no-token"]) == 1
     assert "token:" not in capsys.readouterr().out
 
@@ -183,7 +184,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
     sampler = MadeUpSampler(hang)
     store = SampleStore()
     try:
-        with serve_command.feeding(store, sampler, patience=0.05):
+        with BackgroundSampler(sampler, store.feed, patience=0.05):
             assert hanging.wait(30)
         assert store.latest is not None
         # Its sources are in use.
@@ -195,9 +196,9 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
 def test_a_recording_that_ends_keeps_its_page() -> None:
     ended = threading.Event()
     store = SampleStore()
-    with serve_command.feeding(store, MadeUpSampler(ended.set)) as failures:
+    with BackgroundSampler(MadeUpSampler(ended.set), store.feed) as background:
         assert ended.wait(30)
-    assert failures.empty()
+    assert background.has_ended
     assert json.loads(store.after(0))["progress"] == "finished"
 
 

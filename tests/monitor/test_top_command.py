@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.abc
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -98,6 +100,16 @@ def test_json_gives_samples_that_can_be_read_again(
     lines = run(["--json"], capsys).splitlines()
     read = [Sample.from_json(json.loads(line)) for line in lines]
     assert read == [make_sample(tick) for tick in range(3)]
+
+
+def test_json_has_null_for_numbers_that_it_does_not_have(
+    sampler: FakeSampler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = dataclasses.replace(make_sample(0).devices[0], values={"power": math.nan})
+    one = dataclasses.replace(make_sample(0), devices=(odd,))
+    monkeypatch.setattr(sampler, "samples", lambda: iter([one]))
+    (line,) = run(["--json"], capsys).splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["devices"][0]["values"] == {"power": None}
 
 
 def test_json_once_is_exactly_one_object(

@@ -1,4 +1,4 @@
-"""The `bench autograd` subcommand: backward across worker processes, beside torch's."""
+"""What `bench autograd` does: backward across worker processes, beside torch's."""
 
 from __future__ import annotations
 
@@ -11,63 +11,18 @@ import pathlib
 import statistics
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataparallel.tools.arguments import add_command, count
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dataparallel.tools.bench.autograd_workers import Chain, Measured, Setting, work
 from dataparallel.tools.bench.output import environment, write_json
-from dataparallel.tools.extras import needs_extra
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dataparallel.tools.arguments import Subparsers
-    from dataparallel.tools.bench.autograd_workers import Measured, Setting
-
-_WORKERS, _CALLS = (2, 4), (1, 4, 16, 64)
 
 
-def add_to(subjects: Subparsers) -> None:
-    """Add the subcommand to `bench`."""
-    parser = add_command(
-        subjects,
-        "autograd",
-        summary="Backward across worker processes, beside torch.distributed.autograd.",
-        examples=[
-            "dataparallel bench autograd",
-            "dataparallel bench autograd --quick",
-            "dataparallel bench autograd --workers 2 --calls 1,64 --kib 64",
-            "dataparallel bench autograd --transport uv --json results.json",
-        ],
-        run=_run,
-    )
-    add = parser.add_argument
-    add("--workers", type=_counts, default=list(_WORKERS), metavar="LIST",
-        help="numbers of worker processes, each at least 2; the first worker calls the others in "
-        "turn; default: 2,4")  # fmt: skip
-    add("--calls", type=_counts, default=list(_CALLS), metavar="LIST",
-        help="lengths of the chains of calls with tiny tensors; default: 1,4,16,64")  # fmt: skip
-    add("--kib", type=count, default=1024, metavar="N",
-        help="of the tensors of one more chain of 4 calls; default: 1024")  # fmt: skip
-    add("--transport", choices=("default", "uv"), default="default",
-        help="of torch's RPC: what it chooses itself (default; within a machine shared memory, "
-        "for which every worker keeps a core busy), or uv: TCP")  # fmt: skip
-    add("--rounds", type=count, default=None, metavar="N",
-        help="turns through all chains; default: 11")  # fmt: skip
-    add("--quick", action="store_true",
-        help="3 rounds of 2 repetitions: enough to see that all works, too little for "
-        "figures")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds to FILE, or to - (stdout)")
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({count(word.strip()) for word in text.split(",")})
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    with needs_extra("tools"):
-        from rich.console import Console
-    from dataparallel.tools.bench.autograd_workers import Chain, Setting
-
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
     if min(arguments.workers) < 2:
         raise ValueError(f"--workers needs 2 or more, but got {min(arguments.workers)}")
     chains = [Chain(calls, 4) for calls in arguments.calls]
@@ -99,8 +54,6 @@ def measure(workers: int, setting: Setting) -> list[Measured]:
     Raises:
         RuntimeError: A worker has failed; it has printed why.
     """
-    from dataparallel.tools.bench.autograd_workers import Chain, Measured, work
-
     context = multiprocessing.get_context("spawn")
     answer, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -134,9 +87,6 @@ def measure(workers: int, setting: Setting) -> list[Measured]:
 
 def build_table(measured: dict[int, list[Measured]]) -> Table:
     """One line for each number of workers and chain; 80 columns wide."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(
         title="backward across workers, and one call of the forward",
         title_justify="left",

@@ -60,6 +60,10 @@ class Measured:
     right: bool = True
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
+    def note(self, right: bool) -> None:
+        """Remember whether a gradient was right."""
+        self.right &= right
+
     def ratios(self, part: Part) -> list[float]:
         """Ours / torch's, round by round: what slows a whole round cancels."""
         pairs = zip(self.seconds[f"ours {part}"], self.seconds[f"torch {part}"], strict=True)
@@ -128,7 +132,7 @@ def take_turns(measured: Measured, world_size: int, times: int, keep: bool) -> N
     seconds: dict[str, list[float]] = {}
     for _ in range(times):
         for form in forms:
-            measured.right &= _run_once(form, measured.chain, world_size, seconds)
+            measured.note(_run_once(form, measured.chain, world_size, seconds))
         forms.reverse()
     for key, own in seconds.items() if keep else ():
         measured.seconds.setdefault(key, []).append(statistics.median(own))

@@ -1,4 +1,4 @@
-"""The `bench collectives` subcommand: collectives of replicas and processes, beside torch's."""
+"""What `bench collectives` does: collectives of replicas and processes, beside torch's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataparallel.tools.arguments import add_command, count, device_names, names_in
+from rich.console import Console
+
+from dataparallel.tools.bench.collectives_report import build_comparison, build_memory, conclusion
 from dataparallel.tools.bench.collectives_summary import (
     CollectiveRow,
     MemoryRow,
@@ -19,73 +21,14 @@ from dataparallel.tools.bench.collectives_summary import (
     summarize_replicas,
 )
 from dataparallel.tools.bench.collectives_tasks import (
-    FORMS,
     HYBRID_PROCESSES,
-    OPERATIONS,
-    SIZES,
     CollectivesTask,
     plan_members,
-    sizes,
 )
 from dataparallel.tools.bench.output import environment, progress, teller, write_json
+from dataparallel.tools.bench.report import print_notes, print_table
 from dataparallel.tools.bench.rounds import Outcome, measure
-from dataparallel.tools.bench.train import above_zero
 from dataparallel.tools.bench.verdict import Verdict
-from dataparallel.tools.extras import needs_extra
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dataparallel.tools.arguments import Subparsers
-
-
-def add_to(subjects: Subparsers) -> None:
-    """Add the subcommand to `bench`."""
-    parser = add_command(
-        subjects,
-        "collectives",
-        summary="Latency of collectives of replicas and of processes, beside torch's.",
-        examples=[
-            "dataparallel bench collectives",
-            "dataparallel bench collectives --bar 0.5 --bar-process 1.1 --check",
-            "dataparallel bench collectives --forms local --devices cpu,cpu,cpu,cpu",
-            "dataparallel bench collectives --forms hybrid --sizes 64KiB,1MiB",
-            "dataparallel bench collectives --forms process --operations all_reduce,"
-            "all_gather_tensor",
-            "dataparallel bench collectives --sizes 1KiB,1MiB --rounds 3 --json results.json",
-        ],
-        run=_run,
-    )
-    add = parser.add_argument
-    add("--forms", type=names_in(FORMS), default=list(FORMS[:2]), metavar="LIST",
-        help="local: all_reduce of replicas in one process beside torch's in place between "
-        "processes; process: ours beside torch's functional ones in the same processes; "
-        f"hybrid: as local, but the replicas of {HYBRID_PROCESSES} processes; default: "
-        "local,process")  # fmt: skip
-    add("--sizes", type=sizes, default=sizes(SIZES), metavar="LIST",
-        help="of each member's input, float32; default: 1KiB to 64MiB by factors of 4")  # fmt: skip
-    add("--operations", type=names_in(OPERATIONS), default=[OPERATIONS[0]], metavar="LIST",
-        help=f"of the process form: {','.join(OPERATIONS)}; default: {OPERATIONS[0]}")  # fmt: skip
-    add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
-        help="one device per replica of a process; torch gets one process per replica, on "
-        "its device; default: cpu,cpu")  # fmt: skip
-    add("--threads-per-replica", type=count, default=1, metavar="N",
-        help="intra-op threads of each replica and process; default: 1")  # fmt: skip
-    add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
-    add("--steps", type=count, default=None, metavar="N",
-        help="repetitions of the largest size per turn; smaller ones get more, up to 200; "
-        "default: about half a second's worth")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
-    bars = parser.add_argument_group(
-        "bars", "upper limits of geometric means over the sizes, shown as met or missed"
-    )
-    add = bars.add_argument
-    add(
-        "--bar", type=above_zero, metavar="R", help="replicas / torch's processes, local and hybrid"
-    )
-    add("--bar-process", type=above_zero, metavar="R",
-        help="our process form / torch's functional form, each operation")  # fmt: skip
-    add("--check", action="store_true", help="exit with status 1 if a bar is missed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +40,8 @@ class _Comparison:
     verdicts: list[Verdict]
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    with needs_extra("tools"):
-        from rich.console import Console
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
     _check(arguments)
     # The tables must not mix with JSON on the standard output.
     console = Console(stderr=arguments.json == "-")
@@ -168,12 +110,6 @@ def _print(
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    from dataparallel.tools.bench.collectives_report import (
-        build_comparison,
-        build_memory,
-        conclusion,
-    )
-    from dataparallel.tools.bench.report import print_notes, print_table
 
     members = len(arguments.devices)
     for each in compared:

@@ -1,4 +1,4 @@
-"""The `bench kernels` subcommand: bytes per second beside a copy, and time beside torch's."""
+"""What `bench kernels` does: bytes per second beside a copy, and time beside torch's."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import argparse
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from dataparallel import devices
 from dataparallel.kernels.backend import backend_of
-from dataparallel.tools.arguments import add_command, count, names_in
 from dataparallel.tools.bench.collectives_tasks import size_name, sizes
 from dataparallel.tools.bench.kernels_cases import (
-    DTYPES,
-    KERNELS,
     SIZES,
     SIZES_ON_CPU,
     KernelCase,
     plan_cases,
 )
 from dataparallel.tools.bench.kernels_plot import check_plot, write_plot
+from dataparallel.tools.bench.kernels_report import build_kernel, verdict_line
 from dataparallel.tools.bench.kernels_summary import (
     KernelRow,
     KernelVerdict,
@@ -30,70 +29,19 @@ from dataparallel.tools.bench.kernels_summary import (
     slower_launches,
     summarize,
 )
-from dataparallel.tools.bench.kernels_timing import FOOTPRINT, Stopwatch, measure_turns
+from dataparallel.tools.bench.kernels_timing import Stopwatch, measure_turns
 from dataparallel.tools.bench.kernels_work import prepare
 from dataparallel.tools.bench.output import Tell, environment, progress, write_json
-from dataparallel.tools.extras import needs_extra
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dataparallel.tools.arguments import Subparsers
+from dataparallel.tools.bench.report import print_notes, print_table
 
 
-def add_to(subjects: Subparsers) -> None:
-    """Add the subcommand to `bench`."""
-    parser = add_command(
-        subjects,
-        "kernels",
-        summary="Bytes per second of the kernels beside a copy, and time beside torch's.",
-        examples=[
-            "dataparallel bench kernels",
-            "dataparallel bench kernels --device 0 --check --json results.json --plot rates.png",
-            "dataparallel bench kernels --kernels reduce_add,flatten --sizes 16MiB,256MiB",
-            "dataparallel bench kernels --device cpu --kernels reduce_add --sizes 64KiB",
-            "dataparallel bench kernels --dtypes bfloat16 --rounds 3 --steps 20",
-        ],
-        run=_run,
-    )
-    add = parser.add_argument
-    add("--kernels", type=names_in(KERNELS), default=list(KERNELS), metavar="LIST",
-        help=f"{','.join(KERNELS)}; default: all")  # fmt: skip
-    add("--sizes", type=sizes, default=None, metavar="LIST",
-        help="of each input of reduce_add, of all tensors of a list; "
-        "default: 64KiB to 256MiB by factors of 4; on the CPU "
-        f"{SIZES_ON_CPU}")  # fmt: skip
-    add("--dtypes", type=names_in(list(DTYPES)), default=list(DTYPES), metavar="LIST",
-        help=f"of the tensors; default: {','.join(DTYPES)}")  # fmt: skip
-    add("--device", default=None, metavar="DEVICE",
-        help="for example 0 or cpu; default: the first accelerator, or the CPU")  # fmt: skip
-    add("--footprint", type=_size, default=FOOTPRINT, metavar="SIZE",
-        help="of the sets of buffers that each contestant goes round, to find nothing in caches; "
-        f"default: {FOOTPRINT // 2**20}MiB, in 64 sets at most")  # fmt: skip
-    add("--rounds", type=count, default=11, metavar="N",
-        help="turns of each contestant; default: 11")  # fmt: skip
-    add("--steps", type=count, default=None, metavar="N",
-        help="calls per turn; default: about 5 ms' worth, 3 to 50")  # fmt: skip
-    add(
-        "--json", metavar="FILE", help="write all figures and conclusions to FILE, or to - (stdout)"
-    )
-    add("--plot", metavar="FILE", help="draw bytes per second over bytes moved, for example "
-        "rates.png; needs matplotlib")  # fmt: skip
-    add("--check", action="store_true",
-        help="exit with status 1 if a bar is missed; only on a device with kernels")  # fmt: skip
-
-
-def _size(text: str) -> int:
-    return max(sizes(text))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    with needs_extra("tools"):
-        from rich.console import Console
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
     device = _device(arguments.device)
     backend = backend_of(device)
     on_cpu = not devices.is_accelerator(device)
-    arguments.sizes = arguments.sizes or sizes(SIZES_ON_CPU if on_cpu else SIZES)
+    by_size = arguments.sizes or sizes(SIZES_ON_CPU if on_cpu else SIZES)
+    arguments = argparse.Namespace(**{**vars(arguments), "sizes": by_size})
     if arguments.check and backend is None:
         raise ValueError(
             f"--check judges kernels, but {device} has none: torch references run there; name a "
@@ -181,8 +129,6 @@ def _print(
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    from dataparallel.tools.bench.kernels_report import build_kernel, verdict_line
-    from dataparallel.tools.bench.report import print_notes, print_table
 
     for kernel, dtype in dict.fromkeys((row.case.kernel, row.case.dtype) for row in rows):
         own = [row for row in rows if (row.case.kernel, row.case.dtype) == (kernel, dtype)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dataparallel.tools.bench.collectives_tasks import size_name
 from dataparallel.tools.bench.kernels_cases import KernelCase, moved
 from dataparallel.tools.bench.kernels_timing import Turn
 from dataparallel.tools.bench.summary import Spread, ratios, spread
@@ -203,6 +204,4 @@ def slower_launches(rows: Sequence[KernelRow]) -> tuple[int, int]:
 
 
 def _name(row: KernelRow) -> str:
-    from dataparallel.tools.bench.collectives_tasks import size_name
-
     return f"{row.case.name}, {size_name(row.case.size)}"

@@ -104,6 +104,10 @@ class Contestant:
             if time.perf_counter() - begin > enough:
                 return
 
+    def fill_more(self) -> None:
+        """Put twice as many copies in front of the next turn."""
+        self.num_fillers *= 2
+
     def take(self, times: int) -> list[Call]:
         """The next calls, each on the set that was not used for the longest time."""
         return list(itertools.islice(self._rotation, times))
@@ -140,7 +144,7 @@ class Stopwatch:
             return Turn(statistics.median(map(_seconds_of, calls)))
         turn = self._queue(calls, contestant.num_fillers)
         while not turn.behind and contestant.num_fillers < _MOST_FILLERS:
-            contestant.num_fillers *= 2
+            contestant.fill_more()
             turn = self._queue(calls, contestant.num_fillers)
         return turn
 

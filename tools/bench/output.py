@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -56,17 +55,6 @@ def teller(tell: Tell, name: str) -> Callable[[str], None]:
         tell(f"{name}: {what}", int(what.startswith("round")))
 
     return on_turn
-
-
-def add_bucket_view(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says how our DDP keeps gradients; :func:`bucket_view` reads it."""
-    parser.add_argument(
-        "--bucket-view",
-        choices=["on", "off"],
-        default=None,
-        help="gradient_as_bucket_view of our DDP; default: on with several processes, where it "
-        "saves a copy, else off. torch DDP always has it on",
-    )
 
 
 def bucket_view(given: str | None, processes: int) -> bool:

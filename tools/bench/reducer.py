@@ -1,4 +1,4 @@
-"""The `bench reducer` subcommand: rounds of reduction and their overlap, beside torch DDP."""
+"""What `bench reducer` does: rounds of reduction and their overlap, beside torch DDP."""
 
 from __future__ import annotations
 
@@ -7,83 +7,37 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataparallel.tools.arguments import add_command, count, names_in
+from rich.console import Console
+
+from dataparallel.tools.bench.cases import CASES
 from dataparallel.tools.bench.contestants import ReducerTask, Task, TrainTask, plan_contestants
-from dataparallel.tools.bench.layout import Layout, layouts
+from dataparallel.tools.bench.gradient_sets import GRADIENT_SETS
+from dataparallel.tools.bench.layout import Layout
 from dataparallel.tools.bench.output import (
     Tell,
-    add_bucket_view,
     bucket_view,
     environment,
     progress,
     teller,
     write_json,
 )
+from dataparallel.tools.bench.reducer_report import build_overlap, build_rounds
 from dataparallel.tools.bench.reducer_summary import (
     OverlapRow,
     ReducerRow,
     summarize_overlap,
     summarize_reduction,
 )
+from dataparallel.tools.bench.report import print_notes, print_table
 from dataparallel.tools.bench.rounds import Outcome, measure
-from dataparallel.tools.bench.train import CASE_NAMES, above_zero, whole_batch
-from dataparallel.tools.extras import needs_extra
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dataparallel.tools.arguments import Subparsers
-
-_SETS = ("small", "large", "mixed")
-_PEERS = ("bare", "ddp")
-LAYOUTS = "1x1,1x2,1x4,2x1,2x2,2x4"
+from dataparallel.tools.bench.train import whole_batch
 
 
-def add_to(subjects: Subparsers) -> None:
-    """Add the subcommand to `bench`."""
-    parser = add_command(
-        subjects,
-        "reducer",
-        summary="Time of reducing gradients, and its overlap with backward, beside torch DDP.",
-        examples=[
-            "dataparallel bench reducer",
-            "dataparallel bench reducer --gradients small --layouts 1x1,1x2 --overlap none",
-            "dataparallel bench reducer --layouts 2x1 --overlap mlp,transformer --rounds 3",
-            "dataparallel bench reducer --device virtual --layouts 1x2",
-            "dataparallel bench reducer --json results.json",
-        ],
-        run=_run,
-    )
-    add = parser.add_argument
-    add("--gradients", type=names_in(_SETS), default=list(_SETS), metavar="LIST",
-        help="sets of parameters: small (402), large (8 x 4 MiB), mixed; default: all")  # fmt: skip
-    add("--layouts", type=layouts, default=layouts(LAYOUTS), metavar="LIST",
-        help="processes x replicas of ours; torch DDP gets one process per replica; "
-        f"default: {LAYOUTS}")  # fmt: skip
-    add("--device", default="cpu", metavar="TYPE",
-        help="all replicas on the CPU (default), or each on an own device of a type")  # fmt: skip
-    add("--peers", type=names_in(_PEERS), default=None, metavar="LIST",
-        help="whom to compare with; default: bare,ddp (bare alone on virtual devices)")  # fmt: skip
-    add("--overlap", type=names_in(("none", *CASE_NAMES)), default=["mlp"], metavar="LIST",
-        help=f"models for the overlap: {','.join(CASE_NAMES)}; or none; default: mlp")  # fmt: skip
-    add("--bucket-cap-mb", type=above_zero, default=None, metavar="MIB",
-        help="size limit of a bucket, ours and the peer's; default: each one's own")  # fmt: skip
-    add_bucket_view(parser)
-    add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
-    add("--steps", type=count, default=None, metavar="N",
-        help="repetitions per turn; default: about half a second's worth")  # fmt: skip
-    add("--threads-per-replica", type=count, default=1, metavar="N",
-        help="intra-op threads of each replica; default: 1")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    with needs_extra("tools"):
-        import psutil as psutil  # the workers need it; better to say so before they start
-        from rich.console import Console
-    peers = arguments.peers or (["bare"] if arguments.device == "virtual" else list(_PEERS))
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
+    peers = arguments.peers or (["bare"] if arguments.device == "virtual" else ["bare", "ddp"])
     if arguments.device == "virtual" and "ddp" in peers:
         raise ValueError(
             "torch DDP has no process group for virtual devices; compare with --peers bare, or "
@@ -141,7 +95,6 @@ class _Measuring:
 
     def overlap(self, name: str, layout: Layout, tell: Tell) -> list[OverlapRow]:
         """Communication and computation of one model."""
-        from dataparallel.tools.bench.cases import CASES
 
         task = TrainTask(
             "ours",
@@ -187,9 +140,6 @@ def _print(
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    from dataparallel.tools.bench.gradient_sets import GRADIENT_SETS
-    from dataparallel.tools.bench.reducer_report import build_overlap, build_rounds
-    from dataparallel.tools.bench.report import print_notes, print_table
 
     sizes = [
         f"{name} {len(GRADIENT_SETS[name].shapes)}, {GRADIENT_SETS[name].numbers * 4 / 2**20:.1f}"

@@ -134,8 +134,6 @@ def _backend_for(device: torch.device) -> str:
 def _enable_virtual_devices(task: Task) -> None:
     wanted = [name for name in task.devices if name.split(":")[0] == "virtual"]
     if wanted:
-        import dataparallel.virtual
-
         count = 1 + max(int(name.split(":")[1]) if ":" in name else 0 for name in wanted)
         # DATAPARALLEL_VIRTUAL_DEVICES may have enabled more.
         if dataparallel.virtual.device_count() < count:

@@ -1,4 +1,4 @@
-"""The `bench train` subcommand: a training step beside the bare module and torch DDP."""
+"""What `bench train` does: a training step beside the bare module and torch DDP."""
 
 from __future__ import annotations
 
@@ -7,115 +7,28 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataparallel.tools.arguments import add_command, count, device_names, names_in
+from rich.console import Console
+
+from dataparallel.tools.bench.cases import CASES
 from dataparallel.tools.bench.contestants import MODES, TrainTask, plan_contestants
 from dataparallel.tools.bench.output import (
     Tell,
-    add_bucket_view,
     bucket_view,
     environment,
     progress,
     teller,
     write_json,
 )
+from dataparallel.tools.bench.report import build_comparison, build_table, print_notes, print_table
 from dataparallel.tools.bench.rounds import CHECK_STEPS, measure
 from dataparallel.tools.bench.summary import Measured, Row, measured_from, summarize
 from dataparallel.tools.bench.verdict import Bars, Comparison, compare
-from dataparallel.tools.extras import needs_extra
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dataparallel.tools.arguments import Subparsers
-
-#: Those of the default, and ours with a monitor, which shows what that costs.
-_PEERS = ("bare", "ddp", "watched")
-CASE_NAMES = ("mlp", "wide", "deep", "transformer", "conv")
 
 
-def add_to(subjects: Subparsers) -> None:
-    """Add the subcommand to `bench`."""
-    parser = add_command(
-        subjects,
-        "train",
-        summary="Step time and peak memory beside the bare module and torch DDP.",
-        examples=[
-            "dataparallel bench train",
-            "dataparallel bench train --cases mlp,conv --rounds 3",
-            "dataparallel bench train --peers ddp --bar 0.8 --bar-worst 1 --bar-memory 0.6",
-            "dataparallel bench train --processes 2 --devices cpu --peers ddp",
-            "dataparallel bench train --devices cpu --cases deep --peers ddp",
-            "dataparallel bench train --devices cpu,cpu --peers watched",
-            "dataparallel bench train --wrapper dp --mode forward --peers bare",
-            "dataparallel bench train --mode forward-backward --devices virtual:0,virtual:1",
-            "dataparallel bench train --json results.json",
-        ],
-        run=_run,
-    )
-    _add_contestants(parser)
-    add = parser.add_argument
-    add_bucket_view(parser)
-    add("--mode", choices=list(MODES), default="step",
-        help="what is repeated: " + "; ".join(f"{k}: {v}" for k, v in MODES.items()))  # fmt: skip
-    add("--loss", choices=["gathered", "replicas"], default="gathered",
-        help="where ours takes the loss: of the gathered output (default), "
-        "or in each replica (model.loss)")  # fmt: skip
-    add("--optimizer", choices=["sgd", "momentum", "adamw"], default="sgd",
-        help="of all contestants; default: sgd, which keeps no state")  # fmt: skip
-    add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
-    add("--steps", type=count, default=None, metavar="N",
-        help="repetitions per turn; default: about half a second's worth")  # fmt: skip
-    add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
-    _add_bars(parser)
-
-
-def _add_contestants(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--cases", type=names_in(CASE_NAMES), default=list(CASE_NAMES), metavar="LIST",
-        help=f"models to measure; default: {','.join(CASE_NAMES)}")  # fmt: skip
-    add("--wrapper", choices=["dp", "ddp"], default="ddp",
-        help="ours: DataParallel (dp) or DistributedDataParallel (ddp, the default)")  # fmt: skip
-    add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
-        help="one device per replica of each process; default: cpu,cpu")  # fmt: skip
-    add("--processes", type=count, default=1, metavar="P",
-        help="processes of ours, each with all of --devices and its part of the batch; "
-        "default: 1. torch DDP gets one process per replica")  # fmt: skip
-    add("--peers", type=names_in(_PEERS), default=None, metavar="LIST",
-        help="whom to compare with: bare, ddp, watched (ours with a StepMonitor); default: "
-        "bare,ddp (bare alone on virtual devices)")  # fmt: skip
-    add("--threads-per-replica", type=count, default=1, metavar="N",
-        help="intra-op threads of each replica, and of the bare module; default: 1")  # fmt: skip
-
-
-def _add_bars(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "bars", "upper limits of ours / torch DDP (or the first peer), shown as met or missed"
-    )
-    add = group.add_argument
-    add("--bar", type=above_zero, metavar="R", help="geometric mean of the times over the cases")
-    add("--bar-worst", type=above_zero, metavar="R", help="time of each case")
-    add("--bar-memory", type=above_zero, metavar="R", help="geometric mean of the peak memory")
-    add("--bar-memory-worst", type=above_zero, metavar="R", help="peak memory of each case")
-    add("--check", action="store_true", help="exit with status 1 if a bar is missed")
-
-
-def above_zero(text: str) -> float:
-    """Convert a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    with needs_extra("tools"):
-        import psutil as psutil  # the workers need it; better to say so before they start
-        from rich.console import Console
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
     peers = arguments.peers or _default_peers(arguments.devices)
     bars = Bars(
         arguments.bar, arguments.bar_worst, arguments.bar_memory, arguments.bar_memory_worst
@@ -177,7 +90,6 @@ def _check(arguments: argparse.Namespace, peers: Sequence[str], bars: Bars) -> N
 
 
 def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
-    from dataparallel.tools.bench.cases import CASES
 
     return TrainTask(
         "ours",
@@ -226,12 +138,6 @@ def _print(
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    from dataparallel.tools.bench.report import (
-        build_comparison,
-        build_table,
-        print_notes,
-        print_table,
-    )
 
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
     print_table(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"), console)

@@ -12,6 +12,12 @@ import os
 import sys
 from typing import Any, Protocol
 
+from dataparallel.tools.bench.collectives_seats import take_seat
+from dataparallel.tools.bench.collectives_tasks import CollectivesTask
+from dataparallel.tools.bench.contestants import ReducerTask, TrainTask
+from dataparallel.tools.bench.reduction import Reduction
+from dataparallel.tools.bench.trainer import Trainer
+
 
 class Measurement(Protocol):
     """What a subject does in one process."""
@@ -29,18 +35,9 @@ def begin(subject: str, task: dict[str, Any]) -> Measurement:
         task: The fields of the subject's task.
     """
     if subject == "train":
-        from dataparallel.tools.bench.contestants import TrainTask
-        from dataparallel.tools.bench.trainer import Trainer
-
         return Trainer(TrainTask(**task))
     if subject == "collectives":
-        from dataparallel.tools.bench.collectives_seats import take_seat
-        from dataparallel.tools.bench.collectives_tasks import CollectivesTask
-
         return take_seat(CollectivesTask(**task))
-    from dataparallel.tools.bench.contestants import ReducerTask
-    from dataparallel.tools.bench.reduction import Reduction
-
     return Reduction(ReducerTask(**task))
 
 

@@ -1,20 +1,25 @@
-"""The `monitor` subcommand: its parts add themselves."""
+"""The `monitor` subcommand: its parts, and the options of each."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import add_command
-from dataparallel.tools.monitor import (
-    plot_command,
-    record_command,
-    report_command,
-    serve_command,
-    top_command,
-)
+from dataparallel.tools.arguments import add_command, late
+from dataparallel.tools.monitor.plot import SUFFIXES
+from dataparallel.tools.monitor.sizes import duration, size
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
+
+#: Where `monitor serve` takes the token from if it is not among the options.
+TOKEN_VARIABLE = "DATAPARALLEL_MONITOR_TOKEN"
+
+#: Of a file of a recording: a smaller one would hold hardly more than its header.
+_SMALLEST = 4096
 
 
 def add_to(commands: Subparsers) -> None:
@@ -30,8 +35,247 @@ def add_to(commands: Subparsers) -> None:
         ],
     )
     parts = parser.add_subparsers(title="commands", metavar="COMMAND")
-    top_command.add_to(parts)
-    record_command.add_to(parts)
-    plot_command.add_to(parts)
-    report_command.add_to(parts)
-    serve_command.add_to(parts)
+    _add_top(parts)
+    _add_record(parts)
+    _add_plot(parts)
+    _add_report(parts)
+    _add_serve(parts)
+
+
+def add_sampler_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell what is watched: ``--source``, ``--interval``, ``--attach``."""
+    parser.add_argument(
+        "--source",
+        default="auto",
+        metavar="SOURCE",
+        help="auto, nvml, cpu, virtual (the virtual devices of the run that --attach names), or a "
+        "recording to play back (default: auto, which is all that this machine has)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between samples (default: 1)",
+    )
+    parser.add_argument(
+        "--attach",
+        metavar="PID",
+        help="also watch the replicas of a run with a StepMonitor: the number of its process, or "
+        "auto if there is only one",
+    )
+    parser.add_argument(
+        "--speed",
+        type=_speed,
+        default=1.0,
+        metavar="FACTOR",
+        help="how many times faster a recording is played back, or max for all at once "
+        "(default: 1)",
+    )
+
+
+def _add_top(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "top",
+        summary="Show what every device, replica and process is doing, until q is pressed.",
+        examples=[
+            "dataparallel monitor top",
+            "dataparallel monitor top --attach auto",
+            "dataparallel monitor top --once --json > machine.json",
+            "dataparallel monitor top --source run.jsonl --speed 10",
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.top_command"),
+            extra="monitor",
+        ),
+    )
+    add_sampler_options(parser)
+    parser.add_argument(
+        "--once", action="store_true", help="print one view and end; of a recording its last"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print samples as JSON, one object per line"
+    )
+
+
+def _add_record(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "record",
+        summary="Record what every device and every replica is doing into a file.",
+        examples=[
+            "dataparallel monitor record run.jsonl",
+            "dataparallel monitor record run.jsonl --for 10min --attach auto",
+            "dataparallel monitor record run.jsonl --interval 5 --max-size 1GB --keep 2",
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.record_command"),
+            extra="monitor",
+        ),
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="where to record; a recording is continued"
+    )
+    add_sampler_options(parser)
+    parser.add_argument(
+        "--for",
+        dest="duration",
+        type=duration,
+        metavar="TIME",
+        help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or with the run "
+        "that --attach names)",
+    )
+    parser.add_argument(
+        "--max-size",
+        type=_max_size,
+        default=100_000_000,
+        metavar="SIZE",
+        help="greatest size of a file; then it is renamed to FILE.1, what was FILE.1 to FILE.2, "
+        "and so on (default: 100MB)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=_number_of_files,
+        default=5,
+        metavar="NUMBER",
+        help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
+        "5)",
+    )
+
+
+def _add_serve(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "serve",
+        summary="Serve a page with live charts, and metrics for Prometheus.",
+        examples=[
+            "dataparallel monitor serve",
+            "dataparallel monitor serve --port 0 --source cpu",
+            f"{TOKEN_VARIABLE}=secret dataparallel monitor serve --host 0.0.0.0",
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.serve_command"),
+            extra="monitor",
+        ),
+    )
+    add_sampler_options(parser)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="name or address of the interface; 0.0.0.0 for all (default: 127.0.0.1, which only "
+        "this machine reaches)",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8377,
+        help="port; 0 for any that is free (default: %(default)s)",
+    )
+    access = parser.add_mutually_exclusive_group()
+    access.add_argument(
+        "--token",
+        help="what readers must show; other users see options, so better set the environment "
+        f"variable {TOKEN_VARIABLE} (default: none is needed on the loopback address, and without "
+        "one there is no other address)",
+    )
+    access.add_argument(
+        "--no-token",
+        action="store_true",
+        help="answer whoever reaches the address, which need not be loopback (default: off)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no port; it is a number from 0 to 65535"
+        )
+    return int(text)
+
+
+def _add_report(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "report",
+        summary="Sum up a recording: devices, phases, stragglers, energy, what to change first.",
+        examples=[
+            "dataparallel monitor report run.jsonl",
+            "dataparallel monitor report run.jsonl --json > report.json",
+            "dataparallel monitor report run.jsonl --csv run.csv",
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.report_command"),
+            extra="monitor",
+        ),
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a recording of dataparallel monitor record"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="TABLE",
+        help="write all samples into a table instead, a row per device and sample",
+    )
+
+
+def _add_plot(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "plot",
+        summary="Draw a recording: devices, phases of each replica, imbalance, the last step.",
+        examples=[
+            "dataparallel monitor plot run.jsonl run.png",
+            'dataparallel monitor plot run.jsonl run.pdf --title "four GPUs, batch 256"',
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.plot_command"),
+            extra="monitor",
+        ),
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a recording of dataparallel monitor record"
+    )
+    parser.add_argument(
+        "picture", type=Path, metavar="PICTURE", help=f"what is written: {', '.join(SUFFIXES)}"
+    )
+    parser.add_argument("--title", help="stands above it (default: the name of the recording)")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0 and of at most a day"
+        )
+    return value
+
+
+def _speed(text: str) -> float:
+    try:
+        value = math.inf if text == "max" else float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor max")
+    return value
+
+
+def _max_size(text: str) -> int:
+    value = size(text)
+    if value < _SMALLEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is less than {_SMALLEST} bytes, too little for a recording; 100MB is usual"
+        )
+    return value
+
+
+def _number_of_files(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18 or not int(text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
+    return int(text)

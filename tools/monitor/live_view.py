@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from rich.console import Console
@@ -17,8 +17,11 @@ from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.keys import Keys
 from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.sampler import Sampler
+from dataparallel.tools.monitor.signals import handled
 from dataparallel.tools.monitor.view import View
 
+#: Of samples that come faster than they are shown, so many of the last are.
+_MOST_ARRIVED = 600
 #: A key is answered, and a new size of the terminal is seen, within so many seconds.
 _TICK = 0.1
 #: Signals that end it: a polite kill, and the terminal's window that is closed.
@@ -29,6 +32,34 @@ def is_live(console: Console) -> bool:
     """Whether the view can be drawn over and over in the same place."""
     # Not the console's own answer, which FORCE_COLOR changes for pipes too.
     return sys.stdout.isatty() and not console.is_dumb_terminal
+
+
+def show(sampler: Sampler, console: Console, once: Iterable[Sample] | None) -> None:
+    """Show what a sampler sees: live in a terminal, printed again and again where there is none.
+
+    Args:
+        sampler: What is shown.
+        console: The terminal, or what stands for it.
+        once: The samples of which one view is printed instead.
+    """
+    if once is None and is_live(console):
+        run_live(sampler, console)
+        return
+    view = View(interval=sampler.interval if once is None else None)
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    if once is not None:
+        for sample in once:
+            view.add(sample)
+        print_view(view, console, write)
+        return
+    for number, sample in enumerate(sampler.samples()):
+        view.add(sample)
+        write("\n" if number else "")
+        print_view(view, console, write)
 
 
 def run_live(sampler: Sampler, console: Console) -> None:
@@ -52,34 +83,31 @@ def run_live(sampler: Sampler, console: Console) -> None:
     )
     # Ctrl-C is the usual way to end it where there is no keyboard.
     with contextlib.suppress(KeyboardInterrupt), _signals() as received, Keys(sys.stdin) as keys:
-        view.hint = "q quit" if keys.active else "Ctrl-C quits"
-        with live, _sampling(sampler) as background:
-            _show(view, background, keys, live, received)
-
-
-@contextlib.contextmanager
-def _sampling(sampler: Sampler) -> Iterator[BackgroundSampler]:
-    background = BackgroundSampler(sampler)
-    try:
-        yield background
-    finally:
+        view.tell("q quit" if keys.active else "Ctrl-C quits")
+        arrived: deque[Sample] = deque(maxlen=_MOST_ARRIVED)
         # A reading that hangs must not keep anybody from leaving.
-        background.close(timeout=1.0)
+        with live, BackgroundSampler(sampler, arrived.extend, patience=1.0) as background:
+            _show(view, arrived, background, keys, live, received)
 
 
 def _show(
-    view: View, background: BackgroundSampler, keys: Keys, live: Live, received: set[int]
+    view: View,
+    arrived: deque[Sample],
+    background: BackgroundSampler,
+    keys: Keys,
+    live: Live,
+    received: set[int],
 ) -> None:
     last: Sample | None = None
     drawn: tuple[object, ...] = ()
     while True:
         # Asked first: what came before the end is still to be shown.
         has_ended = background.has_ended
-        for sample in _after(last, background.samples()):
-            view.add(sample)
-            last = sample
+        while arrived:
+            last = arrived.popleft()
+            view.add(last)
         if has_ended:
-            view.hint = "the end; q quits" if keys.active else "the end"
+            view.tell("the end; q quits" if keys.active else "the end")
         state = (id(last), has_ended, live.console.size)
         if state != drawn:
             drawn = state
@@ -96,14 +124,6 @@ def _show(
             _suspend(keys, live)
 
 
-def _after(last: Sample | None, kept: list[Sample]) -> list[Sample]:
-    """Of the samples that are kept those that came after one of them."""
-    for place, sample in enumerate(reversed(kept)):
-        if sample is last:
-            return kept[len(kept) - place :]
-    return kept
-
-
 def _suspend(keys: Keys, live: Live) -> None:
     """Stop as Ctrl-Z wants it, with the terminal in order meanwhile."""
     live.stop()
@@ -118,21 +138,14 @@ def _signals() -> Iterator[set[int]]:
     """Within the ``with`` block signals that end or stop are noted, and do nothing else."""
     received: set[int] = set()
     numbers = {*_ENDING, *([signal.SIGTSTP] if hasattr(signal, "SIGTSTP") else [])}
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         received.add(number)
 
     # What is ignored stays so: nohup wants it.
     wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in wanted}
-    try:
+    with handled(wanted, note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def print_view(view: View, console: Console, write: Callable[[str], object]) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from dataparallel.monitor.step_monitor import StepMonitor
 from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.opening import add_options, open_sampler
+from dataparallel.tools.monitor.command import add_sampler_options
+from dataparallel.tools.monitor.opening import open_sampler
 from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.sampler import Sampler
 
@@ -183,10 +184,10 @@ def show(
 
 def _open_sampler(source: str, interval: float, words: list[str]) -> Sampler:
     parser = argparse.ArgumentParser()
-    add_options(parser)
-    arguments = parser.parse_args([f"--source={source}", *words])
-    arguments.interval = interval
-    return open_sampler(arguments)
+    add_sampler_options(parser)
+    # What a namespace has already, no default replaces.
+    given = argparse.Namespace(interval=interval)
+    return open_sampler(parser.parse_args([f"--source={source}", *words], given))
 
 
 def _open_display() -> Display:

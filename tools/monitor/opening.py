@@ -4,51 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dataparallel.tools.extras import needs_extra
+from dataparallel import virtual
+from dataparallel.monitor.attach import runs
+from dataparallel.tools.monitor.host import HostReader
+from dataparallel.tools.monitor.processors import BusyShare
+from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
 from dataparallel.tools.monitor.sampler import Sampler
+from dataparallel.tools.monitor.sources.cpu import CpuSource
 from dataparallel.tools.monitor.sources.nvml import NvmlSource
-
-if TYPE_CHECKING:
-    from dataparallel.tools.monitor.run_watch import RunWatch
-    from dataparallel.tools.monitor.sources.source import Source
+from dataparallel.tools.monitor.sources.replay import Replay
+from dataparallel.tools.monitor.sources.source import Source
+from dataparallel.tools.monitor.sources.virtual import VirtualSource
 
 SOURCES = ("auto", "nvml", "cpu", "virtual")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell what is watched: ``--source``, ``--interval``, ``--attach``."""
-    parser.add_argument(
-        "--source",
-        default="auto",
-        metavar="SOURCE",
-        help="auto, nvml, cpu, virtual (the virtual devices of the run that --attach names), or a "
-        "recording to play back (default: auto, which is all that this machine has)",
-    )
-    parser.add_argument(
-        "--interval",
-        type=_seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between samples (default: 1)",
-    )
-    parser.add_argument(
-        "--attach",
-        metavar="PID",
-        help="also watch the replicas of a run with a StepMonitor: the number of its process, or "
-        "auto if there is only one",
-    )
-    parser.add_argument(
-        "--speed",
-        type=_speed,
-        default=1.0,
-        metavar="FACTOR",
-        help="how many times faster a recording is played back, or max for all at once "
-        "(default: 1)",
-    )
 
 
 def open_sampler(arguments: argparse.Namespace) -> Sampler:
@@ -57,12 +27,12 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
     Example::
 
         parser = argparse.ArgumentParser()
-        add_options(parser)
+        add_sampler_options(parser)
         with open_sampler(parser.parse_args(["--source", "cpu"])) as sampler:
             print(sampler.sample())
 
     Args:
-        arguments: What was made of the options that :func:`add_options` adds.
+        arguments: What was made of the options of ``command.add_sampler_options``.
 
     Returns:
         A sampler whose first sample is as good as the others.
@@ -73,11 +43,6 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
     """
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
-    with needs_extra("monitor"):
-        from dataparallel.tools.monitor.host import HostReader
-        from dataparallel.tools.monitor.processors import BusyShare
-        from dataparallel.tools.monitor.run_watch import watch_run
-        from dataparallel.tools.monitor.sources.cpu import CpuSource
     watch = None if arguments.attach is None else watch_run(arguments.attach)
     busy = BusyShare()
     sources: list[Source] = []
@@ -118,8 +83,6 @@ def _open_replay(arguments: argparse.Namespace) -> Sampler:
             f"{path} is played back, so there is no run to attach to; leave out --attach, what was "
             "recorded of the run is shown anyway"
         )
-    from dataparallel.tools.monitor.sources.replay import Replay
-
     return Replay(path, speed=arguments.speed)
 
 
@@ -137,9 +100,6 @@ def _open_nvml(watch: RunWatch | None, *, required: bool) -> NvmlSource:
 
 
 def _virtual_sources(watch: RunWatch | None, *, required: bool) -> list[Source]:
-    from dataparallel import virtual
-    from dataparallel.tools.monitor.sources.virtual import VirtualSource
-
     if watch is not None:
         return [VirtualSource(lambda: watch.latest, watch.pid)]
     if virtual.is_enabled():
@@ -154,33 +114,9 @@ def _virtual_sources(watch: RunWatch | None, *, required: bool) -> list[Source]:
 
 
 def _runs_to_watch() -> tuple[str, ...]:
-    from dataparallel.monitor.attach import runs
-
     with contextlib.suppress(OSError):
         found = runs()
         if found:
             listed = ", ".join(map(str, found))
             return (f"to see the phases of replicas, add --attach PID; these are runs: {listed}",)
     return ()
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds above 0 and of at most a day"
-        )
-    return value
-
-
-def _speed(text: str) -> float:
-    try:
-        value = math.inf if text == "max" else float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor max")
-    return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -146,3 +148,21 @@ class Sample:
 def _device(data: Mapping[str, Any]) -> DeviceReading:
     values = {name: value for name, value in data["values"].items() if name in BY_NAME}
     return DeviceReading(**{**data, "values": values, "throttle": tuple(data["throttle"])})
+
+
+def json_text(data: Any) -> str:
+    """Short JSON, with null for numbers that JSON does not have."""
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return data

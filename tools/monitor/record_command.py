@@ -1,4 +1,4 @@
-"""The `monitor record` subcommand."""
+"""What `monitor record` does: write samples into a file."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import add_command
 from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.opening import SOURCES, add_options, open_sampler
+from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.recorder import Recorder, samples_text
 from dataparallel.tools.monitor.recording import older_parts, parts
-from dataparallel.tools.monitor.sizes import duration, size
+from dataparallel.tools.monitor.signals import handled
 from dataparallel.tools.monitor.units import bytes_text
 
 if TYPE_CHECKING:
-    from dataparallel.tools.arguments import Subparsers
     from dataparallel.tools.monitor.reading import Sample
     from dataparallel.tools.monitor.sampler import Sampler
 
@@ -30,54 +27,10 @@ write = os.write
 
 #: A shorter recording shows no progress, in seconds.
 _SHORT = 3.0
-#: A smaller file would hold hardly more than its header.
-_SMALLEST = 4096
 
 
-def add_to(commands: Subparsers) -> None:
-    """Add the subcommand to the command line."""
-    parser = add_command(
-        commands,
-        "record",
-        summary="Record what every device and every replica is doing into a file.",
-        examples=[
-            "dataparallel monitor record run.jsonl",
-            "dataparallel monitor record run.jsonl --for 10min --attach auto",
-            "dataparallel monitor record run.jsonl --interval 5 --max-size 1GB --keep 2",
-        ],
-        run=_run,
-    )
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="where to record; a recording is continued"
-    )
-    add_options(parser)
-    parser.add_argument(
-        "--for",
-        dest="duration",
-        type=duration,
-        metavar="TIME",
-        help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or with the run "
-        "that --attach names)",
-    )
-    parser.add_argument(
-        "--max-size",
-        type=_max_size,
-        default=100_000_000,
-        metavar="SIZE",
-        help="greatest size of a file; then it is renamed to FILE.1, what was FILE.1 to FILE.2, "
-        "and so on (default: 100MB)",
-    )
-    parser.add_argument(
-        "--keep",
-        type=_number_of_files,
-        default=5,
-        metavar="NUMBER",
-        help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
-        "5)",
-    )
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, and return its exit status."""
     if arguments.file.suffix.lower() == ".csv":
         raise ValueError(
             f"{arguments.file}: a recording is JSON lines; record to FILE.jsonl, and make a table "
@@ -151,22 +104,13 @@ def _record(sampler: Sampler, recorder: Recorder, arguments: argparse.Namespace)
 @contextlib.contextmanager
 def _stopped_by_signals(sampler: Sampler) -> Iterator[None]:
     """Ctrl-C and a polite kill end the recording between two samples; a second Ctrl-C at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, frame: object) -> None:
         sampler.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    for number in before:
-        signal.signal(number, stop)
-    try:
+    with handled([signal.SIGINT, signal.SIGTERM], stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -198,18 +142,3 @@ def _progress(file: Path, seconds: float | None) -> Iterator[Callable[[Sample, R
 
 def _tell(text: str) -> None:
     print(f"dataparallel: {text}", file=sys.stderr)
-
-
-def _max_size(text: str) -> int:
-    value = size(text)
-    if value < _SMALLEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is less than {_SMALLEST} bytes, too little for a recording; 100MB is usual"
-        )
-    return value
-
-
-def _number_of_files(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18 or not int(text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
-    return int(text)

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import logging.handlers
-import math
 import os
 import platform
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.reading import Sample
+from dataparallel.tools.monitor.reading import Sample, json_text
 from dataparallel.tools.monitor.recording import (
     FORMAT,
     VERSION,
@@ -101,7 +100,7 @@ class Recorder:
             BrokenPipeError: It is a pipe that nobody reads any more.
         """
         try:
-            self._lines.write(_line(sample.to_json()))
+            self._lines.write(f"{json_text(sample.to_json())}\n".encode())
         except OSError as error:
             self._fail(error)
             return
@@ -275,25 +274,6 @@ def _header(about: Mapping[str, Any]) -> bytes:
         **about,
     }
     return (json.dumps(header) + "\n").encode()
-
-
-def _line(data: Mapping[str, Any]) -> bytes:
-    try:
-        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
-    return (text + "\n").encode()
-
-
-def _finite(data: Any) -> Any:
-    """The same, with None for numbers that JSON does not have."""
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return data
 
 
 def samples_text(number: int) -> str:

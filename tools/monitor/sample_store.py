@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import threading
@@ -15,7 +14,7 @@ from dataparallel.monitor.scores import ReplicaScore, score_replicas
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
-from dataparallel.tools.monitor.reading import Sample
+from dataparallel.tools.monitor.reading import Sample, json_text
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
@@ -71,8 +70,8 @@ class SampleStore:
             "run": None if run.state is None else run.state.to_json(),
             "gone": run.gone_for,
         }
-        text = to_json({**sample.to_json(), **more})
-        point = to_json({"n": self._last + 1, **_point(sample)})
+        text = json_text({**sample.to_json(), **more})
+        point = json_text({"n": self._last + 1, **_point(sample)})
         with self._lock:
             self._last += 1
             self._points.append(point)
@@ -113,26 +112,11 @@ class SampleStore:
                 "error": self._error,
             }
             text = self._text
-        return f'{to_json(head)[:-1]},"points":[{",".join(points)}],"sample":{text}}}'
+        return f'{json_text(head)[:-1]},"points":[{",".join(points)}],"sample":{text}}}'
 
     def _end(self, progress: Progress, error: str | None = None) -> None:
         with self._lock:
             self._progress, self._error = progress, error
-
-
-def to_json(data: Any) -> str:
-    """Short JSON that browsers read: what is not a finite number is null."""
-    return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return data
 
 
 def _point(sample: Sample) -> dict[str, Any]:

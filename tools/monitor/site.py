@@ -11,7 +11,8 @@ from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.phase_style import PHASE_STYLES
 from dataparallel.tools.monitor.prometheus import registry_of
-from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore, to_json
+from dataparallel.tools.monitor.reading import json_text
+from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
 from dataparallel.tools.monitor.server import Answer, Request, Route
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
     Raises:
         ImportError: prometheus-client is not installed.
     """
-    about = Answer(to_json(_about(interval)).encode(), _JSON)
+    about = Answer(json_text(_about(interval)).encode(), _JSON)
     return {
         **{path: Route(_file(*what), is_public=True) for path, what in _PAGE.items()},
         "/metrics": Route(_metrics(registry_of(lambda: store.latest, lambda: store.scores))),

@@ -78,9 +78,13 @@ class View:
     ) -> None:
         self._fits_screen = fits_screen
         self.history = History()
-        self.hint = hint
+        self._hint = hint
         self._interval = interval
         self._alerts: list[Alert] = []
+
+    def tell(self, hint: str) -> None:
+        """Say this about the keys from now on."""
+        self._hint = hint
 
     def add(self, sample: Sample) -> None:
         """Show this sample from now on."""
@@ -93,8 +97,7 @@ class View:
         # Within a Live the height that it has is not passed on.
         height = console.size.height if self._fits_screen else options.height
         for line in self.lines(width, height, look):
-            line.no_wrap, line.overflow = True, "crop"
-            yield line
+            yield Text.assemble(line, no_wrap=True, overflow="crop")
 
     def lines(self, width: int, height: int | None, look: Look) -> list[Text]:
         """The lines, each of at most ``width`` cells, and at most ``height`` of them."""
@@ -180,7 +183,7 @@ class View:
             Text(f"a sample takes {units.seconds_text(sample.cost)}"),
         ]
         title = styled("dataparallel monitor  ", "bold") if width >= 60 else Text()
-        hint = styled(self.hint, "dim") if width >= 40 else Text()
+        hint = styled(self._hint, "dim") if width >= 40 else Text()
         room = width - title.cell_len - hint.cell_len - (1 if hint else 0)
         first = title.append_text(padded(fitted(parts, room, look.dot), room))
         lines = [first.append(" ").append_text(hint) if hint else first]

@@ -135,7 +135,7 @@ class Balancer:
         self._timeline.follow_devices(self._on_devices)
         self._end = weakref.finalize(model, self._optimizers.remove)
         self._end.atexit = False
-        model._splitter = self
+        model._divide_by(self)
         if len(self._devices) == 1:
             _log.warning("there is one replica, on %s: nothing to balance", self._devices[0])
 
@@ -324,7 +324,7 @@ class Balancer:
         self._assembler.stop()
         model = self._model()
         if model is not None and model._splitter is self:
-            model._splitter = None
+            model._divide_by(None)
 
     def __enter__(self) -> Balancer:
         return self
@@ -353,7 +353,7 @@ class Balancer:
             ValueError: ``state`` has another number of replicas, or is not the state of a Balancer.
         """
         loaded = SavedState.from_dict(state, len(self._devices))
-        self._decisions.costs = loaded.costs
+        self._decisions.use_costs(loaded.costs)
         self._handover.limits[:] = loaded.limits
         self._known.clear()
 

@@ -49,6 +49,9 @@ class _Attempt:
         #: The replicas that ran out of memory.
         self.failed: set[int] = set()
 
+    def note_sizes(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+
     def sizes_that_failed(self) -> list[int]:
         """The sizes of the chunks for which memory was too small."""
         return [self.sizes[replica] for replica in self.failed if replica < len(self.sizes)]
@@ -104,7 +107,7 @@ class MemoryHandover:
         self._last_sizes = tuple(sizes)
         attempt = _current.get()
         if attempt is not None and attempt.owner is self:
-            attempt.sizes = tuple(sizes)
+            attempt.note_sizes(sizes)
 
     # --- forward ---------------------------------------------------------------------------------
 

@@ -99,6 +99,10 @@ class SplitDecisions:
         self.latest = self._speeds.estimate()
         return self._decide(self.latest, limits) if act else None
 
+    def use_costs(self, costs: tuple[Cost, ...] | None) -> None:
+        """Divide batches by these from now on."""
+        self.costs = costs
+
     def disturb(self, count: int = 1) -> None:
         """A step is not like the others, and what it would be compared with was not either.
 

@@ -82,4 +82,4 @@ class StepRollback:
         for accumulated, state in self._accumulated:
             accumulated.use_state(state)
         if self._policy is not None:
-            self._policy.num_skipped = self._num_skipped
+            self._policy.count_again_from(self._num_skipped)

@@ -11,17 +11,18 @@ Example::
             checkpoint.save("run", model, optimizer, step=step + 1, asynchronous=True)
 """
 
-from dataparallel.extras.checkpoint.errors import CheckpointError as CheckpointError
-from dataparallel.extras.checkpoint.errors import NoCheckpoint as NoCheckpoint
-from dataparallel.extras.checkpoint.generation_folders import GenerationInfo as GenerationInfo
-from dataparallel.extras.checkpoint.generation_folders import generations as generations
+from dataparallel.extras.checkpoint.directory import CheckpointError as CheckpointError
+from dataparallel.extras.checkpoint.directory import GenerationInfo as GenerationInfo
+from dataparallel.extras.checkpoint.directory import NoCheckpoint as NoCheckpoint
+from dataparallel.extras.checkpoint.directory import generations as generations
 from dataparallel.extras.checkpoint.loading import Loaded as Loaded
+from dataparallel.extras.checkpoint.loading import export as export
 from dataparallel.extras.checkpoint.loading import load as load
 from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler as ResumableSampler
 from dataparallel.extras.checkpoint.saving import Progress as Progress
 from dataparallel.extras.checkpoint.saving import Saving as Saving
-from dataparallel.extras.checkpoint.saving_calls import close as close
-from dataparallel.extras.checkpoint.saving_calls import save as save
+from dataparallel.extras.checkpoint.saving import close as close
+from dataparallel.extras.checkpoint.saving import save as save
 
 __all__ = [
     "CheckpointError",
@@ -32,6 +33,7 @@ __all__ = [
     "ResumableSampler",
     "Saving",
     "close",
+    "export",
     "generations",
     "load",
     "save",

@@ -1,11 +1,4 @@
-"""The processes that save or load together: each learns what happened in the others.
-
-Note [A new link after a failure]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A link that has failed is closed, so that processes that have not noticed find its connections
-closed at their next exchange. They then make a new one too, and try that exchange once more: all
-processes meet in the new link, whoever noticed first.
-"""
+"""The processes that save or load together: each learns what happened in the others."""
 
 from __future__ import annotations
 
@@ -17,15 +10,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dataparallel import torch_internals
-from dataparallel.comm.link import ProcessLink
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
-from dataparallel.comm.process_group import parent_group
-from dataparallel.extras.checkpoint.errors import CheckpointError
+from dataparallel.comm.link import ProcessLink, parent_group
+from dataparallel.comm.process_errors import CollectiveFailure, CollectiveTimeout
+from dataparallel.extras.checkpoint.directory import CheckpointError
 
 T = TypeVar("T")
-
-# The same in all processes, whatever they were told to save.
-_WHAT = "the answers of a checkpoint"
 
 
 class Peers:
@@ -46,34 +35,27 @@ class Peers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None) -> None:
-        if timeout is not None and timeout <= 0:
-            raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is a positive number of seconds, but got {timeout!r}")
         self.rank, self.world_size = 0, 1
         self.timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._link: ProcessLink | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             parent = parent_group(group)
-            own = weakref.ref(self)
+            own = weakref.WeakMethod(self.close)
             # When the processes' own group is gone, this one goes too.
-            self._group = weakref.ref(parent, lambda _: _close(own))
+            self._group = weakref.ref(parent, lambda _: (close := own()) and close())
             self.rank, self.world_size = parent.rank(), parent.size()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the processes are those of a group that there is still."""
-        if self._group is None:
-            return not (dist.is_available() and dist.is_initialized())
-        group = self._group()
-        return group is not None and torch_internals.is_registered(group)
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:
         """Whether these are the processes of a group, and there are still."""
-        if not self.is_current:
-            return False
         if self._group is None:
-            return group is None
-        return parent_group(group) is self._group()
+            return group is None and not (dist.is_available() and dist.is_initialized())
+        own = self._group()
+        if own is None or not torch_internals.is_registered(own):
+            return False
+        return parent_group(group) is own
 
     def share(self, what: str, compute: Callable[[], T], *, fresh: bool = False) -> list[T]:
         """Compute something here, and get what all processes have computed, by rank.
@@ -81,8 +63,8 @@ class Peers:
         Args:
             what: What is computed, for messages.
             compute: Returns what JSON can hold.
-            fresh: Whether this is the first exchange of a series, which is tried once more if the
-                link was from before. See Note [A new link after a failure].
+            fresh: Whether this is the first exchange of a series. Where another process has closed
+                the link since the last one, both make a new one then, and try once more.
 
         Raises:
             CheckpointError: ``compute`` failed in some process, with the same text in all.
@@ -96,7 +78,9 @@ class Peers:
             answer["value"] = compute()
         except Exception as error:
             failed = error
-            text = str(error) if type(error) is CheckpointError else _described(error)
+            text = (
+                str(error) if type(error) is CheckpointError else f"{type(error).__name__}: {error}"
+            )
             answer["error"] = [socket.gethostname(), text]
         except BaseException:
             # The others are told by the end of the connections.
@@ -113,19 +97,16 @@ class Peers:
         return [each["value"] for each in answers]
 
     def _exchange(self, answer: Any, fresh: bool) -> list[Any]:
-        was_there = self._link is not None
-        try:
-            return self._connected().all_gather_json(answer, what=_WHAT)
-        except (CollectiveError, CollectiveTimeout) as error:
-            self.close()
-            known = isinstance(error, CollectiveTimeout) or error.failure is not None
-            if known or not (fresh and was_there):
-                raise
-        try:
-            return self._connected().all_gather_json(answer, what=_WHAT)
-        except (CollectiveError, CollectiveTimeout):
-            self.close()
-            raise
+        again = fresh and self._link is not None
+        while True:
+            try:
+                return self._connected().all_gather_json(answer, what="the answers of a checkpoint")
+            except CollectiveFailure as error:
+                self.close()
+                known = isinstance(error, CollectiveTimeout) or error.failure is not None
+                if known or not again:
+                    raise CheckpointError(str(error)) from error
+                again = False
 
     def _connected(self) -> ProcessLink:
         if self._link is not None and (self._link.broken or self._link.closed):
@@ -137,16 +118,6 @@ class Peers:
 
     def close(self) -> None:
         """Give the connections back; the next exchange makes new ones."""
-        if self._link is not None:
-            self._link.close()
-        self._link = None
-
-
-def _close(reference: weakref.ref[Peers]) -> None:
-    peers = reference()
-    if peers is not None:
-        peers.close()
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()

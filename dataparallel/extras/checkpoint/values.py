@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import enum
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,28 +16,21 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from dataparallel.extras.checkpoint import tensor_forms
-from dataparallel.extras.checkpoint.errors import CheckpointError
-from dataparallel.extras.checkpoint.strict_json import shown
+from dataparallel.extras.checkpoint.directory import CheckpointError
+from dataparallel.torch_internals import is_wrapper
 
 JSON: TypeAlias = Any
 
 _TAG = "$"
 _MAX_DEPTH = 60
-# Larger integers are written in base 16, which takes linear time to read.
+# Larger integers are written in base 16: Python refuses to read long ones in base 10.
 _MAX_PLAIN_INT = 2**63
-# So many different keys of one hash are no accident.
-_MAX_COLLISIONS = 100
-_FACTORIES: dict[str, Callable[[], Any] | None] = {
-    "none": None,
-    **{each.__name__: each for each in (int, float, list, dict, set)},
-}
 _MAPPINGS: dict[type, str] = {
     dict: "dict",
     collections.OrderedDict: "ordered",
     collections.Counter: "counter",
-    collections.defaultdict: "default",
 }
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple",
@@ -47,24 +39,30 @@ _SEQUENCES: dict[type, str] = {
     frozenset: "frozenset",
     collections.deque: "deque",
 }
-_OF_TORCH: dict[type, str] = {
-    torch.dtype: "dtype",
-    torch.layout: "layout",
-    torch.memory_format: "memory_format",
-}
-_REMEDY = (
-    "a checkpoint holds numbers, strings, lists, tuples, dicts, sets, tensors, arrays, and torch's "
-    "own enums; turn it into those, or leave it out"
+#: Types of tensors that every reader of safetensors knows; others are written as bytes.
+_COMMON = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
 )
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 class TensorTable:
-    """The tensors that a state has, by names that tell where they are in it.
-
-    Tensors that are one and the same are in it once.
+    """The tensors that a state has, by names that tell where they are in it; each once.
 
     Attributes:
-        tensors: As a file has them, by name.
+        tensors: As a file has them, by name; contiguous, on their devices.
     """
 
     def __init__(self) -> None:
@@ -75,36 +73,78 @@ class TensorTable:
 
     def add(self, tensor: Tensor, path: str) -> JSON:
         """Take up a tensor, and get what stands for it."""
-        # First: some may not even be asked where they are.
-        why = tensor_forms.refusal(tensor)
+        why = _refusal(tensor)
         if why is not None:
             raise TypeError(f"{path} {why}")
         key = _identity(tensor)
-        if key in self._known:
-            return self._known[key]
-        plain, told = tensor_forms.to_file(tensor)
-        name = path
-        while name in self.tensors:
-            name += "'"
-        self.tensors[name] = plain
-        self._alive.append(tensor)
-        self._known[key] = {_TAG: "tensor", "name": name, **told}
+        if key not in self._known:
+            name = path
+            while name in self.tensors:
+                name += "'"
+            self.tensors[name], told = _to_file(tensor)
+            self._alive.append(tensor)
+            self._known[key] = {_TAG: "tensor", "name": name, **told}
         return self._known[key]
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     if not tensor.numel():
         return (id(tensor),)
-    return (
-        *(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
-        *(tensor.is_conj(), tensor.is_neg()),
-    )
+    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return (*place, tensor.is_conj(), tensor.is_neg())
+
+
+def _refusal(tensor: Tensor) -> str | None:
+    # First those that may not even be asked for their shape.
+    if is_lazy(tensor):
+        return "has no shape and no values yet; run the module once before it is saved"
+    if tensor.is_nested:
+        return "is nested; save the tensors that it is made of (unbind())"
+    if is_wrapper(tensor):
+        return (
+            f"is a {type(tensor).__name__}, a tensor made of others; save those, or for a DTensor "
+            "full_tensor()"
+        )
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; save its indices and its values, or to_dense()"
+    if tensor.is_quantized:
+        return "is quantized; save int_repr() and its scale"
+    if tensor.is_meta:
+        return "is on the device 'meta' and has no values; leave it out"
+    return None
+
+
+def _to_file(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """A contiguous tensor of a common type, a view where possible; and what is told beside it."""
+    plain, told = tensor.detach().resolve_conj().resolve_neg(), dict[str, Any]()
+    if not plain.is_contiguous():
+        # What is dense in another order, as with channels last, is written in that order.
+        strides = plain.stride()
+        order = sorted(range(plain.dim()), key=lambda i: (-strides[i], i))
+        if plain.permute(order).is_contiguous():
+            told["order"] = order
+            plain = plain.permute(order)
+    plain = plain.contiguous()
+    if plain.dtype not in _COMMON:
+        told.update(dtype=name_of_dtype(plain.dtype), shape=list(plain.shape))
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        plain = plain.reshape(-1).view(torch.uint8)
+    return plain, told
+
+
+def _from_file(tensor: Tensor, told: Mapping[str, Any]) -> Tensor:
+    if "dtype" in told:
+        tensor = tensor.clone().view(_dtype(told["dtype"])).reshape(told["shape"])
+    if "order" in told:
+        order = told["order"]
+        tensor = tensor.permute([order.index(i) for i in range(tensor.dim())])
+    return tensor
 
 
 # --- to JSON -------------------------------------------------------------------------------------
 
 
-def encode(value: Any, path: str, table: TensorTable) -> JSON:
+def encode(value: Any, path: str, table: TensorTable, depth: int = 0) -> JSON:
     """A value as JSON; its tensors are put into a table.
 
     Example::
@@ -113,11 +153,11 @@ def encode(value: Any, path: str, table: TensorTable) -> JSON:
         text = json.dumps(encode(optimizer.state_dict(), "optimizer", table))
 
     Args:
-        value: Of None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
-            deque, OrderedDict, defaultdict, Counter, torch's Size, dtype, device, layout, memory
-            format and enums, tensors, and NumPy's numbers and arrays; to any depth up to 60.
+        value: Of None, numbers, str, bytes, lists, tuples, dicts, OrderedDicts, Counters, sets,
+            deques, torch's Size, dtypes and devices, tensors, and NumPy's numbers and arrays.
         path: Where the value is, for messages and names.
         table: Gets the tensors.
+        depth: How deep the value is in another one, at most 60.
 
     Returns:
         What :func:`decode` turns back into an equal value of the same types. (A parameter comes
@@ -127,10 +167,6 @@ def encode(value: Any, path: str, table: TensorTable) -> JSON:
         TypeError: There is something else in it; the message says where.
         ValueError: It is nested too deeply, or holds itself.
     """
-    return _encode(value, path, table, 0)
-
-
-def _encode(value: Any, path: str, table: TensorTable, depth: int) -> JSON:
     if depth > _MAX_DEPTH:
         raise ValueError(
             f"{path[:200]} is nested more than {_MAX_DEPTH} deep, or holds itself; make it flatter"
@@ -142,77 +178,50 @@ def _encode(value: Any, path: str, table: TensorTable, depth: int) -> JSON:
         return value if abs(value) < _MAX_PLAIN_INT else {_TAG: "int", "value": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-    if kind is list:
-        return [_encode(v, f"{path}.{i}", table, depth + 1) for i, v in enumerate(value)]
-    if kind in _MAPPINGS:
-        return _encode_mapping(value, path, table, depth)
-    if kind in _SEQUENCES:
-        items = [_encode(v, f"{path}.{i}", table, depth + 1) for i, v in enumerate(value)]
+    if kind is list or kind in _SEQUENCES:
+        items = [encode(v, f"{path}.{i}", table, depth + 1) for i, v in enumerate(value)]
+        if kind is list:
+            return items
         if kind in (set, frozenset):
             # Their order is another one in every process.
             items.sort(key=repr)
         limit = {"limit": value.maxlen} if kind is collections.deque else {}
         return {_TAG: _SEQUENCES[kind], "items": items, **limit}
-    if isinstance(value, Tensor):
-        return table.add(value, path)
-    return _encode_rare(value, path, table)
-
-
-def _encode_mapping(value: Mapping[Any, Any], path: str, table: TensorTable, depth: int) -> JSON:
-    kind = type(value)
     if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {k: _encode(v, f"{path}.{k}", table, depth + 1) for k, v in value.items()}
-    pairs = [
-        [
-            _encode(key, f"the key {key!r:.80} of {path}", table, depth + 1),
-            _encode(entry, f"{path}.{key}", table, depth + 1),
+        return {k: encode(v, f"{path}.{k}", table, depth + 1) for k, v in value.items()}
+    if kind in _MAPPINGS:
+        pairs = [
+            [
+                encode(key, f"the key {key!r:.80} of {path}", table, depth + 1),
+                encode(entry, f"{path}.{key}", table, depth + 1),
+            ]
+            for key, entry in value.items()
         ]
-        for key, entry in value.items()
-    ]
-    coded = {_TAG: _MAPPINGS[kind], "items": pairs}
-    if isinstance(value, collections.defaultdict):
-        names = [name for name, made in _FACTORIES.items() if made is value.default_factory]
-        if not names:
-            raise TypeError(
-                f"{path} is a defaultdict that makes its values with {value.default_factory!r}; "
-                f"it may be one of {', '.join(_FACTORIES)}; or turn it into a dict"
-            )
-        coded["factory"] = names[0]
-    return coded
+        return {_TAG: _MAPPINGS[kind], "items": pairs}
+    return _encode_rare(value, path, table)
 
 
 def _encode_rare(value: Any, path: str, table: TensorTable) -> JSON:
     kind = type(value)
+    if isinstance(value, Tensor):
+        return table.add(value, path)
     if kind is complex:
-        parts = [_encode(part, path, table, 0) for part in (value.real, value.imag)]
-        return {_TAG: "complex", "value": parts}
+        return {_TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "value": base64.b64encode(value).decode("ascii")}
-    if kind is torch.device:
-        return {_TAG: "device", "value": str(value)}
-    if kind in _OF_TORCH:
-        return {_TAG: _OF_TORCH[kind], "value": str(value).removeprefix("torch.")}
-    if isinstance(value, enum.Enum) and _is_of_torch(kind.__module__):
-        return {_TAG: "enum", "value": [kind.__module__, kind.__qualname__, value.name]}
+    if kind in (torch.device, torch.dtype):
+        return {_TAG: kind.__name__, "value": str(value).removeprefix("torch.")}
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        if value.dtype.kind not in "biufc":
-            raise TypeError(f"{path} is a NumPy value of dtype {value.dtype}; {_REMEDY}")
+    of_numpy = numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+    if of_numpy and value.dtype.kind in "biufc":
         array = numpy.array(value, dtype=value.dtype.newbyteorder("="))
         name = "array" if isinstance(value, numpy.ndarray) else "scalar"
-        return {_TAG: name, "value": table.add(_tensor_of(array), path)}
-    raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: {value!r:.80}; {_REMEDY}")
-
-
-def _tensor_of(array: Any) -> Tensor:
-    try:
-        return torch.from_numpy(array)
-    except TypeError as error:
-        raise TypeError(f"NumPy's dtype {array.dtype} is none of torch's; convert it") from error
-
-
-def _is_of_torch(module: object) -> bool:
-    return isinstance(module, str) and (module == "torch" or module.startswith("torch."))
+        return {_TAG: name, "value": table.add(torch.from_numpy(array), path)}
+    raise TypeError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}: {value!r:.80}; a checkpoint holds "
+        "numbers, strings, lists, tuples, dicts, sets, tensors and arrays; turn it into those, or "
+        "leave it out"
+    )
 
 
 # --- from JSON -----------------------------------------------------------------------------------
@@ -228,9 +237,16 @@ def decode(coded: JSON, path: str, tensors: Mapping[str, Tensor]) -> Any:
             tensor is one tensor again.
 
     Raises:
-        CheckpointError: It is not what :func:`encode` makes; the message says where.
+        CheckpointError: It is not what :func:`encode` makes.
     """
-    return _Decoder(tensors).decode(coded, path, 0)
+    try:
+        return _Decoder(tensors).decode(coded)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        reason = repr(error)
+    except RuntimeError as error:
+        # Of torch; and a RecursionError.
+        reason = repr(error)
+    raise CheckpointError(f"{path} is not as it was saved: {reason:.300}")
 
 
 def references(coded: JSON) -> set[str]:
@@ -254,132 +270,54 @@ class _Decoder:
         self._tensors = tensors
         self._made: dict[str, Tensor] = {}
 
-    def decode(self, coded: JSON, path: str, depth: int) -> Any:
-        if depth > 2 * _MAX_DEPTH:
-            raise CheckpointError(f"{path[:200]} is nested too deeply")
+    def decode(self, coded: JSON) -> Any:
         if isinstance(coded, list):
-            return [self.decode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(coded)]
+            return self._items(coded)
         if not isinstance(coded, dict):
             return coded
         if _TAG not in coded:
-            return {k: self.decode(v, _within(path, k), depth + 1) for k, v in coded.items()}
-        try:
-            return self._tagged(coded, path, depth)
-        except CheckpointError:
-            raise
-        except (
-            KeyError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            AttributeError,
-        ) as error:
-            raise CheckpointError(
-                f"{path} is said to be a {coded[_TAG]!r:.40}, but is none: {error!r:.200}"
-            ) from error
-
-    def _tagged(self, coded: dict[str, Any], path: str, depth: int) -> Any:
+            return {key: self.decode(value) for key, value in coded.items()}
         kind = coded[_TAG]
         if kind == "tensor":
-            return self._tensor(coded, path)
-        if kind in _MAPPINGS.values():
-            return self._mapping(coded, path, depth)
-        if kind in _SEQUENCES.values():
-            made = next(each for each, name in _SEQUENCES.items() if name == kind)
-            items = self._items(coded["items"], path, depth)
-            if made in (set, frozenset):
-                _check_hashes(items)
-            return made(items, coded["limit"]) if made is collections.deque else made(items)
+            return self._tensor(coded)
         if kind in ("array", "scalar"):
-            values = self._tensor(coded["value"], path).numpy()
+            values = self._tensor(coded["value"]).numpy()
             return values if kind == "array" else values[()]
-        if kind == "complex":
-            real, imag = (self.decode(part, path, depth + 1) for part in coded["value"])
-            return complex(real, imag)
-        if kind in _SIMPLE:
-            return _SIMPLE[kind](coded["value"])
-        raise CheckpointError(
-            f"{path} is a {kind!r:.40}, which this version does not know; load it with the version "
-            "that saved it"
-        )
+        for mapping, name in _MAPPINGS.items():
+            if name == kind:
+                entries = [(self.decode(key), self.decode(value)) for key, value in coded["items"]]
+                return mapping(dict(entries))
+        for sequence, name in _SEQUENCES.items():
+            if name == kind:
+                limit = [coded["limit"]] if kind == "deque" else []
+                return sequence(self._items(coded["items"]), *limit)
+        return _SIMPLE[kind](coded["value"])
 
-    def _tensor(self, coded: JSON, path: str) -> Tensor:
+    def _items(self, items: Iterable[JSON]) -> list[Any]:
+        return [self.decode(item) for item in items]
+
+    def _tensor(self, coded: JSON) -> Tensor:
         name = coded["name"]
-        if not isinstance(name, str) or name not in self._tensors:
-            raise CheckpointError(f"{path} is the tensor {name!r:.200}, which no file has")
         if name not in self._made:
-            self._made[name] = tensor_forms.from_file(self._tensors[name], coded, name)
+            self._made[name] = _from_file(self._tensors[name], coded)
         return self._made[name]
 
-    def _items(self, items: JSON, path: str, depth: int) -> list[Any]:
-        if not isinstance(items, list):
-            raise TypeError("'items' is not a list")
-        return [self.decode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(items)]
 
-    def _mapping(self, coded: dict[str, Any], path: str, depth: int) -> Any:
-        pairs = [
-            (self.decode(k, f"a key of {path}", depth + 1), (_within(path, k), v))
-            for k, v in coded["items"]
-        ]
-        _check_hashes([key for key, _ in pairs])
-        entries = [(key, self.decode(v, where, depth + 1)) for key, (where, v) in pairs]
-        kind = coded[_TAG]
-        if kind == "default":
-            return collections.defaultdict(_FACTORIES[coded["factory"]], entries)
-        if kind == "counter":
-            return collections.Counter(dict(entries))
-        return collections.OrderedDict(entries) if kind == "ordered" else dict(entries)
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(
+            f"torch {torch.__version__} has no dtype {name!r:.80}; load it with the version of "
+            "torch that saved it"
+        )
+    return _DTYPES[name]
 
 
-def _within(path: str, key: JSON) -> str:
-    # Short, as it is made for each of what may be a million values.
-    return f"{path}.{key[:80]}" if isinstance(key, str) else f"{path}.{shown(key)}"
-
-
-def _check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys that were chosen so that to look each up takes as long as there are others."""
-    counts = collections.Counter(map(hash, keys))
-    if counts and counts.most_common(1)[0][1] > _MAX_COLLISIONS:
-        raise ValueError(f"more than {_MAX_COLLISIONS} keys have the same hash")
-
-
-def _decode_float(text: str) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
-
-
-def _decode_member(kind: type) -> Callable[[str], Any]:
-    def decode(name: str) -> Any:
-        # Not by getattr, which imports parts of torch that are not there yet.
-        found = vars(torch).get(name)
-        if not isinstance(found, kind):
-            raise ValueError(f"torch has no {kind.__name__} {name!r:.80}")
-        return found
-
-    return decode
-
-
-def _decode_enum(place: list[str]) -> Any:
-    """A member of an enum of torch that is imported already: reading a file imports nothing."""
-    module, qualname, name = place
-    if not _is_of_torch(module) or module not in sys.modules:
-        raise ValueError(f"{module!r:.80} is no module of torch that is imported")
-    found: Any = sys.modules[module]
-    for part in qualname.split("."):
-        found = vars(found).get(part)
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
-        raise ValueError(f"{module}.{qualname} is no enum")
-    return found[name]
-
-
-_SIMPLE: dict[Any, Callable[[Any], Any]] = {
+_SIMPLE: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
-    "float": _decode_float,
+    "float": float,
+    "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-    "dtype": tensor_forms.dtype_of_name,
+    "dtype": _dtype,
     "device": lambda text: torch.device(text),
-    "layout": _decode_member(torch.layout),
-    "memory_format": _decode_member(torch.memory_format),
-    "enum": _decode_enum,
 }

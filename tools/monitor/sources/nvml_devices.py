@@ -124,6 +124,22 @@ class Slot:
         legacy = tuple(instance.legacy for instance in self.instances.values())
         return Identity(self.key, self.name, tuple(self.instances), legacy)
 
+    def find(self, uuid: str | None, name: str, device: WholeDevice) -> None:
+        """Read the device through this from now on."""
+        self.uuid, self.name, self.device = self.uuid or uuid, name, device
+        self.error = None
+
+    def fail(self, why: str) -> None:
+        """Remember why it is not found."""
+        self.error = why
+
+    def divide(self, has_mig: bool, instances: dict[str, Instance]) -> None:
+        """Have these instances from now on, and give back those that are no more."""
+        for uuid, instance in self.instances.items():
+            if instances.get(uuid) is not instance:
+                _give_back(instance)
+        self.has_mig, self.instances = has_mig, instances
+
     def lose(self, why: str) -> None:
         """Remember that it does not answer, and give back what belongs to it."""
         for one in (self.device, *self.instances.values()):
@@ -210,7 +226,7 @@ class Devices:
             error = explain(self._query.last_error(key) or UNKNOWN)
         except DeviceLost as lost:
             error = str(lost)
-        self._slot(index, uuid).error = error
+        self._slot(index, uuid).fail(error)
 
     def _uuid(self, pointer: Any, key: str) -> str | None:
         return None if pointer is None else self._query("nvmlDeviceGetUUID", pointer, of=key)
@@ -235,14 +251,12 @@ class Devices:
             if pointer is not None and (uuid is not None or slot.uuid is None):
                 self._fill(slot, pointer, uuid)
         except DeviceLost as error:
-            slot.error = str(error)
+            slot.fail(str(error))
 
     def _fill(self, slot: Slot, pointer: Any, uuid: str | None) -> None:
-        slot.uuid = slot.uuid or uuid
-        handle = Handle(slot.key, pointer)
-        slot.name = str(self._query("nvmlDeviceGetName", handle) or "a device without a name")
-        slot.device = WholeDevice(self._query, handle, self._host)
-        slot.error = None
+        handle = Handle(slot.uuid or uuid or slot.key, pointer)
+        name = str(self._query("nvmlDeviceGetName", handle) or "a device without a name")
+        slot.find(uuid, name, WholeDevice(self._query, handle, self._host))
 
     # --- instances -------------------------------------------------------------------------------
 
@@ -254,15 +268,11 @@ class Devices:
             if has_mig != slot.has_mig:
                 # Another mode supports other things.
                 self._query.forget(handle.key)
-                slot.has_mig = has_mig
             found = self._instances(slot, handle) if has_mig else {}
         except DeviceLost as error:
             slot.lose(str(error))
             return
-        for uuid, instance in slot.instances.items():
-            if found.get(uuid) is not instance:
-                _give_back(instance)
-        slot.instances = found
+        slot.divide(has_mig, found)
 
     def _instances(self, slot: Slot, handle: Handle) -> dict[str, Instance]:
         found: dict[str, Instance] = {}

@@ -41,7 +41,6 @@ class Gpm:
         self._key = handle.key if instance is None else f"{handle.key}/{instance}"
         self._samples: list[Any] = []
         self._has_before = False
-        self._request: Any = None
         self._is_absent = False
 
     def read(self) -> dict[str, float]:
@@ -69,10 +68,6 @@ class Gpm:
         if len(self._samples) < 2:
             self.close()
             return False
-        module = self._query.module
-        self._request = module.c_nvmlGpmMetricsGet_t()
-        self._request.version = module.NVML_GPM_METRICS_GET_VERSION
-        self._request.numMetrics = len(_METRICS)
         return True
 
     def _take(self, sample: Any) -> bool:
@@ -82,10 +77,17 @@ class Gpm:
         return took is not None
 
     def _values(self) -> dict[str, float]:
-        request = self._request
-        request.sample1, request.sample2 = self._samples
-        for place, metric in enumerate(_METRICS):
-            request.metrics[place].metricId = metric
+        module = self._query.module
+        first, second = self._samples
+        request = module.c_nvmlGpmMetricsGet_t(
+            version=module.NVML_GPM_METRICS_GET_VERSION,
+            numMetrics=len(_METRICS),
+            sample1=first,
+            sample2=second,
+        )
+        for metric, one in zip(_METRICS, request.metrics, strict=False):
+            # An instance of the struct that NVML fills: its field is what says which metric it is.
+            one.metricId = metric
         if self._query("nvmlGpmMetricsGet", request, of=self._key) is None:
             return {}
         values = {}

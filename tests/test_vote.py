@@ -1,0 +1,400 @@
+"""The vote of a round: what it costs, who waits for it, and what errors that come late do."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dataparallel as dp
+from dataparallel.comm.link import Pending
+from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.reducer.exchange import OtherRanksFailed, ReplicasInDoubt, Vote
+from dataparallel.reducer.verify import ReplicaMismatch
+from tests.cluster import Cluster
+from tests.models import assert_all_close, grads_of
+from tests.process_groups import new_group
+
+#: Far longer than any of these steps takes, and far shorter than a time limit.
+SLOW = 1.5
+
+
+class Net(nn.Module):
+    """Two layers, and one that is used when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.spare = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+        x = self.second(self.first(x))
+        y: Tensor = self.spare(x) if with_spare else x
+        return y
+
+
+def make(replicas: int = 1, **options: Any) -> Any:
+    options = {"bucket_cap_mb": 0.00001, "timeout": 8.0, **options}
+    return dp.DistributedDataParallel(Net(), ["cpu"] * replicas, **options)
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 4, generator=generator)
+
+
+def warm(model: Any, rank: int) -> None:
+    """Two steps: the first is one in which all ranks wait for each other."""
+    for step in range(2):
+        model.zero_grad()
+        model(batch(rank, step)).sum().backward()
+
+
+# --- what a step costs ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    """Counts for what the host waits."""
+    found: Counter[str] = Counter()
+    wait = Pending.wait
+
+    def counting(self: Pending) -> None:
+        found[repr(self).split(" of ")[1].split(" ")[0]] += 1
+        wait(self)
+
+    with mock.patch.object(Pending, "wait", counting):
+        yield found
+
+
+def count(rank: int, world_size: int, replicas: int, spare: list[bool]) -> tuple[Any, ...]:
+    model = make(replicas)
+    warm(model, rank)
+    processes: Any = model._training.processes
+    before = processes.buckets.launched.total(), processes.control.launched.total()
+    loss = model(batch(rank), spare[rank]).sum()
+    with counted_waits() as waits:
+        loss.backward()
+    after = processes.buckets.launched.total(), processes.control.launched.total()
+    launched = tuple(b - a for a, b in zip(before, after, strict=True))
+    with counted_waits() as later:
+        model(batch(rank))
+    return launched, dict(waits), dict(later), len(model.reducer.buckets.plan)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("spare", [[True, True], [True, False], [False, False]])
+def test_a_steady_step_waits_for_buckets_alone(
+    cluster: Cluster, replicas: int, spare: list[bool]
+) -> None:
+    for uses_all, found in zip(spare, cluster.run(count, 2, replicas, spare), strict=True):
+        launched, waits, later, num_buckets = found
+        assert num_buckets == 6
+        assert launched == (num_buckets, 1)
+        assert waits == {"bucket": num_buckets} | ({} if uses_all else {"the": 1})
+        assert later == {"the": 1}, "the next forward reads the vote"
+
+
+def take_long(rank: int, world_size: int) -> tuple[float, float]:
+    """Rank 1 comes late with its vote; how long each backward and the next forward take."""
+    model = make()
+    warm(model, rank)
+    # All begin at once.
+    dist.barrier()
+    loss = model(batch(rank)).sum()
+    made = Vote.__init__
+
+    def late(*arguments: Any, **others: Any) -> None:
+        time.sleep(SLOW)
+        made(*arguments, **others)
+
+    began = time.monotonic()
+    with mock.patch.object(Vote, "__init__", late) if rank == 1 else contextlib.nullcontext():
+        loss.backward()
+    between = time.monotonic()
+    model(batch(rank))
+    return between - began, time.monotonic() - between
+
+
+def test_a_slow_vote_delays_nobody_in_backward(cluster: Cluster) -> None:
+    for rank, (backward, forward) in enumerate(cluster.run(take_long, 3)):
+        if rank == 1:
+            assert backward >= SLOW
+        else:
+            assert backward < 0.5 * SLOW
+            assert forward > 0.4 * SLOW
+
+
+def leave_for_a_barrier(rank: int, world_size: int) -> None:
+    """Rank 0 has unused parameters, and rank 1 waits elsewhere for rank 0."""
+    model = make()
+    warm(model, rank)
+    model.zero_grad()
+    model(batch(rank), rank == 1).sum().backward()
+    dist.barrier()
+    bare = Net()
+    for other in range(2):
+        (bare(batch(other), other == 1).sum() / 2).backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
+def test_who_needs_no_answer_may_wait_elsewhere_for_who_does(cluster: Cluster) -> None:
+    cluster.run(leave_for_a_barrier, 2, timeout=20)
+
+
+# --- gradients that come late or from outside ----------------------------------------------------
+
+
+def penalty(net: Any, step: int) -> Any:
+    """From the third step on, a parameter is used outside of the wrapper, too, now and then."""
+    return net.second.weight.pow(2).sum() if step > 1 and step % 2 == 0 else 0.0
+
+
+def penalty_later(rank: int, world_size: int) -> None:
+    model, bare = make(), Net()
+    for step in range(6):
+        model.zero_grad()
+        bare.zero_grad()
+        early = penalty(model.module, step)
+        (model(batch(rank, step)).sum() + early).backward()
+        for other in range(world_size):
+            ((bare(batch(other, step)).sum() + penalty(bare, step)) / world_size).backward()
+        assert_all_close(grads_of(model), grads_of(bare))
+
+
+def test_late_gradients_of_all_ranks_are_reduced(cluster: Cluster) -> None:
+    cluster.run(penalty_later, 3)
+
+
+def penalty_of_rank_0(rank: int, world_size: int) -> None:
+    model, bare = make(), Net()
+    warm(model, rank)
+    model.zero_grad()
+    early = penalty(model.module, 2) if rank == 0 else 0.0
+    loss = model(batch(rank, 2)).sum() + early
+    text = "and not in all processes: second.weight"
+    with pytest.raises(RuntimeError, match=text) if rank == 0 else contextlib.nullcontext():
+        loss.backward()
+    with pytest.raises(ReplicasInDoubt, match="failed in it"):
+        model(batch(rank, 3))
+    model.check_replicas()
+    # From now on all wait for each other.
+    for step in range(4, 9):
+        model.zero_grad()
+        bare.zero_grad()
+        early = penalty(model.module, step) if rank == 0 else 0.0
+        (model(batch(rank, step)).sum() + early).backward()
+        (penalty(bare, step) / world_size + torch.zeros((), requires_grad=True)).backward()
+        for other in range(world_size):
+            (bare(batch(other, step)).sum() / world_size).backward()
+        assert_all_close(grads_of(model), grads_of(bare))
+
+
+def test_late_gradients_that_some_ranks_do_not_wait_for_raise_in_all(cluster: Cluster) -> None:
+    cluster.run(penalty_of_rank_0, 3)
+
+
+def recompute_later(rank: int, world_size: int) -> None:
+    """A layer that is checkpointed is used twice from the third step on, in all ranks."""
+
+    class Twice(Net):
+        times = 1
+
+        def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
+            for _ in range(self.times):
+                x = checkpoint(self.second, x, use_reentrant=True)
+            y: Tensor = self.spare(torch.tanh(self.first(x)))
+            return y
+
+    bare, net = Twice(), Twice()
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2, bucket_cap_mb=0.00001, timeout=30.0)
+    for step in range(5):
+        bare.times = net.times = 1 + (step > 2)
+        for one in (model, bare):
+            one.zero_grad()
+        model(batch(rank, step).requires_grad_()).sum().backward()
+        for other in range(world_size):
+            (bare(batch(other, step).requires_grad_()).sum() / world_size).backward()
+        for p, q in zip(net.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_layers_that_are_recomputed_twice_later(cluster: Cluster) -> None:
+    cluster.run(recompute_later, 2)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+class Early(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+def fail_early(rank: int, world_size: int, replicas: int) -> None:
+    """The last rank fails when all its buckets but one are sent."""
+    model = make(replicas)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warm(model, rank)
+    before = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        x = nn.Linear(4, 4)(batch(rank))
+        fails = rank == world_size - 1
+        kind = ArithmeticError if fails else OtherRanksFailed
+        text = "on purpose" if fails else f"backward of rank {world_size - 1} failed"
+        with pytest.raises(kind, match=text):
+            model(Early.apply(x) if fails else x).sum().backward()
+        for p, grad in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p.grad, grad)
+        # All go on with the next step.
+        optimizer.zero_grad()
+        model(batch(rank)).sum().backward()
+        optimizer.step()
+        before = [p.grad.clone() for p in model.parameters()]
+    model.check_replicas()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_who_fails_before_its_last_bucket_stops_all(
+    cluster: Cluster, world_size: int, replicas: int
+) -> None:
+    cluster.run(fail_early, world_size, replicas)
+
+
+def compare(model: Any, start: dict[str, Tensor]) -> None:
+    model.check_replicas()
+
+
+def load(model: Any, start: dict[str, Tensor]) -> None:
+    model.load_state_dict(start)
+
+
+def fail_late(
+    rank: int,
+    world_size: int,
+    repair: Callable[[Any, dict[str, Tensor]], None],
+    steps: bool,
+    unused: bool,
+) -> None:
+    """In rank 1 a hook fails that runs when the gradient is delivered."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warm(model, rank)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    # Rank 0 waits for the vote if it has unused parameters, and learns of the failure in backward.
+    waits = unused and rank == 0
+    group = new_group([each for each in range(world_size) if not (unused and each == 0)])
+
+    def refuse(parameter: Tensor) -> None:
+        # Those that do not wait are done with their backward.
+        dist.barrier(group)
+        raise ValueError("a hook says no")
+
+    handle = model.module.first.weight.register_post_accumulate_grad_hook(refuse)
+    if rank != 1:
+        handle.remove()
+    optimizer.zero_grad()
+    loss = model(batch(rank), not waits).sum()
+    if rank == 1:
+        with pytest.raises(ValueError, match="a hook says no"):
+            loss.backward()
+        assert model.module.first.weight.grad is not None, "it delivers first"
+    elif waits:
+        with pytest.raises(CollectiveError, match=r"rank 1 .* after its last bucket was sent"):
+            loss.backward()
+    else:
+        loss.backward()
+        dist.barrier(group)
+        if steps:
+            optimizer.step()
+    handle.remove()
+    behind = {1} | ({0} if unused else set())
+    ahead = ", ".join(str(each) for each in range(world_size) if each not in behind)
+    if not ahead:
+        # Nobody has taken the step: all go on.
+        model(batch(rank))
+        model.check_replicas()
+        return
+    text = rf"gradients of step 3 were reduced in ranks? {ahead}, which may have .* failed in it"
+    for _ in range(2):
+        with pytest.raises(ReplicasInDoubt, match=text):
+            model(batch(rank))
+    if steps and repair is compare:
+        with pytest.raises(ReplicaMismatch):
+            repair(model, start)
+        with pytest.raises(ReplicasInDoubt, match=text):
+            model(batch(rank))
+        return
+    repair(model, start)
+    optimizer.zero_grad()
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    model.check_replicas()
+
+
+@pytest.mark.parametrize("repair", [compare, load])
+@pytest.mark.parametrize("steps", [False, True], ids=["no step", "step"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_who_fails_after_its_last_bucket_leaves_a_doubt(
+    cluster: Cluster, world_size: int, repair: Callable[..., None], steps: bool
+) -> None:
+    cluster.run(fail_late, world_size, repair, steps, False)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_who_waits_for_the_vote_learns_of_a_late_failure_in_backward(
+    cluster: Cluster, world_size: int
+) -> None:
+    cluster.run(fail_late, world_size, load, True, True)
+
+
+def read_elsewhere(rank: int, world_size: int, how: str) -> None:
+    model = make()
+    warm(model, rank)
+    if rank == 1:
+
+        def refuse(parameter: Tensor) -> None:
+            dist.barrier()
+            raise ValueError("a hook says no")
+
+        handle = model.module.first.weight.register_post_accumulate_grad_hook(refuse)
+        with pytest.raises(ValueError, match="a hook says no"):
+            model(batch(rank)).sum().backward()
+        handle.remove()
+    else:
+        model(batch(rank)).sum().backward()
+        dist.barrier()
+        calls: dict[str, Callable[[], object]] = {
+            "a forward without gradients": torch.no_grad()(lambda: model(batch(rank))),
+            "an evaluation": torch.no_grad()(lambda: model.eval()(batch(rank))),
+            "state_dict": model.state_dict,
+            "no_sync": lambda: model.no_sync().__enter__(),
+        }
+        with pytest.raises(CollectiveError, match=r"rank 1 .* after its last .*a hook says no"):
+            calls[how]()
+    model.train()
+    with pytest.raises(ReplicasInDoubt, match="step 3 were reduced in rank 0"):
+        model(batch(rank))
+
+
+@pytest.mark.parametrize(
+    "how", ["a forward without gradients", "an evaluation", "state_dict", "no_sync"]
+)
+def test_whatever_comes_next_reads_the_vote(cluster: Cluster, how: str) -> None:
+    cluster.run(read_elsewhere, 2, how)
