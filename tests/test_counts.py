@@ -25,8 +25,8 @@ def counted_copies() -> Iterator[list[tuple[torch.Size, torch.device]]]:
     seen: list[tuple[torch.Size, torch.device]] = []
     arrive = copies.arrive
 
-    def noted(device: torch.device, sources: Any, make: Any) -> torch.Tensor:
-        result = arrive(device, sources, make)
+    def noted(device: torch.device, *rest: Any) -> torch.Tensor:
+        result = arrive(device, *rest)
         seen.append((result.shape, device))
         return result
 

@@ -187,6 +187,9 @@ def export(directory: Path, path: Path, *, number: int | None = None) -> None:
 
     Example::
 
+        import safetensors.torch
+
+        checkpoint.save("run", model, step=1)
         checkpoint.export("run", "weights.safetensors")
         net.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 
