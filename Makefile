@@ -48,7 +48,6 @@ check: $(DEV_STAMP) ## check format, lint, types and spelling
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/codespell $(SOURCES) docs *.md
-	$(VENV)/bin/python -m tests.lint dataparallel kernels tools examples
 
 docs: $(DEV_STAMP) ## build the documentation and the API reference in site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict

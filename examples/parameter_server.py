@@ -49,7 +49,7 @@ def main() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     trainers = dist.new_group(list(range(last)))
     warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc itself does
-    # unsafe-load: for a trusted network alone: workers run what others send
+    # For a trusted network alone: workers run what others send.
     torch_rpc.init_rpc(
         "table" if rank == last else f"trainer{rank}", rank=rank, world_size=last + 1
     )

@@ -115,7 +115,7 @@ def _load(device: torch.device, source: str) -> dict[tuple[torch.device, str, st
     """
     cupy = _cupy()
     compiled = compile_source(cupy.cuda.nvrtc, source, _capability(device))
-    # unsafe-load: nobody else can write there, see Note [Trusted code]
+    # Nobody else can write there, see Note [Trusted code].
     module = cupy.RawModule(path=compiled.path)
     return {(device, source, name): module.get_function(name) for name in compiled.kernels}
 

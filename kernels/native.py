@@ -245,8 +245,8 @@ def _half(sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def _load_file(name: str, path: Path) -> ModuleType:
-    # unsafe-load: nobody else can write to the folder, see Note [Trusted code]
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    # Nobody else can write to the folder, see Note [Trusted code].
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))  # noqa: TID251
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

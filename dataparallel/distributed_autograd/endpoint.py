@@ -72,12 +72,12 @@ class Endpoint:
         info = self.agent.get_worker_info(to)
         seconds = torch_rpc.constants.UNSET_RPC_TIMEOUT if timeout is None else timeout
         if context is None:
-            # unsafe-load: a worker of a trusted network, see docs/security.md
+            # A worker of a trusted network, see docs/security.md.
             plain = torch_rpc.rpc_async(info, function, tuple(args), dict(kwargs), seconds)
             return plain  # type: ignore[no-any-return]
         envelope = seal((function, tuple(args), dict(kwargs)), self.worker, context, to)
         serve = _serve_async if is_async(function) else _serve
-        # unsafe-load: a worker of a trusted network, see docs/security.md
+        # A worker of a trusted network, see docs/security.md.
         answer = torch_rpc.rpc_async(info, serve, (envelope,), None, seconds)
         self._count(1)
         return self._opened(answer, context, info)

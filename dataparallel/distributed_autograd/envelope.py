@@ -61,8 +61,8 @@ class _Pickler(pickle.Pickler):
         return self._seen[id(obj)]
 
 
-# unsafe-load: comes over torch's RPC, which runs what a worker sends anyway
-class _Unpickler(pickle.Unpickler):
+# Comes over torch's RPC, which runs what a worker sends anyway.
+class _Unpickler(pickle.Unpickler):  # noqa: TID251
     def __init__(self, body: bytes, found: dict[str, list[Any]]) -> None:
         super().__init__(io.BytesIO(body))
         self._found = found

@@ -306,7 +306,7 @@ def _hold(to: int) -> Any:
     endpoint = current_endpoint()
     if to == endpoint.worker.id():
         return torch_rpc.RRef(RemoteValue())
-    # unsafe-load: a worker of a trusted network, see docs/security.md
+    # A worker of a trusted network, see docs/security.md.
     return torch_rpc.remote(endpoint.agent.get_worker_info(to), RemoteValue)
 
 

@@ -255,7 +255,7 @@ def _setters() -> tuple[Callable[[int], object], ...]:
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         if (folder / name).exists():
             # Symbols are looked up in the dependencies too, so this is the OpenMP torch runs on.
-            # unsafe-load: a library of torch, which is loaded already
+            # A library of torch, which is loaded already.
             library = ctypes.CDLL(str(folder / name))
             break
     else:

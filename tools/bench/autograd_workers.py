@@ -84,7 +84,7 @@ class Engine:
 _theirs: Any = torch.distributed.autograd
 ENGINES: dict[Form, Engine] = {
     "ours": Engine(ours.context, ours.rpc_sync, ours.backward, ours.get_gradients),
-    # unsafe-load: between processes that the benchmark has started
+    # Between processes that the benchmark has started.
     "torch": Engine(_theirs.context, torch_rpc.rpc_sync, _theirs.backward, _theirs.get_gradients),
 }
 
@@ -97,7 +97,7 @@ def work(
     options: dict[str, Any] = {}
     if setting.transport != "default":
         options = torch_internals.rpc_transport(setting.transport)
-    # unsafe-load: between processes that the benchmark has started
+    # Between processes that the benchmark has started.
     torch_rpc.init_rpc(  # type: ignore[no-untyped-call]
         f"worker{rank}",
         rank=rank,
@@ -160,7 +160,7 @@ def _run_once(form: Form, chain: Chain, world_size: int, seconds: dict[str, list
     seconds.setdefault(f"{form} backward", []).append(end - start)
     # The messages that end a context must not become a part of the other's time.
     for rank in range(1, world_size):
-        # unsafe-load: between processes that the benchmark has started
+        # Between processes that the benchmark has started.
         torch_rpc.rpc_sync(f"worker{rank}", int)
     expected = weights * _FACTOR**chain.calls
     found = gradients.get(x)

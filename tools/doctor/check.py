@@ -48,7 +48,7 @@ def _version(distribution: str) -> str | None:
 
 def _module(name: str) -> Any:
     try:
-        # unsafe-load: the names stand in the checks of this folder
+        # The names stand in the checks of this folder.
         return importlib.import_module(name)
     except (ImportError, OSError):
         # OSError: a shared library that the package loads is not there.

@@ -1,1 +1,0 @@
-"""Checks of the source files that no linter brings along: ``python -m tests.lint FOLDER ...``."""
