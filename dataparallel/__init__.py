@@ -43,7 +43,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel import monitor as monitor
     from dataparallel.extras import checkpoint as checkpoint
     from dataparallel.extras.balancing import balance as balance
-    from dataparallel.extras.process_start import init_process_group as init_process_group
+    from dataparallel.extras.elastic import init_process_group as init_process_group
 
 #: What stands beside or above the wrappers is imported when it is first asked for.
 _LATE: dict[str, _typing.Callable[[], _typing.Any]] = {
@@ -51,7 +51,7 @@ _LATE: dict[str, _typing.Callable[[], _typing.Any]] = {
     "checkpoint": lambda: _importlib.import_module("dataparallel.extras.checkpoint"),
     "distributed_autograd": lambda: _importlib.import_module("dataparallel.distributed_autograd"),
     "init_process_group": lambda: (
-        _importlib.import_module("dataparallel.extras.process_start").init_process_group
+        _importlib.import_module("dataparallel.extras.elastic").init_process_group
     ),
     "monitor": lambda: _importlib.import_module("dataparallel.monitor"),
 }

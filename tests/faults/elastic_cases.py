@@ -20,7 +20,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import checkpoint
-from dataparallel.extras.process_start import init_process_group
+from dataparallel.extras.elastic import init_process_group
 from tests.faults.injector import Fault, Injector
 
 #: Steps from one generation of the checkpoint to the next.

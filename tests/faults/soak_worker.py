@@ -26,7 +26,7 @@ import dataparallel as dp
 from dataparallel import checkpoint
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.extras.checkpoint import CheckpointError
-from dataparallel.extras.process_start import init_process_group
+from dataparallel.extras.elastic import init_process_group
 from tests.faults import partition
 from tests.faults.injector import Fault, InjectedError, Injector
 

@@ -24,7 +24,7 @@ from dataparallel.collectives import SyncBatchNorm
 from dataparallel.comm.failures import failures_of, shared_store
 from dataparallel.comm.link import ProcessLink
 from dataparallel.comm.process_errors import CollectiveError
-from dataparallel.extras.process_start import init_process_group
+from dataparallel.extras.elastic import init_process_group
 from dataparallel.monitor import StepMonitor, sockets
 from dataparallel.monitor.attach import Attachment
 from tests.cluster import Cluster

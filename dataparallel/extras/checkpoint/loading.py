@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import dataparallel.extras.checkpoint.random_states as random_states
 from dataparallel.errors import listed, suggesting
-from dataparallel.extras.checkpoint import random_states
 from dataparallel.extras.checkpoint.directory import (
     UNFINISHED,
     CheckpointError,

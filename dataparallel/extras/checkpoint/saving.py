@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import dataparallel.extras.checkpoint.random_states as random_states
 from dataparallel import devices as _devices
 from dataparallel.errors import add_note, suggesting
-from dataparallel.extras.checkpoint import random_states
 from dataparallel.extras.checkpoint.directory import (
     CheckpointError,
     Writer,
