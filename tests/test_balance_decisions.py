@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dataparallel.extras.balancing.chunk_shares import Cost, divide
-from dataparallel.extras.balancing.replica_speeds import measure
-from dataparallel.extras.balancing.split_decisions import Decision, SplitDecisions
+from dataparallel.extras.balancing.speeds import Cost, Decision, SplitDecisions, divide, measure
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 
 BATCH = 60

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel.extras.balancing.balancer import Balancer
-from dataparallel.extras.balancing.out_of_memory import is_out_of_memory, replicas_named_by
+from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
 from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import set_memory_limit
 from tests.optimizer_cases import apply_torchs

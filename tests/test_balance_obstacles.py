@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import collectives
-from dataparallel.extras.balancing.obstacles import Obstacles
+from dataparallel.extras.balancing.memory import Obstacles
 from tests.cluster import Cluster
 from tests.process_groups import new_group
 from tests.test_balance_memory import Narrow, notes_of

@@ -9,27 +9,22 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.extras.balancing.rollback import Rollback
+from dataparallel.extras.balancing.memory import Rollback
 from tests.test_balance_memory import Narrow
 
 DEVICES = [torch.device("cpu")] * 2
 
 
-def test_values_are_kept_from_one_to_the_next() -> None:
+def test_what_was_written_is_brought_back() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     shared = nn.ModuleList([net, net[0]])
-    rollback = Rollback(DEVICES)
-    rollback.take([net, None, shared])
-    places = [value.data_ptr() for value in rollback._values]
-    assert len(places) == 6
     for _ in range(3):
         net(torch.randn(4, 3))
         expected = [buffer.clone() for buffer in net.buffers()]
-        rollback.take([net, None, shared])
+        rollback = Rollback(DEVICES, [net, None, shared])
         net(torch.randn(4, 3))
         rollback.undo()
         assert all(map(torch.equal, net.buffers(), expected))
-    assert [value.data_ptr() for value in rollback._values] == places
 
 
 @pytest.mark.parametrize(
@@ -48,12 +43,10 @@ def test_values_are_kept_from_one_to_the_next() -> None:
 def test_a_buffer_that_becomes_another(other: Tensor) -> None:
     net: Any = nn.Module()
     net.register_buffer("kept", torch.zeros(3))
-    rollback = Rollback(DEVICES)
-    rollback.take([net])
     other = torch.ones(3, device="virtual:0") if other.is_meta else other
     net._buffers["kept"] = other.detach().clone()
     expected = net.kept.clone()
-    rollback.take([net])
+    rollback = Rollback(DEVICES, [net])
     net.kept.mul_(3)
     rollback.undo()
     assert net.kept.dtype == expected.dtype
@@ -62,13 +55,9 @@ def test_a_buffer_that_becomes_another(other: Tensor) -> None:
 
 def test_inside_and_outside_of_inference_mode() -> None:
     net = nn.BatchNorm1d(3)
-    rollback = Rollback(DEVICES)
-    with torch.inference_mode():
-        rollback.take([net])
-        net.running_mean = torch.full((3,), 2.0)
-        rollback.take([net])
     net.running_mean = torch.full((3,), 4.0)
-    rollback.take([net])
+    with torch.inference_mode():
+        rollback = Rollback(DEVICES, [net])
     net.running_mean.zero_()
     rollback.undo()
     assert net.running_mean.tolist() == [4.0] * 3
@@ -77,8 +66,7 @@ def test_inside_and_outside_of_inference_mode() -> None:
 def test_buffers_that_come_and_go() -> None:
     net = nn.BatchNorm1d(2)
     names, mean = list(net._buffers), net.running_mean
-    rollback = Rollback(DEVICES)
-    rollback.take([net])
+    rollback = Rollback(DEVICES, [net])
     del net.running_mean
     net.register_buffer("new", torch.zeros(2))
     rollback.undo()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataparallel.batch.plan import plan_scatter, settle
 from dataparallel.batch.scatter import execute
-from dataparallel.extras.balancing.chunk_shares import Cost, divide, fits, slowest
+from dataparallel.extras.balancing.speeds import Cost, divide, fits, slowest
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Divide batches by the measured speed and memory of the replicas."""
 
 from dataparallel.extras.balancing.balancer import Balancer as Balancer
+from dataparallel.extras.balancing.balancer import Change as Change
 from dataparallel.extras.balancing.balancer import balance as balance
-from dataparallel.extras.balancing.change import Change as Change
 
 __all__ = ["Balancer", "Change", "balance"]

@@ -10,28 +10,28 @@ numbers meet which sample.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.errors import suggesting
-from dataparallel.extras.balancing.change import Change
-from dataparallel.extras.balancing.chunk_shares import divide
-from dataparallel.extras.balancing.memory_handover import MemoryHandover
-from dataparallel.extras.balancing.obstacles import Obstacles
-from dataparallel.extras.balancing.saved_state import SavedState
-from dataparallel.extras.balancing.settings import Settings, whole_number
-from dataparallel.extras.balancing.split_decisions import SplitDecisions
-from dataparallel.extras.balancing.step_rollback import (
+from dataparallel.extras.balancing.memory import (
+    MemoryHandover,
+    Obstacles,
     StepRollback,
     check_repeatable,
     num_processes,
 )
+from dataparallel.extras.balancing.speeds import Cost, SplitDecisions, divide
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.record import StepRecord
@@ -45,6 +45,37 @@ _log = logging.getLogger("dataparallel")
 _MAX_REPEATS = 20
 # Steps whose records are made together: no more, so that it is known soon what has changed.
 _MOST_AT_ONCE = 5
+# Seconds: no time is measured that is further away, and what is computed from these stays finite.
+_LEAST, _MOST = 1e-18, 1e18
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the chunks, with its reason.
+
+    Attributes:
+        step: Number of the step before the change, from 1; 0 if no step has ended.
+        reason: ``"speed"``: the measurements promise shorter steps. ``"worse"``: steps became
+            longer, and the Balancer takes a change back. ``"memory"``: a replica ran out of memory.
+        before: Samples per replica before the change, for a batch of the last size.
+        after: Samples per replica after the change.
+        gain: Predicted part of a step's time that the change saves, 0 to 1; None for the other two
+            reasons.
+        why: The reason in words.
+    """
+
+    step: int
+    reason: Literal["speed", "worse", "memory"]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    gain: float | None
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"after step {self.step}: a batch of {sum(self.after)} is divided into {self.after} "
+            f"instead of {self.before}, since {self.why}"
+        )
 
 
 @suggesting
@@ -112,14 +143,17 @@ class Balancer:
         window: int = 30,
     ) -> None:
         _check(model)
-        settings = Settings(every, threshold, warmup, window).checked()
+        self._settings: dict[str, Any] = {
+            name: whole_number(name, number)
+            for name, number in (("every", every), ("warmup", warmup), ("window", window))
+        }
+        self._settings["threshold"] = _checked_settings(threshold, **self._settings)
         # Optimizers' hooks are global and lead here: they must not keep the model.
         self._model = weakref.ref(model)
         self._devices = model.timeline.devices
         self.history: list[Change] = []
         self._handover = MemoryHandover(self._devices, self._handed_over)
-        self._settings = settings
-        self._decisions = SplitDecisions(**settings._asdict())
+        self._decisions = SplitDecisions(**self._settings)
         self._known: dict[tuple[int | None, ...], tuple[int, ...]] = {}
         self._batch_size = 0
         self._steps = 0
@@ -127,7 +161,7 @@ class Balancer:
         self._closed = False
         self._timeline = model.timeline
         # To make records of several steps at once costs training less.
-        self._at_once = min(settings.every, _MOST_AT_ONCE)
+        self._at_once = min(self._settings["every"], _MOST_AT_ONCE)
         self._assembler = StepAssembler(model.timeline, self.observe, every=self._at_once)
         self._optimizers = OptimizerSpans(model.timeline, model)
         self._assembler.start()
@@ -232,7 +266,7 @@ class Balancer:
         self._assembler.drain()
         self._devices = self._timeline.devices
         self._handover.use_devices(self._devices, kept)
-        self._decisions = SplitDecisions(**self._settings._asdict())
+        self._decisions = SplitDecisions(**self._settings)
         self._known.clear()
         self._batch_size = 0
 
@@ -341,7 +375,11 @@ class Balancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return costs and limits for a checkpoint: lists of numbers and None."""
-        return SavedState(self._decisions.costs, tuple(self._handover.limits)).to_dict()
+        costs = self._decisions.costs
+        return {
+            "costs": None if costs is None else [list(cost) for cost in costs],
+            "limits": list(self._handover.limits),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Divide batches as another Balancer did.
@@ -352,9 +390,9 @@ class Balancer:
         Raises:
             ValueError: ``state`` has another number of replicas, or is not the state of a Balancer.
         """
-        loaded = SavedState.from_dict(state, len(self._devices))
-        self._decisions.use_costs(loaded.costs)
-        self._handover.limits[:] = loaded.limits
+        costs, limits = _checked_state(state, len(self._devices))
+        self._decisions.use_costs(costs)
+        self._handover.limits[:] = limits
         self._known.clear()
 
 
@@ -368,3 +406,108 @@ def _check(model: object) -> None:
         raise RuntimeError(
             "the wrapper is balanced already; close the Balancer that it has, or go on with it"
         )
+
+
+def _checked_settings(threshold: float, *, every: int, warmup: int, window: int) -> float:
+    """The threshold, as a plain number."""
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(
+            f"threshold is a part of the time, such as 0.03, but got {threshold!r} "
+            f"({type(threshold).__name__})"
+        )
+    faults = []
+    if every < 1:
+        faults.append(f"every is a number of steps, at least 1, but got {every}")
+    # Also false for NaN.
+    if not 0 <= threshold < 1:
+        faults.append(f"threshold is a part of the time, from 0 to below 1, but got {threshold}")
+    if warmup < 0:
+        faults.append(f"warmup is a number of steps, at least 0, but got {warmup}")
+    if window < every:
+        faults.append(f"window is at least every, which is {every}, but got {window}")
+    if faults:
+        raise ValueError("; ".join(faults))
+    return float(threshold)
+
+
+def whole_number(name: str, value: object) -> int:
+    """A number that the user has given, as an ``int``.
+
+    Args:
+        name: What it is called in the message.
+        value: What was given; whole numbers of other libraries are taken, bools are not.
+
+    Raises:
+        TypeError: It is no whole number.
+    """
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise TypeError(
+        f"{name} is a whole number, but got {value!r:.100} ({type(value).__name__}); give an int"
+    )
+
+
+def _checked_state(
+    state: Mapping[str, Any], num_replicas: int
+) -> tuple[tuple[Cost, ...] | None, list[int | None]]:
+    """The costs and limits of a ``state_dict()``."""
+    try:
+        costs, limits = state["costs"], list(state["limits"])
+        pairs = None if costs is None else [tuple(pair) for pair in costs]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"this is no state of a Balancer, which has 'costs' and 'limits': {state!r:.200}; "
+            "load what state_dict() of a Balancer returned"
+        ) from error
+    numbers = {"limits": len(limits), **({} if pairs is None else {"costs": len(pairs)})}
+    if set(numbers.values()) != {num_replicas}:
+        of = " and ".join(f"{name} of {n}" for name, n in numbers.items())
+        raise ValueError(
+            f"the state has {of} replicas, but this wrapper has {num_replicas}; leave it out, "
+            "and speeds are measured anew"
+        )
+    faults = [*_faults_of_costs(pairs or []), *_faults_of_limits(limits)]
+    if faults:
+        raise ValueError(
+            f"this is no state of a Balancer: {'; '.join(faults)}; leave it out, and speeds "
+            "are measured anew"
+        )
+    return (
+        None if pairs is None else tuple(Cost(float(a), float(b)) for a, b in pairs),
+        [None if limit is None else int(limit) for limit in limits],
+    )
+
+
+def _faults_of_costs(pairs: Sequence[tuple[Any, ...]]) -> list[str]:
+    faults = []
+    for replica, pair in enumerate(pairs):
+        name = f"the cost of replica {replica}"
+        if len(pair) != 2 or not all(_is_number(part) for part in pair):
+            faults.append(
+                f"{name} is two numbers, fixed seconds and seconds per sample, but got {pair}"
+            )
+            continue
+        fixed, per_sample = pair
+        # Also false for NaN.
+        if not 0 <= fixed <= _MOST:
+            faults.append(f"{name} has fixed seconds from 0 to {_MOST:g}, but got {fixed}")
+        if not _LEAST <= per_sample <= _MOST:
+            faults.append(
+                f"{name} has seconds per sample from {_LEAST:g} to {_MOST:g}, but got {per_sample}"
+            )
+    return faults
+
+
+def _faults_of_limits(limits: Sequence[Any]) -> list[str]:
+    return [
+        f"the limit of replica {replica} is None or a number of samples, at least 1, but got "
+        f"{limit!r}"
+        for replica, limit in enumerate(limits)
+        if limit is not None
+        and (isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1)
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
