@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.reducer.nonfinite import NonFiniteGradients, kind_of, norms_of
+from dataparallel.reducer.nonfinite import NonFiniteGradients, norms_of
 from dataparallel.virtual import counters
 from tests.nonfinite_cases import INF, NAN, Net, Spoil, make_net, same, spoils, state_of
 
@@ -270,6 +270,19 @@ def test_sparse_gradients(replicas: int) -> None:
     model.close()
 
 
+def test_a_sparse_gradient_without_rows() -> None:
+    """It has no largest element, and is finite."""
+    net = nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)])
+    net.forward = lambda first, second: net[0](first).sum() + net[1](second).sum()
+    model = DistributedDataParallel(net, ["cpu"], nonfinite="raise")
+    empty, full = torch.zeros(0, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    model(empty, full).backward()
+    assert [each.weight.grad is not None for each in net] == [True, True]
+    with pytest.raises(NonFiniteGradients, match=r"\(cpu\): 1.weight \(NaN\)\. No"):
+        (model(empty, full) * NAN).backward()
+    model.close()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_sparse_gradients_whose_sum_overflows(replicas: int) -> None:
     """Each of the values is small, but all of them belong to one row."""
@@ -317,10 +330,12 @@ def test_kinds(slots: list[str], dtype: torch.dtype) -> None:
     for value, kind in ((0.0, None), (largest, None), (NAN, "NaN"), (INF, "infinity")):
         tensor = torch.ones(7, dtype=dtype, device=slots[0])
         tensor[3] = value
-        assert kind_of(tensor) == kind
-        norms = norms_of([tensor, torch.ones(2, dtype=dtype, device=slots[0])])
-        assert not (kind and bool(norms[0].isfinite()))
-        assert bool(norms[1].isfinite())
+        for order in (None, INF):
+            norms = norms_of([tensor, torch.ones(2, dtype=dtype, device=slots[0])], order)
+            assert not (kind and bool(norms[0].isfinite()))
+            assert bool(norms[1].isfinite())
+        assert norms[0].isnan() == (kind == "NaN")
+        assert norms[0].isfinite() == (kind is None)
 
 
 @pytest.mark.parametrize("action", ["ignore", "skip"])

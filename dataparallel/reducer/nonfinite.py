@@ -111,17 +111,19 @@ class NonFinitePolicy:
 
 
 class _Look(NamedTuple):
-    """Gradients of one place: what is not finite, or norms on an accelerator that tell it."""
+    """Gradients of one place, and the largest element of each, which tells what is not finite."""
 
     place: str
     indices: list[int]
-    norms: torch.Tensor | None
-    kinds: list[str | None]
+    largest: torch.Tensor
 
     def found(self) -> list[tuple[int, str]]:
         """The parameters with a gradient that is not finite, and of which kind; may wait."""
-        kinds = self.kinds if self.norms is None else map(_kind_of_norm, self.norms.tolist())
-        return [(i, kind) for i, kind in zip(self.indices, kinds, strict=True) if kind]
+        return [
+            (index, "NaN" if math.isnan(number) else "infinity")
+            for index, number in zip(self.indices, self.largest.tolist(), strict=True)
+            if not math.isfinite(number)
+        ]
 
 
 class Guard:
@@ -199,20 +201,17 @@ class Guard:
     @torch.no_grad()
     def _look(self, place: str, members: Iterable[tuple[int, MaybeTensor]]) -> None:
         for device, (indices, grads) in _by_device(members).items():
-            norms = norms_of(grads)
-            if is_accelerator(device):
-                self._looks.append(_Look(place, indices, norms, []))
-            elif place == _HOOK or not math.isfinite(norms.sum()):
-                # Only squares, or their sum, may be infinite.
-                self._looks.append(_Look(place, indices, None, list(map(kind_of, grads))))
+            # On the CPU nobody waits for the answer, so what is finite needs no record. That a hook
+            # was there has to be known.
+            kept = is_accelerator(device) or place == _HOOK
+            if kept or not math.isfinite(norms_of(grads).sum()):
+                self._looks.append(_Look(place, indices, norms_of(grads, math.inf)))
 
     # --- at its end ------------------------------------------------------------------------------
 
     def found(self) -> bool:
         """Whether a gradient of this process is not finite, those of its buckets included."""
-        norms = [look.norms for look in self._looks if look.norms is not None]
-        kinds = [kind for look in self._looks for kind in look.kinds if kind is not None]
-        return bool((kinds or not _are_finite(norms)) and self._findings())
+        return not _are_finite([look.largest for look in self._looks]) and bool(self._findings())
 
     def judge(self, found: bool, round_: Round) -> None:
         """End a round; drop its gradients in all processes if the vote or the results say so."""
@@ -252,7 +251,7 @@ class Guard:
         if _are_finite([norms_of(grads) for _, grads in groups]):
             return []
         # Or only squares are infinite.
-        looks = [_Look(_SUM, indices, None, list(map(kind_of, grads))) for indices, grads in groups]
+        looks = [_Look(_SUM, indices, norms_of(grads, math.inf)) for indices, grads in groups]
         return [look for look in looks if look.found()]
 
     def _findings(self) -> list[tuple[str, str]]:
@@ -308,37 +307,27 @@ def _describe(told: Sequence[Sequence[Any]]) -> str:
 # --- norms -----------------------------------------------------------------------------------
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def norms_of(gradients: Sequence[torch.Tensor], order: float | None = None) -> torch.Tensor:
     """A norm of each gradient, in one tensor on their device, without waiting for it.
 
-    It is finite only if the gradient is. On an accelerator it is the largest element. On the CPU
-    squares are added up, which is faster, and may be infinite for finite numbers.
+    It is finite only if the gradient is. That of order infinity is the largest element: NaN if
+    there is one. Where no order is asked for, squares are added up on the CPU, which is faster, and
+    may be infinite for finite numbers.
     """
-    plain = [list(_plain(gradient)) for gradient in gradients]
+    # The largest element of nothing is an error, and sparse gradients may have no rows.
+    plain = [[part for part in _plain(grad) if part.numel()] for grad in gradients]
     flat = [part for parts in plain for part in parts]
-    if is_accelerator(flat[0].device):
-        norms = torch_internals.foreach_norm(flat, math.inf)
-    else:
-        wide = torch.float32 if flat[0].dtype.itemsize < 4 else None
-        norms = torch_internals.foreach_norm(flat, 2, wide)
-    if len(flat) == len(plain):
+    if not flat:
+        return torch.zeros(len(plain), device=gradients[0].device)
+    if order is None:
+        order = math.inf if is_accelerator(flat[0].device) else 2
+    wide = torch.float32 if order == 2 and flat[0].dtype.itemsize < 4 else None
+    norms = torch_internals.foreach_norm(flat, order, wide)
+    if all(len(parts) == 1 for parts in plain):
         return torch.stack(norms)
-    left = iter(norms)
-    return torch.stack([torch.stack([next(left) for _ in parts]).sum() for parts in plain])
-
-
-def kind_of(gradient: torch.Tensor) -> str | None:
-    """``"NaN"``, ``"infinity"``, or None where all numbers are finite; waits for the device."""
-    parts = list(_plain(gradient))
-    if any(bool(part.isnan().any()) for part in parts):
-        return "NaN"
-    return "infinity" if any(bool(part.isinf().any()) for part in parts) else None
-
-
-def _kind_of_norm(norm: float) -> str | None:
-    if math.isfinite(norm):
-        return None
-    return "NaN" if math.isnan(norm) else "infinity"
+    left, zero = iter(norms), norms[0].new_zeros(())
+    each = [[next(left) for _ in parts] or [zero] for parts in plain]
+    return torch.stack([torch.stack(parts).max() for parts in each])
 
 
 def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
