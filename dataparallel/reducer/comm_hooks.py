@@ -344,26 +344,14 @@ class HookSender:
         self._hook = hook
         self._control = control
         self._previous: PendingHook | None = None
-        self._broken: str | None = None
 
     @property
     def name(self) -> str:
         """That of the hook."""
         return self._hook.name
 
-    def break_off(self, bucket: int, error: Exception) -> str | None:
-        """Send nothing more, in this round or later: others wait for a bucket that was not sent."""
-        self._broken = self._broken or (
-            f"the communication hook {self.name} failed twice for bucket {bucket}, for which the "
-            f"other processes have begun collectives ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]})"
-        )
-        return self._broken
-
     def send(self, bucket: Bucket, storage: BucketStorage, *, is_last: bool) -> PendingHook:
         """Call the hook for a bucket; what it launches goes on when this returns."""
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
         hook, previous = self._hook, self._previous
         self._previous = None
         if previous is not None:

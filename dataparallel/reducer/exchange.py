@@ -437,23 +437,27 @@ class Exchange:
         while True:
             with self._lock:
                 number = len(self._sent)
-                if number not in self._loaded:
+                if self._is_stuck or number not in self._loaded:
                     return
-                self._sent.append(self._send_if_possible(self._buckets[number]))
+                try:
+                    sent = self._send(self._buckets[number], self._loaded[number])
+                except Exception as error:
+                    if not self._gives_up:
+                        raise
+                    self._get_stuck(number, error)
+                    return
+                self._sent.append(sent)
 
-    def _send_if_possible(self, bucket: Bucket) -> Callable[[], torch.Tensor]:
-        try:
-            return self._send(bucket, self._loaded[bucket.number])
-        except Exception as error:
-            if not self._gives_up:
-                raise
-            # The others are told of the failure, but their collectives are others than ours now.
-            if self._sender is not None and not self._is_stuck:
-                reason = self._sender.break_off(bucket.number, error)
-                self._is_stuck = reason is not None
-                if reason is not None:
-                    self._processes.get_stuck(reason)
-            return functools.partial(_raise, error)
+    def _get_stuck(self, number: int, error: Exception) -> None:
+        """Send nothing more: the collectives that the others have begun are others than ours."""
+        assert self._sender is not None
+        self._is_stuck = True
+        reason = str(error).partition("\n")[0]
+        self._processes.get_stuck(
+            f"the communication hook {self._sender.name} failed twice for bucket {number}, for "
+            f"which the other processes have begun collectives ({type(error).__name__}: "
+            f"{reason})"
+        )
 
     def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         link = self._processes.buckets
@@ -546,7 +550,3 @@ def _sum_in_order(link: ProcessLink, flat: torch.Tensor, what: str) -> torch.Ten
     for part in others:
         flat.add_(part.to(flat.device))
     return flat
-
-
-def _raise(error: Exception) -> torch.Tensor:
-    raise error

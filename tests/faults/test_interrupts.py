@@ -219,9 +219,6 @@ class Sends:
     def send(self, bucket: int, storage: object, is_last: bool) -> Sends:
         return self
 
-    def break_off(self, bucket: int, error: Exception) -> None:
-        pass
-
     def wait(self) -> Tensor:
         raise KeyboardInterrupt
 
