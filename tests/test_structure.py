@@ -34,6 +34,9 @@ TOP = {"__init__", "__main__"}
 #: Files that need torch alone, and the standard library.
 TORCH_ONLY = {"torch_internals", "errors", "devices"}
 
+#: How many modules `import dataparallel` loads beside those of torch. It only falls.
+MOST_MODULES = 131
+
 #: How many attributes a file assigns that belong to a class of another file. Debt: it only falls.
 ASSIGNED_FROM_OUTSIDE = {
     "dataparallel/errors.py": 1,
@@ -229,6 +232,41 @@ def test_the_core_trains_where_nothing_else_is_installed() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[4.0, 4.0] [] set()"
+
+
+def test_the_package_imports_few_modules_of_its_own() -> None:
+    """Each costs a millisecond at every start; what stands beside the wrappers comes when asked."""
+    program = (
+        "import sys, torch; before = {*sys.modules}; import dataparallel; "
+        "print(sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    modules = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert "dataparallel.parallel.distributed" in modules
+    assert len(modules) <= MOST_MODULES
+
+
+def test_virtual_devices_need_nothing_else_of_the_package() -> None:
+    program = """
+        import sys, types
+        package = sys.modules["dataparallel"] = types.ModuleType("dataparallel")
+        package.__path__ = ["dataparallel"]
+        import dataparallel.virtual
+        rooms = {name.split(".")[1] for name in sys.modules if name.startswith("dataparallel.")}
+        print(sorted(rooms))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['torch_internals', 'virtual']"
 
 
 # --- state -----------------------------------------------------------------------------------

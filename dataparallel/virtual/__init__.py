@@ -15,9 +15,15 @@ from dataparallel.virtual.backend import (
     enable_from_environment,
     is_enabled,
 )
-from dataparallel.virtual.inspection import counters, pending, reset_counters
-from dataparallel.virtual.memory_limit import set_memory_limit
-from dataparallel.virtual.strictness import is_strict, set_strict, strict_mode
+from dataparallel.virtual.controls import (
+    counters,
+    is_strict,
+    pending,
+    reset_counters,
+    set_memory_limit,
+    set_strict,
+    strict_mode,
+)
 
 __all__ = [
     "counters",
