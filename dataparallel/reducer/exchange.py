@@ -475,19 +475,6 @@ class Exchange:
         """All buckets, reduced."""
         return [wait() for wait in self._sent]
 
-    def vote(
-        self,
-        came: bytes,
-        held: bytes,
-        late: Collection[int] = (),
-        *,
-        outside: bool = False,
-        nonfinite: bool = False,
-    ) -> Vote:
-        """Say how the round went here. See Note [The vote]."""
-        control = self._processes.control
-        return Vote(control, came, held, late, outside=outside, nonfinite=nonfinite)
-
     def reduce_late(
         self, late: Sequence[int], extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:

@@ -186,11 +186,6 @@ class Reducer:
             self.accumulations, self._late = other.accumulations, other._late
 
     @property
-    def reduced_names(self) -> list[str]:
-        """Names of the parameters that are reduced over processes where there are others."""
-        return self.names[: self.trained.num_reduced]
-
-    @property
     def unfinished(self) -> bool:
         """Whether a round has begun and not ended."""
         return self._round is not None
@@ -394,7 +389,7 @@ class Reducer:
         if self.guard is not None:
             if round_.exchange is not None:
                 # Before all ranks tell each other what it has found, in the same order.
-                self._take_vote(round_)
+                self._vote = round_.vote()
             self.guard.judge(nonfinite, round_)
         if round_.reduces or self.processes is None:
             self._after_first()
@@ -448,12 +443,8 @@ class Reducer:
     def _given(self, round_: Round) -> None:
         """Nothing can fail any more: vote, and note that this process has its gradients."""
         assert self.processes is not None
-        self._take_vote(round_)
+        self._vote = round_.vote()
         self.processes.progress.gave()
-
-    def _take_vote(self, round_: Round) -> None:
-        assert round_.exchange is not None
-        self._vote = round_.vote(round_.exchange)
 
     @torch.no_grad()
     def _end(self, round_: Round) -> None:

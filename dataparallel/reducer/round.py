@@ -44,14 +44,14 @@ from dataparallel.errors import describe_names
 from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
-from dataparallel.reducer.exchange import late_error
+from dataparallel.reducer.exchange import Vote, late_error
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
+    from dataparallel.reducer.exchange import Exchange, ReducerProcesses
 
 
 @dataclass(eq=False)
@@ -337,7 +337,7 @@ class Round:
             self.guard.look_at_flats(flats)
         used, nonfinite = list(self.used), False
         if waits or votes or late or 0 in used[:count]:
-            answer = self.vote(exchange, late).read()
+            answer = self.vote(late).read()
             if answer.late and answer.in_time and not (waits or votes):
                 raise self._unreduced(answer.late)
             used[:count] = [
@@ -354,15 +354,17 @@ class Round:
         self.accumulated.after_synchronized()
         return nonfinite
 
-    def vote(self, exchange: Exchange, late: Collection[int] = ()) -> Vote:
-        """The vote of this rank, which is launched once."""
+    def vote(self, late: Collection[int] = ()) -> Vote:
+        """The vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
+            assert self.processes is not None
             count = self.buckets.num_reduced
             # What an unused one holds may be this process's own.
             held = (
                 bytes(self.accumulated.sent()[:count]) if 0 in self.used[:count] else bytes(count)
             )
-            self._vote = exchange.vote(
+            self._vote = Vote(
+                self.processes.control,
                 bytes(self.used[:count]),
                 held,
                 late,

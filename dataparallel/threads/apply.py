@@ -78,7 +78,7 @@ def parallel_apply(
         functools.partial(module, *(args if isinstance(args, (tuple, list)) else (args,)), **named)
         for module, args, named in zip(modules, inputs, kwargs, strict=True)
     ]
-    return apply_replicas(calls, places, compiled=_compiled)
+    return apply_replicas(calls, places)
 
 
 def _check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
