@@ -158,7 +158,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     ),
     *(
         (getattr(torch.nn.Module, name), getattr(dataparallel.DataParallel, name))
-        for name in ("named_parameters", "named_buffers", "load_state_dict")
+        for name in ("named_parameters", "named_buffers")
     ),
 ]
 

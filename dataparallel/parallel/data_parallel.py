@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -47,7 +47,7 @@ from dataparallel.errors import chosen, suggesting
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import Loss, Weight, arguments, prepare
-from dataparallel.parallel.prefix import NamesOfModule
+from dataparallel.parallel.prefix import StateNames
 from dataparallel.parallel.signature import with_signature_of_module
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
@@ -64,7 +64,7 @@ _log = logging.getLogger("dataparallel")
 
 
 @suggesting
-class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
+class DataParallel(nn.DataParallel[ModuleT]):
     """Run a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch. The
@@ -112,7 +112,8 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
     Attributes:
         timeline: Tells listeners in which phase the replicas are.
         module: The wrapped module. ``state_dict()`` and the names of parameters and buffers are
-            the module's own. If the wrapper lacks an attribute, it looks it up on the module.
+            the module's own; ``load_state_dict()`` takes names with a ``module.`` prefix, too. If
+            the wrapper lacks an attribute, it looks it up on the module.
         device_ids: The device of each replica.
 
     Raises:
@@ -140,7 +141,6 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
         split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        self._give_names_back()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
         devices = parse_devices(device_ids)
@@ -150,6 +150,7 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
         self.module = module
+        self._names = StateNames(self)
         self.device_ids: list[torch.device] = list(devices)  # type: ignore[assignment]
         # A torch.device, or "each"; torch declares an int.
         self.output_device: Any = (
@@ -393,6 +394,22 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
 
     # --- what the wrapper shows of the module --------------------------------------------------
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under the module's own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers under the module's own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self._names.load(self.module, state_dict, prefix, errors=rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -506,7 +523,6 @@ class DataParallel(NamesOfModule, nn.DataParallel[ModuleT]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["_runner"], state["timeline"], state["_splitter"]
-        state.pop("_loading", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -242,8 +242,6 @@ def _run(
     with timeline.span("scatter"), runner.quiet():
         must = call.weighs and not (loss is None and callable(model.scalars))
         chunks = model._split(inputs, kwargs, must=must)
-        if loss is not None:
-            loss.check(kwargs, chunks.kwargs)
     if model._splitter is None or not model._splitter.is_repeating:
         timeline.call(chunks.sizes)
     direct = len(runner.devices) == 1 if training is None else training.direct
