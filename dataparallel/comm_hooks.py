@@ -1,26 +1,21 @@
-"""Communication hooks, with the signature of torch's.
-
-Each reduces the buckets of a wrapper over processes, in place of the all-reduce. They are for
-``register_comm_hook`` of this package's wrappers, where they have names too, and of
-``torch.nn.parallel.DistributedDataParallel``.
+"""Torch's communication hooks that have names here, to be called by hooks of your own.
 
 Example::
 
-    from dataparallel.comm_hooks import bf16_compress_hook
+    from dataparallel.comm_hooks import allreduce_hook
 
-    model.register_comm_hook(process_group, bf16_compress_hook)
+    def hook(group, bucket):
+        bucket.buffer().clamp_(-1, 1)
+        return allreduce_hook(group, bucket)
+
+    model.register_comm_hook(None, hook)
 """
 
-from dataparallel.reducer.comm_hooks import (
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
-    noop_hook,
 )
 
-__all__ = [
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "noop_hook",
-]
+__all__ = ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "noop_hook"]

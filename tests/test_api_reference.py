@@ -28,7 +28,6 @@ ENTRIES = {
 }
 MODULES = [
     "dataparallel",
-    "dataparallel.comm_hooks",
     "dataparallel.kernels",
     *(
         f"dataparallel.{name}"

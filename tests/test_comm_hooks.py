@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -91,8 +92,13 @@ def test_what_is_accepted(hook: Hook, view: bool) -> None:
     check(reduced(hook, gradient_as_bucket_view=view), numbers(2))
 
 
-@pytest.mark.parametrize("name", ["allreduce", "FP16_compress", "bf16_compress", "noop"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(["allreduce", "noop"], [torch.float32, torch.complex64]),
+        *itertools.product(["FP16_compress", "bf16_compress"], [torch.float32, torch.float64]),
+    ],
+)
 def test_hooks_by_name(name: str, dtype: torch.dtype) -> None:
     check(reduced(name, dtype=dtype), numbers(dtype=dtype))
 
@@ -108,16 +114,13 @@ def test_torchs_types_register_themselves(kind: DDPCommHookType) -> None:
 
 
 def one_argument(bucket: Any) -> None: ...
-def keyword_only(state: object, *, bucket: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("hook", "kind", "message"),
     [
-        (3, TypeError, r"callable as hook\(state, bucket\), but got 3 of type int; .*'allreduce'"),
-        (one_argument, TypeError, r"one_argument\(.* is called as hook\(state, bucket\), with two"),
-        (keyword_only, TypeError, "too many positional arguments; bind the others"),
-        (functools.partial(keyword_only, 1), TypeError, "too many positional arguments; bind"),
+        (3, TypeError, r"callable as hook\(state, bucket\), but got 3; pass .*'allreduce'"),
+        (one_argument, TypeError, r"(?s)2 were given.*in the communication hook for bucket 0 \("),
         ("sum", ValueError, r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"),
     ],
 )
@@ -135,7 +138,7 @@ def test_a_bucket_has_the_methods_of_torchs() -> None:
 
     def hook(state: object, bucket: Any) -> Future[Tensor]:
         assert theirs <= set(dir(bucket))
-        assert repr(bucket).startswith("GradBucket(index=0, numel=38, dtype=torch.float32, names=[")
+        assert repr(bucket) == "bucket 0 (weight, images, turned)"
         return completed(bucket.buffer())
 
     reduced(hook)
@@ -176,21 +179,20 @@ def test_a_hook_may_resize_the_buffer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffer", "kind", "message"),
+    ("buffer", "message"),
     [
-        (torch.zeros(5), ValueError, r"shape \(5,\) and .*, but its gradients have 38 elements; p"),
-        (torch.zeros(38, 1), ValueError, r"shape \(38, 1\) and stride .* have 38 elements"),
-        (torch.zeros(76)[::2], ValueError, r"stride \(2,\), but .*; pass a contiguous tensor"),
-        ([1.0], TypeError, "bucket 0 cannot have a buffer of type list; pass a tensor with 38"),
+        (torch.zeros(5), r"bucket 0 \(.* shape \(5,\) and .*; pass a contiguous tensor of .*38"),
+        (torch.zeros(38, 1), r"shape \(38, 1\) and stride .* shape \(38,\)"),
+        (torch.zeros(76)[::2], r"stride \(2,\); pass a contiguous tensor"),
     ],
 )
-def test_buffers_without_gradients(buffer: Any, kind: type[Exception], message: str) -> None:
+def test_buffers_without_gradients(buffer: Tensor, message: str) -> None:
     def hook(state: object, bucket: Any) -> Future[Tensor]:
         bucket.set_buffer(buffer)
         bucket.gradients()
         return completed(buffer)
 
-    with pytest.raises(kind, match=message):
+    with pytest.raises(ValueError, match=message):
         reduced(hook)
 
 
@@ -257,30 +259,31 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "message"),
     [
-        (lambda t: t[:5], ValueError, r"of shape \(5,\), torch.float32 on cpu, but bucket 0 \(\w+"),
-        (lambda t: t.view(2, 19), ValueError, r"shape \(2, 19\), .* has shape \(38,\)"),
-        (lambda t: t.int(), ValueError, "torch.int32 on cpu, but .* has .* torch.float32 on cpu"),
-        (lambda t: t.to(torch.complex64), ValueError, "torch.complex64 on cpu, but .* has .*floa"),
-        (lambda t: t.to("virtual:1"), ValueError, "on virtual:1, but .* torch.float32 on cpu; ret"),
-        (lambda t: t.to_sparse(), ValueError, "on cpu, torch.sparse_coo, but .* torch.float32"),
-        (lambda t: None, TypeError, r"must have a tensor, or a list of one, but has None for buck"),
-        (lambda t: [], TypeError, r"but has a list of 0 \(empty\) for"),
-        (lambda t: [t, t], TypeError, r"but has a list of 2 \(Tensor\) for"),
+        (lambda t: t[:5], r"torch.float32 of shape \(5,\) on cpu"),
+        (lambda t: t.view(2, 19), r"shape \(2, 19\)"),
+        (lambda t: t.int(), "torch.int32"),
+        (lambda t: t.to(torch.complex64), "torch.complex64"),
+        (lambda t: t.to("virtual:1"), "on virtual:1"),
+        (lambda t: t.to_sparse(), "on cpu, torch.sparse_coo"),
+        (lambda t: None, "a NoneType"),
+        (lambda t: [], "a list"),
+        (lambda t: [t, t], "a list"),
     ],
 )
 def test_values_that_are_not_like_the_buffer(
-    change: Callable[[Tensor], object], kind: type[Exception], message: str
+    change: Callable[[Tensor], object], message: str
 ) -> None:
-    with pytest.raises(kind, match=message):
+    text = r"bucket 0 \(.* torch.float32 of shape \(38,\) on cpu, torch.strided, .* its future has "
+    with pytest.raises(ValueError, match=text + ".*" + message):
         reduced(lambda state, bucket: completed(change(bucket.buffer())))
 
 
 @pytest.mark.parametrize("returned", [None, torch.ones(1)])
 def test_what_is_no_future(returned: object) -> None:
-    what = "None" if returned is None else "a Tensor"
-    text = rf"but returned {what} for bucket 0 \(.*; return work.get_future\(\), or put a tensor"
+    what = type(returned).__name__
+    text = rf"of bucket 0 \(.* but returned a {what}; return work.get_future\(\), or put a tensor"
     with pytest.raises(TypeError, match=text):
         reduced(lambda state, bucket: returned)
 
@@ -321,8 +324,8 @@ def test_an_error_tells_the_bucket(hook: Hook, kind: type[Exception], message: s
 def test_a_future_that_nobody_completes() -> None:
     begin = time.monotonic()
     text = (
-        r"hook \S+ did not finish bucket 0 \(\w+, \w+, \w+\) within 0.2 s in rank 0 of 1, for "
-        "which the backward waits: nobody has completed its future; make sure"
+        r"hook \S+ for bucket 0 \(\w+, \w+, \w+\) in rank 0 did not complete its future within "
+        "0.2 s; make sure"
     )
     with pytest.raises(TimeoutError, match=text):
         reduced(lambda state, bucket: Future(), timeout=0.2)

@@ -5,14 +5,14 @@ Note [Who decides]
 NaN and infinity of any process are in a plain sum or average over all of them, and so is a sum that
 overflows. So the results of a round decide, which are the same in every process: nobody has to be
 asked. A communication hook may swallow a NaN, or give each process a result of its own, and what
-stays in one process is in no sum. Then each process says in the collective that ends the round
-whether something is not finite in what it has computed, or got from the hook. Either way the host
-waits once for the devices, at the end of the round.
+stays in one process is in no sum. Then each process says in the vote of the round whether something
+is not finite in what it has sent or received. Either way the host waits once for the devices, at
+the end of the round.
 
 The gradients of each replica are looked at before they are added up, since sums in place destroy
-the evidence: one norm for each, in the thread that has computed them. On an accelerator the norms
-are read only if something was found, to name rank, replica and parameter. What a backward under
-``no_sync()`` has left in ``.grad`` is a part of the round that reduces it: it is decided there.
+the evidence: one norm for each, in the thread that has computed them. These norms only tell which
+replica is to be named; on an accelerator they are not read before something was found. A backward
+under ``no_sync()`` is a part of the round that reduces what it leaves: it is decided there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
-from dataparallel.errors import MOST, chosen, listed
+from dataparallel.errors import chosen, listed
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.buckets import Buckets, MaybeTensor
+from dataparallel.reducer.buckets import Bucket, MaybeTensor
 
 if TYPE_CHECKING:
     from dataparallel.reducer.exchange import ReducerProcesses
@@ -40,14 +40,6 @@ if TYPE_CHECKING:
 NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 _log = logging.getLogger("dataparallel")
-
-# The places of what is not finite, beside the replicas.
-_SUM = "the sum"
-_HOOK = "what a hook on a parameter has returned"
-_COMM_HOOK = "what the communication hook has returned"
-_UNREDUCED = "what .grad held from under no_sync()"
-_BEFORE = "what .grad held before the backward"
-_OUTSIDE = "what came from outside of the wrapper's forward"
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -76,19 +68,18 @@ class NonFinitePolicy:
         """Raise a ValueError where gradients are looked at: optimizers step before that."""
         if self.looks:
             raise ValueError(
-                f"nonfinite={self.action!r} and optimizers in backward do not go together: when a "
-                "gradient is found that is not finite, other parameters have taken their step "
-                "already; leave nonfinite at 'ignore', or take the step after backward"
+                f"nonfinite={self.action!r} and optimizers in backward do not go together: some "
+                "parameters have taken their step when a gradient is found that is not finite; "
+                "leave nonfinite at 'ignore', or take the step after backward"
             )
 
     def refuse_kept_nan(self, hook: str) -> None:
         """Raise a ValueError where training is to go on after a NaN, which a hook remembers."""
         if self.action == "skip":
             raise ValueError(
-                f"nonfinite='skip' and the communication hook {hook} do not go together: it adds "
-                "what it has rounded away to the next steps, so that after one NaN all of them "
-                "would be skipped; leave nonfinite at 'ignore', pass 'raise', or use another hook, "
-                "such as 'bf16_compress'"
+                f"nonfinite='skip' and the communication hook {hook} do not go together: it keeps "
+                "what it has rounded away for the next steps, so one NaN would spoil all of them; "
+                "pass 'raise', or use another hook, such as 'bf16_compress'"
             )
 
     def count_again_from(self, num_skipped: int) -> None:
@@ -110,22 +101,6 @@ class NonFinitePolicy:
         )
 
 
-class _Look(NamedTuple):
-    """Gradients of one place, and the largest element of each, which tells what is not finite."""
-
-    place: str
-    indices: list[int]
-    largest: torch.Tensor
-
-    def found(self) -> list[tuple[int, str]]:
-        """The parameters with a gradient that is not finite, and of which kind; may wait."""
-        return [
-            (index, "NaN" if math.isnan(number) else "infinity")
-            for index, number in zip(self.indices, self.largest.tolist(), strict=True)
-            if not math.isfinite(number)
-        ]
-
-
 class Guard:
     """Looks for gradients that are not finite in the rounds of one reducer."""
 
@@ -144,220 +119,173 @@ class Guard:
         self.use_devices(devices)
         #: Whether each process has to say what it found: its results may be others.
         self.votes = False
-        self._looks: list[_Look] = []
-        # Those of backwards under no_sync(), until the round that reduces what they have left.
-        self._kept: list[_Look] = []
+        # By backward, also those under no_sync() until the round that reduces what they leave.
+        self._evidence: list[list[_Look]] = []
+        # Of what this process sends and receives, where it has to say.
+        self._own: list[_Look] = []
 
     def use_devices(self, devices: Sequence[torch.device]) -> None:
         """Name the replicas after other devices from now on."""
         self._places = [f"replica {i} ({device})" for i, device in enumerate(devices)]
 
-    # --- in a round ------------------------------------------------------------------------------
-
-    def begin(
-        self,
-        buckets: Buckets,
-        accumulated: Accumulated,
-        *,
-        stays: bool,
-        hooked: bool,
-        local: bool,
-    ) -> None:
+    def begin(self, accumulated: Accumulated, *, stays: bool, votes: bool) -> None:
         """Begin a round; if its gradients stay and others are added, a later one decides."""
-        self._buckets = buckets
-        self._accumulated = accumulated
-        # In a context where nothing is to be reduced there is no later round.
-        self._stays = stays and (accumulated.any or accumulated.home.context_id is None)
-        self._hooked, self.votes = hooked, hooked or local
-        self._looks = []
-        if all([grad is None for grad in accumulated.home.read(self._originals)]):
-            self._kept = []
-        elif not stays and any(accumulated.sent()):
-            held = [accumulated.unreduced(index) for index in range(len(self._originals))]
-            self._look(_UNREDUCED if accumulated.any else _BEFORE, enumerate(held))
+        self._accumulated, self._stays, self.votes = accumulated, stays, votes
+        held = accumulated.home.read(self._originals)
+        if all([grad is None for grad in held]):
+            self._evidence = []
+        before = [] if stays else _looks(enumerate(held), "what .grad held before the backward")
+        self._evidence += [before, []]
+        # Of parameters that stay in this process it is not sent.
+        self._own = before.copy()
 
-    def look(self, replica: int, bucket: int, grads: Sequence[MaybeTensor]) -> None:
-        """Look at the gradients of a bucket of one replica, in any thread."""
-        members = self._buckets.plan.buckets[bucket]
-        self._look(self._places[replica], zip(members, grads, strict=True))
+    def look_at_replica(self, replica: int, bucket: Bucket, grads: Sequence[MaybeTensor]) -> None:
+        """Look at gradients of one replica, in any thread."""
+        members = zip(bucket.indices, grads, strict=True)
+        self._evidence[-1].extend(_looks(members, self._places[replica]))
 
-    def look_after_hook(self, index: int, grad: torch.Tensor) -> None:
-        """Look at what hooks of the user have made of a sum over replicas: it is what counts."""
-        self._look(_HOOK, [(index, grad)])
+    def look_at_sent(self, members: Iterable[tuple[int, MaybeTensor]]) -> None:
+        """Look at what this process has computed, where it has to say whether it is finite."""
+        if self.votes:
+            self._own += _looks(members)
 
-    def look_at_outside(self, index: int, grad: torch.Tensor) -> None:
-        """Look at what a parameter has got from outside of the wrapper's forward."""
-        self._look(_OUTSIDE, [(index, grad)])
-
-    def look_at_flats(self, flats: Sequence[torch.Tensor]) -> None:
-        """Look at reduced buckets, where processes have to say what they found."""
-        for number, flat in enumerate(flats):
-            bucket = self._buckets.all[number]
+    def look_at_received(self, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> None:
+        """Look at reduced buckets, where processes have to say whether these are finite."""
+        for bucket, flat in zip(buckets, flats, strict=False) if self.votes else ():
             storage = bucket.storage
             views = [flat.coalesce()] if storage is None else storage.layout.views_of(flat)
-            place = _COMM_HOOK if self._hooked else _SUM
-            self._look(place, zip(bucket.indices, views, strict=True))
-
-    @torch.no_grad()
-    def _look(self, place: str, members: Iterable[tuple[int, MaybeTensor]]) -> None:
-        for device, (indices, grads) in _by_device(members).items():
-            # On the CPU nobody waits for the answer, so what is finite needs no record. That a hook
-            # was there has to be known.
-            kept = is_accelerator(device) or place == _HOOK
-            if kept or not math.isfinite(norms_of(grads).sum()):
-                self._looks.append(_Look(place, indices, norms_of(grads, math.inf)))
-
-    # --- at its end ------------------------------------------------------------------------------
+            self._own += _looks(zip(bucket.indices, views, strict=True))
 
     def found(self) -> bool:
-        """Whether a gradient of this process is not finite, those of its buckets included."""
-        return not _are_finite([look.largest for look in self._looks]) and bool(self._findings())
+        """Whether something that this process sends or has received is not finite."""
+        return not _are_finite(self._own)
 
     def judge(self, found: bool, round_: Round) -> None:
         """End a round; drop its gradients in all processes if the vote or the results say so."""
         if self._stays:
-            self._kept += self._looks
             return
-        if not found and not self.votes:
-            sums = self._spoiled_results(round_)
-            self._looks += sums
-            found = bool(sums)
-        told = _told(self._findings()) if found else []
-        self._kept = []
+        evidence, self._evidence = self._evidence, []
+        looks, self._own = self._own, []
+        if not self.votes:
+            looks = list(_looks(enumerate(self._totals(round_))))
+            found = not _are_finite(looks)
         if not found:
             return
         round_.withdraw()
+        kinds = dict(one for look in looks for one in look.found())
+        named = {"": [self._named(*one) for one in kinds.items()]}
+        for backward in evidence:
+            # A hook of the user may have repaired others.
+            seen = [(look.place, *one) for look in backward for one in look.found()]
+            for place, index, kind in seen:
+                if index in kinds:
+                    named.setdefault(place, []).append(self._named(index, kind))
+            # Afterwards .grad holds it, which later gradients are added to.
+            for _, index, _ in seen:
+                kinds.pop(index, None)
+        told = {place: listed(names) for place, names in sorted(named.items()) if names}
         gathered = [told]
         if self._processes is not None:
             control = self._processes.control
             gathered = control.all_gather_json(told, what="which gradients are not finite")
         self.policy.act(_describe(gathered))
 
+    def _named(self, index: int, kind: str) -> str:
+        return f"{self._names[index]} ({kind})"
+
     @torch.no_grad()
-    def _spoiled_results(self, round_: Round) -> list[_Look]:
-        """The gradients of the round that are not finite; the host waits once if all are."""
+    def _totals(self, round_: Round) -> Iterator[MaybeTensor]:
+        """What the originals' gradients are to be."""
         held = self._accumulated.home.read(self._originals)
-        totals: list[tuple[int, MaybeTensor]] = []
         for index, (total, grad) in enumerate(zip(round_.result, held, strict=True)):
             if index in round_.in_place:
                 total = grad
             elif total is not None and grad is not None and total.layout == grad.layout:
                 total = grad.detach() + total
-            if total is not None and total.is_sparse:
-                # What a row got several times may be too large together.
-                total = total.coalesce()
-            totals.append((index, total))
-        groups = _by_device(totals).values()
-        if _are_finite([norms_of(grads) for _, grads in groups]):
-            return []
-        # Or only squares are infinite.
-        looks = [_Look(_SUM, indices, norms_of(grads, math.inf)) for indices, grads in groups]
-        return [look for look in looks if look.found()]
-
-    def _findings(self) -> list[tuple[str, str]]:
-        """The places of what is not finite in this process, and the parameters; may wait."""
-        found = [(look.place, index, kind) for look in self._looks for index, kind in look.found()]
-        held = {index for place, index, _ in found if place in (_UNREDUCED, _BEFORE)}
-        hooked = {index for look in self._looks if look.place == _HOOK for index in look.indices}
-        # What is in .grad may be known from when it came there.
-        earlier = [(look.place, *each) for look in self._kept for each in look.found()]
-        shown = [each for each in earlier if each[1] in held]
-        known = {index for _, index, _ in shown}
-        for place, index, kind in found:
-            if place in (_UNREDUCED, _BEFORE):
-                is_told = index in known
-            elif place == _HOOK or place in self._places:
-                # What was in .grad before may be in it; and hooks have the last word.
-                is_told = index in held or (index in hooked and place != _HOOK)
-            else:
-                is_told = False
-            if not is_told:
-                shown.append((place, index, kind))
-        return [(place, f"{self._names[index]} ({kind})") for place, index, kind in shown]
+            # What a row of a sparse gradient got several times may be too large together.
+            yield total.coalesce() if total is not None and total.is_sparse else total
 
 
-def _told(findings: Iterable[tuple[str, str]]) -> list[Any]:
-    """What one process tells the others: per place, names and how many there are."""
-    by_place: dict[str, list[str]] = {}
-    for place, text in findings:
-        by_place.setdefault(place, []).append(text)
-    return [[place, texts[:MOST], len(texts)] for place, texts in sorted(by_place.items())]
-
-
-def _describe(told: Sequence[Sequence[Any]]) -> str:
+def _describe(told: Sequence[dict[str, str]]) -> str:
     """What is not finite, from what each process has told, in the order of ranks."""
-    places: list[str] = []
-    sums: list[str] = []
-    for rank, entries in enumerate(told):
-        process = f"rank {rank} of {len(told)}, " if len(told) > 1 else ""
-        for place, names, number in entries:
-            text = listed(names, number=number)
-            if place != _SUM:
-                places.append(f"{process}{place}: {text}")
-            elif text not in sums:
-                sums.append(text)
-    if places:
-        return f"gradients are not finite on {'; on '.join(places)}"
+    labels = [f"rank {rank} of {len(told)}" for rank in range(len(told))]
+    replicas = [
+        f"{label}, {place}: {names}" if len(told) > 1 else f"{place}: {names}"
+        for label, each in zip(labels, told, strict=True)
+        for place, names in each.items()
+        if place
+    ]
+    if replicas:
+        return f"gradients are not finite on {'; on '.join(replicas)}"
+    sums = [each.get("", "") for each in told]
+    if len(set(sums)) > 1:
+        sums = [f"on {label}: {names}" for label, names in zip(labels, sums, strict=True) if names]
     return (
-        "sums of gradients are not finite, although each gradient is: they are too large for "
-        f"their dtype, or .grad held something else before ({'; '.join(sums)})"
+        "sums of gradients are not finite, although the gradient of each replica is: "
+        f"{'; '.join(dict.fromkeys(sums))}. They are too large for their dtype, or a hook has "
+        "returned them, or .grad held or got them from elsewhere"
     )
 
 
-# --- norms -----------------------------------------------------------------------------------
+# --- which gradients are finite --------------------------------------------------------------
 
 
-def norms_of(gradients: Sequence[torch.Tensor], order: float | None = None) -> torch.Tensor:
-    """A norm of each gradient, in one tensor on their device, without waiting for it.
+class _Look(NamedTuple):
+    """The largest elements of some gradients, which are finite only if these are."""
 
-    It is finite only if the gradient is. That of order infinity is the largest element: NaN if
-    there is one. Where no order is asked for, squares are added up on the CPU, which is faster, and
-    may be infinite for finite numbers.
-    """
-    # The largest element of nothing is an error, and sparse gradients may have no rows.
-    plain = [[part for part in _plain(grad) if part.numel()] for grad in gradients]
-    flat = [part for parts in plain for part in parts]
-    if not flat:
-        return torch.zeros(len(plain), device=gradients[0].device)
-    if order is None:
-        order = math.inf if is_accelerator(flat[0].device) else 2
-    wide = torch.float32 if order == 2 and flat[0].dtype.itemsize < 4 else None
-    norms = torch_internals.foreach_norm(flat, order, wide)
-    if all(len(parts) == 1 for parts in plain):
-        return torch.stack(norms)
-    left, zero = iter(norms), norms[0].new_zeros(())
-    each = [[next(left) for _ in parts] or [zero] for parts in plain]
-    return torch.stack([torch.stack(parts).max() for parts in each])
+    place: str
+    indices: list[int]
+    largest: torch.Tensor
+
+    def found(self) -> list[tuple[int, str]]:
+        """The parameters with a gradient that is not finite, and of which kind; may wait."""
+        return [
+            (index, "NaN" if math.isnan(number) else "infinity")
+            for index, number in zip(self.indices, self.largest.tolist(), strict=True)
+            if not math.isfinite(number)
+        ]
 
 
-def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
-    """Whether all norms are, with one wait for all devices."""
-    if not norms:
+@torch.no_grad()
+def _looks(members: Iterable[tuple[int, MaybeTensor]], place: str = "") -> list[_Look]:
+    """Look at gradients, each with the index of its parameter, without waiting for a device."""
+    groups: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
+    for index, grad in members:
+        for part in () if grad is None else _parts(grad.detach()):
+            indices, parts = groups.setdefault((part.device, part.dtype), ([], []))
+            indices.append(index)
+            parts.append(part)
+    return [
+        _Look(place, indices, torch.stack(torch_internals.foreach_norm(parts, math.inf)))
+        for indices, parts in groups.values()
+        if is_accelerator(parts[0].device) or not _are_small(parts)
+    ]
+
+
+def _are_small(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether squares on the CPU are finite, which is faster to see there than the largest."""
+    wide = torch.float32 if parts[0].dtype.itemsize < 4 else None
+    norms = torch_internals.foreach_norm(parts, 2, wide)
+    return math.isfinite(torch.stack(norms).sum())
+
+
+def _are_finite(looks: Sequence[_Look]) -> bool:
+    """Whether all gradients are, with one wait for all devices."""
+    if not looks:
         return True
-    together = torch.cat([each.to(norms[0].device, norms[0].dtype) for each in norms])
+    first = looks[0].largest
+    together = torch.cat([look.largest.to(first.device, first.dtype) for look in looks])
     return bool(together.isfinite().all())
 
 
-def _by_device(
-    members: Iterable[tuple[int, MaybeTensor]],
-) -> dict[torch.device, tuple[list[int], list[torch.Tensor]]]:
-    """The gradients that have elements, and the indices of their parameters."""
-    groups: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
-    for index, grad in members:
-        if grad is not None and grad.numel():
-            indices, grads = groups.setdefault(grad.device, ([], []))
-            indices.append(index)
-            grads.append(grad.detach())
-    return groups
-
-
-def _plain(tensor: Any) -> Iterator[torch.Tensor]:
-    """The strided tensors of real numbers that a gradient consists of."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            inner = getattr(tensor, name)
+def _parts(grad: Any) -> Iterator[torch.Tensor]:
+    """The strided tensors of real numbers that a gradient consists of, if they have elements."""
+    if torch_internals.is_wrapper(grad):
+        for name in grad.__tensor_flatten__()[0]:
+            inner = getattr(grad, name)
             if inner.is_floating_point() or inner.is_complex():
-                yield from _plain(inner)
+                yield from _parts(inner)
         return
-    numbers = torch_internals.sparse_values(tensor) if tensor.is_sparse else tensor
-    yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    numbers = torch_internals.sparse_values(grad) if grad.is_sparse else grad
+    if numbers.numel():
+        yield torch.view_as_real(numbers) if numbers.is_complex() else numbers

@@ -333,12 +333,13 @@ class Reducer:
         # Hooks that see gradients before the engine would must see all of them, too.
         seen = hooked and self._optimizers is None and (self.guard or self.buckets.any_viewed)
         if self.guard is not None:
+            some_stay = self.trained.num_reduced < len(self.names)
+            in_grad = accumulated.home.context_id is None
             self.guard.begin(
-                self.buckets,
                 accumulated,
-                stays=not synchronize,
-                hooked=exchange is not None and self._hook is not None,
-                local=exchange is not None and self.trained.num_reduced < len(self.names),
+                # In a context where nothing is to be reduced there is no later round.
+                stays=not synchronize and (accumulated.any or in_grad),
+                votes=exchange is not None and bool(self._hook or some_stay),
             )
         with self.accumulations.moving(accumulated.home):
             self.buckets.attach(accumulated, hooked, reduces=exchange is not None)

@@ -159,7 +159,7 @@ class Round:
         self._next[replica] = number + 1
         taken = self._rows[number][replica] = self.buckets.all[number].take(replica)
         if self.guard is not None:
-            self.guard.look(replica, number, taken)
+            self.guard.look_at_replica(replica, self.buckets.all[number], taken)
         with self._lock:
             if stream is not None:
                 self._streams[replica] = stream
@@ -185,7 +185,7 @@ class Round:
     def _add_late(self, bucket: Bucket, rows: list[Gradients]) -> None:
         if self.guard is not None:
             for replica, taken in enumerate(rows):
-                self.guard.look(replica, bucket.number, taken)
+                self.guard.look_at_replica(replica, bucket, taken)
         sums = self._hooked(bucket, local_sum(rows, bucket.home))
         came = {i: grad for i, grad in zip(bucket.indices, sums, strict=True) if grad is not None}
         if self.refuses_late:
@@ -259,17 +259,15 @@ class Round:
             return sums
         if bucket.is_viewed:
             sums = [None if grad is None else grad.clone() for grad in sums]
-        sums = self.user_hooks.run_all(bucket.indices, sums)
-        for index, grad in zip(bucket.indices, sums, strict=True):
-            if grad is not None and index in hooked and self.guard is not None:
-                self.guard.look_after_hook(index, grad)
-        return sums
+        return self.user_hooks.run_all(bucket.indices, sums)
 
     # --- sent ------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> None:
         """Send sums; where no other process waits for them, they may be used at once."""
         sums = self._sums[bucket.number]
+        if self.guard is not None:
+            self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
         if self.exchange is not None and bucket.reduces:
             self.exchange.submit(bucket, sums)
         elif self.optimizers is not None:
@@ -294,14 +292,9 @@ class Round:
 
     def _add_outside(self, index: int, grad: torch.Tensor) -> None:
         """Add what has come from outside of the wrapper."""
-        if index in self._through:
-            if self.guard is not None:
-                self.guard.look_after_hook(index, grad)
-        else:
+        if index not in self._through:
             self._outside = True
             self.late.add(index)
-            if self.guard is not None:
-                self.guard.look_at_outside(index, grad)
         self._add(index, grad)
 
     # --- received --------------------------------------------------------------------------------
@@ -333,8 +326,9 @@ class Round:
         for number in sorted(self._held):
             self._send(self.buckets.all[number])
         flats = exchange.receive()
-        if self.guard is not None and votes:
-            self.guard.look_at_flats(flats)
+        if self.guard is not None:
+            self.guard.look_at_sent(self._extra.items())
+            self.guard.look_at_received(self.buckets.all, flats)
         used, nonfinite = list(self.used), False
         if waits or votes or late or 0 in used[:count]:
             answer = self.vote(late).read()

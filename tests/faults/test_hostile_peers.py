@@ -48,7 +48,7 @@ class State:
     """What a user gives to a hook: it may hold anything."""
 
     def __init__(self, path: str) -> None:
-        self.process_group = None
+        self.process_group: Any = None
         self.held = Touch(path)
 
 
