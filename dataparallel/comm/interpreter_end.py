@@ -3,19 +3,19 @@
 Note [Threads at the end]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Before Python 3.14, a daemon thread that wants to go on in Python while the interpreter ends is
-ended by the C library there and then; where it comes out of an operation of torch, that ends the
+ended by the C library there and then. Where it comes out of an operation of torch, that ends the
 process: ``terminate called without an active exception``, exit status 134. A thread that only waits
-is left alone, and simply gone with the process.
+is left alone, and is simply gone with the process.
 
-So at the end of the interpreter, the threads that call this package wait in the next place where
-they come by (:func:`come_by`), for ever; replicas and workers end what they do. The end waits for
-that, as long as such a thread is inside of torch or of this package. It does not wait longer than
-``PATIENCE``: what takes so long will hardly come out of torch in the short time that is left.
+So the end of the interpreter waits as long as a thread that has called this package is inside of
+torch or of this package. Replicas end what they do, and callers stop for ever when they next come
+by. What takes longer than ``PATIENCE`` will hardly come out of torch in the time that is left.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -36,10 +36,10 @@ _OURS = tuple(
     for file in (os.path.dirname(__file__), torch.__file__)
 )
 
-# The threads that work, and for each the function of ours in which it rests, if it has one.
-_working: dict[int, CodeType | None] = {}
-_ending = False
-_registered = False
+#: The threads that work, and for each the function of ours in which it rests, if it has one.
+working: dict[int, CodeType | None] = {}
+#: Whether the interpreter ends.
+is_ending = False
 
 
 def come_by() -> None:
@@ -47,11 +47,9 @@ def come_by() -> None:
 
     The main thread may go on: it is the one that runs what others have registered for the end.
     """
-    thread = threading.get_ident()
-    if thread not in _working:
+    if not is_ending:
         start()
-    if _ending and thread != threading.main_thread().ident:
-        del _working[thread]
+    elif threading.current_thread() is not threading.main_thread():
         gate = threading.Lock()
         gate.acquire()
         gate.acquire()
@@ -59,14 +57,13 @@ def come_by() -> None:
 
 def start(rests_in: CodeType | None = None) -> None:
     """Tell that this thread works: the end waits while it is inside of torch or of this package."""
-    if not _registered:
-        _register()
-    _working[threading.get_ident()] = rests_in
+    _register()
+    working[threading.get_ident()] = rests_in
 
 
 def stop() -> None:
     """Tell that this thread works no longer: another one may get its number."""
-    _working.pop(threading.get_ident(), None)
+    working.pop(threading.get_ident(), None)
 
 
 def run_beside(work: Callable[[], object], name: str) -> threading.Thread:
@@ -84,24 +81,18 @@ def run_beside(work: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
+@functools.cache
 def _register() -> None:
-    # At the first use: what was registered before, by this package for one, comes after it.
-    global _registered
-    _registered = True
-    # Finalizers run at the end, too; their one entry there is made with the first of them.
-    weakref.finalize(_wait_for_threads, int).detach()
-    atexit.register(_wait_for_threads)
+    # At the first use: what was registered before, by this package for one, comes after it. So do
+    # finalizers, whose one entry is made with the first of them.
+    weakref.finalize(wait_for_threads, int).detach()
+    atexit.register(wait_for_threads)
 
 
-def come_first() -> None:
-    """Run before whatever has just been registered for the end of the interpreter."""
-    atexit.unregister(_wait_for_threads)
-    _register()
-
-
-def _wait_for_threads() -> None:
-    global _ending
-    _ending = True
+def wait_for_threads() -> None:
+    """Wait until no other thread is inside of torch or of this package, but not for long."""
+    global is_ending
+    is_ending = True
     deadline = time.monotonic() + PATIENCE
     idle_looks = 0
     # One look may meet a thread between two calls.
@@ -112,11 +103,11 @@ def _wait_for_threads() -> None:
 
 def _is_any_inside() -> bool:
     frames = sys._current_frames()
-    for thread, rests_in in list(_working.items()):
+    for thread, rests_in in list(working.items()):
         frame = frames.get(thread)
         # One that has ended has no frame.
-        rests = frame is None or frame.f_code is rests_in or thread == threading.get_ident()
-        while frame is not None and not rests:
+        rests = frame is None or frame.f_code in (rests_in, come_by.__code__)
+        while frame is not None and not rests and thread != threading.get_ident():
             if frame.f_code.co_filename.startswith(_OURS):
                 return True
             frame = frame.f_back
@@ -125,4 +116,4 @@ def _is_any_inside() -> bool:
 
 if hasattr(os, "register_at_fork"):
     # The other threads exist in the parent alone.
-    os.register_at_fork(after_in_child=_working.clear)
+    os.register_at_fork(after_in_child=working.clear)

@@ -96,12 +96,12 @@ def extension() -> Extension:
     if _loaded is None:
         _loaded = cast(Extension, _EXTENSION.load())
         atexit.register(_end, _loaded)
-        interpreter_end.come_first()
     return _loaded
 
 
 def _end(native: Extension) -> None:
     """End the passes of this process: a thread that wants the interpreter later would abort it."""
+    interpreter_end.wait_for_threads()
     native.set_process_worker(None)
     native.wait_for_threads(_AT_EXIT)
 

@@ -22,7 +22,6 @@ from dataparallel.batch.scatter import SharedObjects, move
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
-from dataparallel.comm import interpreter_end
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
 from dataparallel.parallel.buffers import BufferPolicy, merge_mean
@@ -221,7 +220,6 @@ def run(
     model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
-    interpreter_end.come_by()
     refuse_transforms(len(model.device_ids))
     if call.training is None:
         check_placement(model.module, model.device_ids[0])

@@ -251,12 +251,13 @@ class WorkerPools:
             workers = self._idle.pop()
         except IndexError:
             workers = Workers()
+        if interpreter_end.is_ending or threading.get_ident() not in interpreter_end.working:
+            interpreter_end.come_by()
         call = _Call(tasks)
         try:
             workers.start(call, len(tasks))
             while not call.wait(_WAIT):
                 interpreter_end.come_by()
-            interpreter_end.come_by()
         except BaseException:
             call.cancel()
             try:
