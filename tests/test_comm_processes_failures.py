@@ -23,7 +23,7 @@ Numbers = list[Any]
 
 
 def miss_a_collective(rank: int, world_size: int, missing: int) -> Numbers:
-    link = ProcessLink(purpose="reducer", timeout=0.4, checks="off")
+    link = ProcessLink(purpose="reducer", timeout=0.4)
     link.broadcast(torch.ones(2), 0, what="buffers").wait()
     if rank == missing:
         time.sleep(1.9)
@@ -70,7 +70,7 @@ def test_a_timeout_says_who_is_missing(cluster: Cluster, missing: int) -> None:
 
 
 def run_in_another_order(rank: int, world_size: int) -> BaseException | None:
-    link = ProcessLink(purpose="reducer", timeout=1, checks="off")
+    link = ProcessLink(purpose="reducer", timeout=1)
     try:
         if rank == 0:
             link.all_reduce(torch.ones(2), what="bucket 0").wait()
@@ -94,8 +94,8 @@ def test_a_timeout_says_where_the_others_are(cluster: Cluster) -> None:
 
 
 def wait_in_two_links(rank: int, world_size: int) -> str:
-    sums = ProcessLink(purpose="reducer", timeout=0.4, checks="off")
-    control = ProcessLink(purpose="control", timeout=0.4, checks="off")
+    sums = ProcessLink(purpose="reducer", timeout=0.4)
+    control = ProcessLink(purpose="control", timeout=0.4)
     link = sums if rank == 0 else control
     try:
         link.all_reduce(torch.ones(2), what="numbers").wait()
@@ -118,7 +118,7 @@ def test_a_timeout_finds_who_waits_in_another_link(cluster: Cluster) -> None:
 
 
 def come_late(rank: int, world_size: int) -> BaseException | None:
-    link = ProcessLink(purpose="reducer", timeout=1, checks="off")
+    link = ProcessLink(purpose="reducer", timeout=1)
     if rank == 1:
         time.sleep(1.2)
     try:

@@ -25,7 +25,7 @@ Numbers = list[Any]
 
 def reduce_several(rank: int, world_size: int) -> Numbers:
     # A check waits for the others for a moment.
-    link = ProcessLink(purpose="test", checks="off")
+    link = ProcessLink(purpose="test")
     if rank == 1:
         time.sleep(0.3)
     tensors = [torch.full((3,), float(i)) for i in range(8)]

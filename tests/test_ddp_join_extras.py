@@ -62,17 +62,16 @@ def test_who_has_no_gradients_breaks_no_promise(cluster: Cluster, flag: dict[str
 
 def _collectives(rank: int, world_size: int) -> tuple[int, int]:
     model = wrap(1)
-    control = model._training.processes.control
-    at_first = control.launched["all_reduce"]
+    processes: Any = model._training.processes
     with model.join():
         train(model, rank, 2 + rank)
-    return control.launched["all_reduce"] - at_first, control.launched["broadcast"]
+    return processes.join.launched["all_reduce"], processes.control.launched["all_reduce"]
 
 
 def test_number_of_small_collectives(cluster: Cluster) -> None:
-    # Per iteration the count, whose buffers, whether gradients are reduced, and the end of the
-    # round; no map of used parameters. Then a last count, and whose parameters.
-    assert cluster.run(_collectives, 2) == [(3 * 4 + 2, 1)] * 2
+    # Per iteration the count, whose buffers, whether gradients are reduced; then a last count, and
+    # whose parameters. And the vote of each round.
+    assert cluster.run(_collectives, 2) == [(3 * 3 + 2, 3)] * 2
 
 
 def _grads_after(rank: int, world_size: int, view: bool) -> tuple[bool, list[Tensor]]:
@@ -185,7 +184,7 @@ def _never_joins(rank: int, world_size: int) -> str:
 
 def test_waiting_for_others_ends(cluster: Cluster) -> None:
     message, _ = cluster.run(_never_joins, 2)
-    assert "how many processes have inputs left" in message
+    assert "makes the process group 'join' over ranks 0, 1, but rank 1 did not come" in message
 
 
 class _Fails(torch.autograd.Function):

@@ -39,9 +39,8 @@ from dataparallel.collectives.inplace import (
     traceable_collective_remaps,
 )
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.process_checks import named, set_checks
+from dataparallel.collectives.process_checks import CollectiveMismatch, named, set_checks
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.comm.checks import CollectiveMismatch
 
 __all__ = [
     "AsyncCollectiveTensor",

@@ -101,9 +101,7 @@ class HybridLink:
                 self.close()
             if self._link is None:
                 parent = self._parent()
-                self._link = ProcessLink(
-                    parent, timeout=self.timeout, purpose="hybrid", checks="off"
-                )
+                self._link = ProcessLink(parent, timeout=self.timeout, purpose="hybrid")
                 self._count = 0
                 # When the processes' own group is gone, this one goes too.
                 reference = weakref.ref(self)

@@ -28,7 +28,6 @@ from dataparallel.collectives.collective import (
 from dataparallel.collectives.members import bring, spread
 from dataparallel.collectives.reductions import mean_of, reduce_terms
 from dataparallel.collectives.wires import plan_reduction
-from dataparallel.comm.checks import Call
 from dataparallel.comm.link import ProcessLink
 
 
@@ -215,9 +214,10 @@ class HybridMembers:
         gives, gets = [n * width for n in gives], [n * width for n in gets]
         packed, into = sent.view(torch.uint8), arrived.view(torch.uint8)
         self.link.run(
-            Call("all_to_all", "", torch.uint8, (), what, gives, gets),
+            "all_to_all",
             packed,
             lambda group: dist.all_to_all_single(into, packed, gets, gives, group, async_op=True),
+            what=what,
         )
 
 

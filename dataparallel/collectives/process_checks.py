@@ -1,32 +1,142 @@
 """Collectives of the user's process groups: counted, and compared before they are launched.
 
-See Note [Checked collectives] in ``comm/checks.py``.
+Note [Checked collectives]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A backend matches collectives by their order alone. Others of the same shape give wrong numbers,
+other dtypes too, and other shapes end a process (gloo). So each rank writes into the store what it
+is about to launch, reads what the others write, and launches it when that goes together; if not,
+all of them raise the same error and nothing was launched. That costs as much as a small collective,
+so by default it is done for the first three collectives of a group, and for three after a
+difference. The package's own links need no checks: all that goes over one of them follows from what
+the processes compared when they made it.
+
+The ranks may come at different times. One that has waited for a moment launches, so that a program
+that waits for something else between a launch and its wait runs on. Those that come later compare,
+and report a difference as a failure, which ends the wait of the first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import json
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import torch
 import torch.distributed as dist
 
 from dataparallel.collectives.group_lookup import group_of
 from dataparallel.collectives.groups import Group, resolve
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.comm.checks import (
-    Call,
-    CheckMode,
-    CollectiveChecks,
-    CollectiveMismatch,
-    checked_mode,
-    set_default_mode,
-)
 from dataparallel.comm.failures import failures_of
 from dataparallel.comm.process_errors import CollectiveError, name_ranks
+from dataparallel.errors import chosen
 
+#: When collectives are compared: never; the first three, and three after a difference; or always.
+CheckMode: TypeAlias = Literal["off", "sampled", "always"]
+
+_FIRST = 3
+# Seconds that a rank waits for the others before it launches without an answer.
+_PATIENCE = 0.5
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.02
+# How many checks are kept in the store for those that come late.
+_KEPT = 64
+# Longer lists of sizes are cut in messages.
+_MOST_SIZES = 16
+
+_USABLE = (
+    "Nothing else was launched, so all processes can go on with the next collective once they "
+    "run the same ones in the same order"
+)
+_UNUSABLE = (
+    "Some were launched already, so the processes are at different collectives; close what they "
+    "belong to and make it anew in every process, and run the same collectives in the same order"
+)
+
+
+class CollectiveMismatch(CollectiveError):
+    """Processes were about to run different collectives; the message shows those of each rank.
+
+    Args:
+        message: The text.
+        usable: Whether the same processes can go on: nothing was launched.
+    """
+
+    def __init__(self, message: str = "", *, usable: bool = True) -> None:
+        super().__init__(message)
+        self.usable = usable
+
+
+class Call(NamedTuple):
+    """One collective, as one process calls it.
+
+    Attributes:
+        operation: Its name.
+        option: With what it reduces, or from which member it comes; empty if it has neither.
+        dtype: Of what this process gives, or its name; None if that is no tensor.
+        shape: Of what this process gives; empty where members may have others.
+        what: What it is about, the same in all members up to the first parenthesis.
+        gives: For each member, how much this one sends there; empty where nobody chooses.
+        gets: For each member, how much this one expects from there.
+    """
+
+    operation: str
+    option: str
+    dtype: torch.dtype | str | None
+    shape: Sequence[int]
+    what: str = ""
+    gives: Sequence[int] = ()
+    gets: Sequence[int] = ()
+
+
+_COMPARED = {
+    "operation": "operations",
+    "option": "options",
+    "dtype": "dtypes",
+    "shape": "shapes",
+    "what": "orders",
+}
+
+
+def _difference(calls: Sequence[Call]) -> str | None:
+    """In what the calls of the ranks differ: ``"shapes"``; None if they go together."""
+    for field, title in _COMPARED.items():
+        values = [str(getattr(call, field)) for call in calls]
+        if field == "what":
+            values = [value.partition(" (")[0] for value in values]
+        if len(set(values)) > 1:
+            return title
+    for i, one in enumerate(calls):
+        for j, size in enumerate(one.gives):
+            if j < len(calls) and calls[j].gets[i : i + 1] != [size]:
+                return "sizes"
+    return None
+
+
+def _describe(call: Call) -> str:
+    """``all_reduce (sum) of bucket 0 (a .. b), float32 (4, 3)``."""
+    text = call.operation
+    if call.option:
+        text += f" ({call.option})"
+    if call.what:
+        text += f" of {call.what}"
+    if call.dtype:
+        text += f", {str(call.dtype).removeprefix('torch.')} {tuple(call.shape)}"
+    if call.gives or call.gets:
+        text += f", sends {_sizes(call.gives)} and expects {_sizes(call.gets)}"
+    return text
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    more = ", ..." if len(sizes) > _MOST_SIZES else ""
+    return f"[{', '.join(map(str, sizes[:_MOST_SIZES]))}{more}]"
+
+
+_default_mode: CheckMode = "sampled"
 _name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
 
 
@@ -41,19 +151,19 @@ class GroupChecks:
     def __init__(self, group: dist.ProcessGroup, mode: CheckMode | None = None) -> None:
         #: What is known of failures of the other processes.
         self.failures = failures_of(group)
+        #: That of the last collective.
+        self.number = 0
+        self._mode = mode or _default_mode
+        self._until = _FIRST
+        self._checked = 0
         self._broken: str | None = None
         self._lock = threading.RLock()
+        self._purpose = f"process group {group.group_name}"
+        self._doing = f"compares its collectives for {self._purpose!r}"
         # A group that is made after another one of its name finds what that one has written.
         key = f"checks/made/{group.group_name}/{group.rank()}"
-        purpose = f"makes its first collective over {name_ranks(self.failures.ranks)}"
-        number = self.failures.ask(lambda store: store.add(key, 1), purpose)
-        name = f"process group {group.group_name}/{number}"
-        self._checks = CollectiveChecks(self.failures, name, mode)
-
-    @property
-    def number(self) -> int:
-        """That of the last collective."""
-        return self._checks.sequence
+        made = self.failures.ask(lambda store: store.add(key, 1), self._doing)
+        self._name = f"{self._purpose}/{made}"
 
     def before(self, call: Call) -> None:
         """Count a collective that comes next, and compare it with those of the other processes.
@@ -68,18 +178,70 @@ class GroupChecks:
                     "the processes of this group are at different collectives; make a new group in "
                     f"every process, or start them again. What happened: {self._broken}"
                 )
-            if name := _name.get():
-                call = call._replace(what=name)
-            try:
-                self._checks.before(call)
-            except CollectiveMismatch as error:
-                if not error.usable:
-                    self.give_up(error)
-                raise
+            self.number += 1
+            if self._mode == "off" or len(self.failures.ranks) == 1:
+                return
+            if self._mode == "always" or self.number <= self._until:
+                self._check(call._replace(what=_name.get() or call.what))
 
     def give_up(self, error: Exception) -> None:
         """Use the group no more, since a collective is still under way here."""
         self._broken = str(error)
+
+    def _check(self, call: Call) -> None:
+        self._checked += 1
+        self._write(call, left=False)
+        deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_PAUSE
+        while not self._all_go_together():
+            if time.monotonic() > deadline:
+                self._write(call, left=True)
+                # Who has come meanwhile may not have seen that.
+                self._all_go_together()
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._name}/check/{number}/{rank}"
+
+    def _write(self, call: Call, *, left: bool) -> None:
+        text = json.dumps([self.number, call._replace(dtype=call.dtype and str(call.dtype)), left])
+        number, rank = self._checked, self.failures.rank
+        self.failures.ask(lambda store: store.set(self._key(number, rank), text), self._doing)
+        if number > _KEPT:
+            old = self._key(number - _KEPT, rank)
+            self.failures.ask(lambda store: store.delete_key(old), self._doing)
+
+    def _all_go_together(self) -> bool:
+        """Whether all have come, and with the same collective."""
+        ranks = self.failures.ranks
+        keys = [self._key(self._checked, i) for i in range(len(ranks))]
+        texts = self.failures.ask(
+            lambda store: [store.get(key) for key in keys] if store.check(keys) else None,
+            self._doing,
+        )
+        if texts is None:
+            return False
+        said = [(number, Call(*call), left) for number, call, left in map(json.loads, texts)]
+        kind = _difference([call for _, call, _ in said])
+        if kind is None:
+            return True
+        self._until = self.number + _FIRST
+        usable = not any(left for _, _, left in said)
+        by_text: dict[str, list[int]] = {}
+        for (_, call, _), rank in zip(said, ranks, strict=True):
+            by_text.setdefault(_describe(call), []).append(rank)
+        lines = "".join(f"\n  {name_ranks(who)}: {text}" for text, who in by_text.items())
+        error = CollectiveMismatch(
+            f"the processes came with different {kind} to collective {said[0][0]} for "
+            f"{self._purpose!r}, which was not launched:{lines}\n"
+            f"{_USABLE if usable else _UNUSABLE}",
+            usable=usable,
+        )
+        if not usable:
+            self.give_up(error)
+            self.failures.report(error, "a comparison of collectives")
+        raise error
 
 
 _all: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupChecks] = weakref.WeakKeyDictionary()
@@ -109,18 +271,19 @@ def set_checks(mode: CheckMode, group: Group = None) -> None:
         set_checks("always")        # while looking for a mistake
 
     Args:
-        mode: ``"sampled"`` (the default): the first three collectives of a group, or steps of a
-            wrapper, and three after a mismatch. ``"always"``: all. ``"off"``: none.
-        group: The process group, as in the collectives themselves. Default: all groups and
-            wrappers that are used from now on.
+        mode: ``"sampled"`` (the default): the first three collectives of a group, and three after
+            a mismatch. ``"always"``: all. ``"off"``: none.
+        group: The process group, as in the collectives themselves. Default: all groups that are
+            used from now on.
 
     Raises:
         ValueError: ``mode`` is none of the three; or ``group`` is a group of replicas, which
             always compare their collectives.
     """
-    mode = checked_mode(mode)
+    global _default_mode
+    mode = chosen("checks", mode, get_args(CheckMode))
     if group is None:
-        set_default_mode(mode)
+        _default_mode = mode
         return
     name = resolve(group)
     if isinstance(name, LocalGroup):

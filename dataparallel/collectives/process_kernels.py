@@ -41,11 +41,10 @@ from torch import Tensor
 from dataparallel import torch_internals
 from dataparallel.collectives import pending
 from dataparallel.collectives.group_lookup import group_of as group_of
-from dataparallel.collectives.process_checks import checks_of
+from dataparallel.collectives.process_checks import Call, checks_of
 from dataparallel.collectives.process_work import ProcessWork, Start
 from dataparallel.collectives.reductions import mean_of, reduce_terms
 from dataparallel.collectives.wires import Reduction, Wire, plan_reduction
-from dataparallel.comm.checks import Call
 from dataparallel.comm.link import TAKEN
 
 # Dtypes with which torch computes on the CPU. The others are added, and so on, as something else.

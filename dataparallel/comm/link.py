@@ -61,7 +61,6 @@ from torch.distributed import constants
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
-from dataparallel.comm.checks import Call, CheckMode, CollectiveChecks
 from dataparallel.comm.failures import OWN, SLICE, failures_of, shared_store
 from dataparallel.comm.process_errors import (
     CollectiveError,
@@ -204,7 +203,6 @@ class ProcessLink:
         *,
         timeout: float | None = None,
         purpose: str,
-        checks: CheckMode | None = None,
     ) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
@@ -212,6 +210,7 @@ class ProcessLink:
         self.rank, self.world_size = parent.rank(), parent.size()
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.launched: Counter[str] = Counter()
+        self._sequence = 0
         self._failures = failures_of(parent)
         self._broken: str | None = None
         self._cause: Failure | None = None
@@ -233,7 +232,6 @@ class ProcessLink:
         # At exit all connections end anyway.
         self._finalizer.atexit = False
         self._failures.watch_over(self, self.name, self.timeout)
-        self.checks = CollectiveChecks(self._failures, self.name, checks)
         self._backends = {
             device.type: str(torch_internals.group_backend(self.group, device).name())
             for device in torch_internals.group_devices(self.group)
@@ -344,15 +342,12 @@ class ProcessLink:
             self.look()
         return self.broken is not None
 
-    def _check(self, call: Call | None = None) -> None:
-        """Raise a CollectiveError if the link is closed or broken; ``call`` is what comes next."""
+    def _check(self, operation: str, what: str) -> None:
+        """Raise a CollectiveError if the link is closed or broken; says what came next."""
         if self._is_closed or self._broken is not None:
             raise self._unusable()
         if self.broken is not None:
-            operation, what = "the next collective", "this link"
-            if call is not None:
-                operation, what = call.operation, call.what
-            raise self.failed(Place(self.checks.sequence + 1, operation, what), time.monotonic())
+            raise self.failed(Place(self._sequence + 1, operation, what), time.monotonic())
 
     def _unusable(self) -> CollectiveError:
         if self._is_closed:
@@ -373,7 +368,8 @@ class ProcessLink:
         carried = self._carry(tensor, dtype=summed_as(tensor))
         of_torch: Any = getattr(dist.ReduceOp, op.upper())
         return self._launch(
-            Call("all_reduce", op, tensor.dtype, tensor.shape, what),
+            "all_reduce",
+            what,
             carried,
             lambda group: dist.all_reduce(carried.sent, of_torch, group, async_op=True),
         )
@@ -385,7 +381,8 @@ class ProcessLink:
         _check_strided(tensor, "broadcast", what)
         carried = self._carry(tensor, load=self.rank == source)
         return self._launch(
-            Call("broadcast", f"from {source}", tensor.dtype, tensor.shape, what),
+            "broadcast",
+            what,
             carried,
             lambda group: dist.broadcast(
                 carried.sent, group=group, group_src=source, async_op=True
@@ -398,7 +395,8 @@ class ProcessLink:
         carried = self._carry(tensor)
         parts = [torch.empty_like(carried.sent) for _ in range(self.world_size)]
         self._launch(
-            Call("all_gather", "", tensor.dtype, tensor.shape, what),
+            "all_gather",
+            what,
             carried,
             lambda group: dist.all_gather(parts, carried.sent, group, async_op=True),
         ).wait_for_backend()
@@ -415,23 +413,28 @@ class ProcessLink:
         return [_decoded(part, rank, what) for rank, part in enumerate(parts)]
 
     def run(
-        self, call: Call, sent: torch.Tensor, start: Callable[[dist.ProcessGroup], dist.Work | None]
+        self,
+        operation: str,
+        sent: torch.Tensor,
+        start: Callable[[dist.ProcessGroup], dist.Work | None],
+        *,
+        what: str,
     ) -> None:
         """Launch any other collective of torch and wait for it."""
-        self._launch(call, self._carry(sent), start).wait_for_backend()
+        self._launch(operation, what, self._carry(sent), start).wait_for_backend()
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
         """The value of a future that somebody else completes, such as a communication hook."""
         ready = threading.Event()
         future.add_done_callback(lambda _: ready.set())
-        place = Place(self.checks.sequence, "future", what)
+        place = Place(self._sequence, "future", what)
         self.wait_in_slices(place, time.monotonic(), ready.wait)
         return future.wait()
 
     def _carry(
         self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, load: bool = True
     ) -> Carried:
-        self._check()
+        self._check("the next collective", "this link")
         taken = tensor.device.type in self.devices
         if tensor.layout != torch.strided:
             # Gloo adds up sparse tensors, and NCCL does not: those go through the host.
@@ -439,14 +442,18 @@ class ProcessLink:
         return Carried(tensor, taken=taken, dtype=dtype or tensor.dtype, load=load)
 
     def _launch(
-        self, call: Call, carried: Carried, start: Callable[[dist.ProcessGroup], dist.Work | None]
+        self,
+        operation: str,
+        what: str,
+        carried: Carried,
+        start: Callable[[dist.ProcessGroup], dist.Work | None],
     ) -> Pending:
         with self._launching:
             self._failures.check_late()
-            self._check(call)
-            self.checks.before(call)
-            place = Place(self.checks.sequence, call.operation, call.what)
-            self.launched[call.operation] += 1
+            self._check(operation, what)
+            self._sequence += 1
+            place = Place(self._sequence, operation, what)
+            self.launched[operation] += 1
             started = time.monotonic()
             try:
                 work = start(self.group)

@@ -600,7 +600,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 same = leaf.dtype == original.dtype
                 replica[name if same else f"{name} as {leaf.dtype}"] = leaf
             replicas.append(replica)
-        link = None if processes is None else processes.buckets
+        link = None if processes is None else processes.control
         check_replicas(replicas[0], replicas[1:], link)
         self._progress.settle()
 

@@ -63,7 +63,7 @@ class _Asked(NamedTuple):
 
 def _ask(processes: ReducerProcesses, numbers: Sequence[int], op: str, what: str) -> _Asked:
     tensor = torch.tensor(numbers, dtype=torch.int64)
-    return _Asked(tensor, processes.control.all_reduce(tensor, op=op, what=what))
+    return _Asked(tensor, processes.join.all_reduce(tensor, op=op, what=what))
 
 
 class UnevenInputs(JoinHook):

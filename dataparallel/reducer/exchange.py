@@ -43,7 +43,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.checks import CollectiveMismatch
 from dataparallel.comm.failures import failures_of, mark_reported
 from dataparallel.comm.link import Pending, ProcessLink, parent_group, timeout_of
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Failure, name_ranks
@@ -149,7 +148,7 @@ class ReducerProcesses:
     ) -> None:
         parent = parent_group(group)
         self._group = group
-        self._links: tuple[ProcessLink, ProcessLink] | None = None
+        self._links: tuple[ProcessLink, ...] | None = None
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.rank = parent.rank()
         self.world_size = parent.size()
@@ -172,7 +171,7 @@ class ReducerProcesses:
         """How many processes have data; the answer may have to come from the others."""
         return self.world_size if self._num_active is None else self._num_active()
 
-    def connect(self) -> tuple[ProcessLink, ProcessLink]:
+    def connect(self) -> tuple[ProcessLink, ...]:
         """Make the links where there are none yet; a collective call then."""
         if self._links is None:
             buckets = ProcessLink(self._group, timeout=self.timeout, purpose="gradients")
@@ -199,6 +198,15 @@ class ReducerProcesses:
         """The link for what is said about rounds."""
         return self.connect()[1]
 
+    @property
+    def join(self) -> ProcessLink:
+        """The link for what ``join()`` asks, which a process outside of its block never answers."""
+        links = self.connect()
+        if len(links) == 2:
+            asks = ProcessLink(self._group, timeout=self.timeout, purpose="join")
+            self._links = links = (*links, asks)
+        return links[2]
+
     def close(self) -> None:
         """Give the groups back."""
         for link in self._links or ():
@@ -209,12 +217,6 @@ class ReducerProcesses:
         tensor = torch.tensor(list(order))
         self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
         return [int(index) for index in tensor.tolist()]
-
-    def begin_round(self, how: str) -> None:
-        """See that all processes are about to reduce in the same way."""
-        self.control.checks.begin_step()
-        # Over the group of the buffers, too: one process may be in a forward instead.
-        self.buckets.checks.begin_step(how)
 
     # --- failures --------------------------------------------------------------------------------
 
@@ -390,9 +392,6 @@ class Exchange:
 
     def begin(self) -> None:
         """Begin the round, in all processes."""
-        hook = "no hook" if self._sender is None else f"the hook {self._sender.name}"
-        how = f"average={self._average!r}, deterministic={self._in_rank_order}, {hook}"
-        self._processes.begin_round(f"{len(self._buckets)} buckets, {how}")
         if self._average == "samples":
             # Launched now and waited for before the first bucket.
             total = torch.tensor([self._weight], dtype=torch.float64)
@@ -494,10 +493,6 @@ class Exchange:
 
     def abandon(self, error: BaseException) -> None:
         """End a round that has failed. See Note [Failures of a round]."""
-        if isinstance(error, CollectiveMismatch):
-            # All ranks raise it, and go on.
-            self._wait_quietly()
-            return
         late = len(self._sent) == len(self._buckets)
         if self._sender is not None and isinstance(error, Exception) and _failure_of(error) is None:
             try:

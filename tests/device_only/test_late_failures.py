@@ -43,7 +43,7 @@ def fail_late(rank: int, size: int, then: str, folder: str) -> str:
     """Rank 0 alone launches; then both go on with something else."""
     here = f"virtual:{rank}"
     model = wrap(make_net(), rank, 1)
-    link = ProcessLink(timeout=2, purpose="extra", checks="off")
+    link = ProcessLink(timeout=2, purpose="extra")
     if rank == 0:
         late(link, here)
     elif then == "the same link":
@@ -78,7 +78,7 @@ def fail_both(rank: int, size: int) -> tuple[str, State]:
     here = f"virtual:{rank}"
     model = wrap(make_net(), rank, 1)
     optimizer = optimizer_of(model)
-    links = [ProcessLink(timeout=2, purpose=name, checks="off") for name in ("left", "right")]
+    links = [ProcessLink(timeout=2, purpose=name) for name in ("left", "right")]
     late(links[rank], here)
     time.sleep(2 * rank)
     x, y = share(0, rank)

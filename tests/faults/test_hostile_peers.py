@@ -160,7 +160,7 @@ def test_no_memory_for_what_cannot_be(cluster: Cluster, size: int) -> None:
 
 def read_a_record(rank: int, world_size: int, text: bytes) -> str:
     """Process 1 writes something else than a record of a failure where all look for one."""
-    link = ProcessLink(purpose="test", timeout=20, checks="off")
+    link = ProcessLink(purpose="test", timeout=20)
     world = dist.group.WORLD
     assert world is not None
     if rank == 1:

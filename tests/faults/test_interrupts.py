@@ -149,7 +149,7 @@ def test_ctrl_c_while_a_replica_hears_nothing() -> None:
 # --- a backward that waits for other processes -------------------------------------------------
 
 
-def press(*args: object) -> bool:
+def press(*args: object, **kwargs: object) -> bool:
     raise KeyboardInterrupt
 
 
@@ -197,11 +197,11 @@ def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
 
 
 def interrupt_the_beginning(rank: int, world_size: int) -> bool:
-    model = dp.DistributedDataParallel(nn.Linear(16, 1), ["cpu"], timeout=5.0)
+    model = dp.DistributedDataParallel(nn.Linear(16, 1), ["cpu"], timeout=5.0, average="samples")
     x = torch.ones(4, 16)
     processes: Any = model._training.processes
     loss = model(x).pow(2).mean()
-    processes.buckets.checks.begin_step = press
+    processes.control.all_reduce = press
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert processes.is_broken
@@ -209,7 +209,7 @@ def interrupt_the_beginning(rank: int, world_size: int) -> bool:
     return all(map(torch.equal, first, step(model, x)))
 
 
-def test_ctrl_c_while_processes_compare_their_rounds(cluster: Cluster) -> None:
+def test_ctrl_c_while_a_round_begins(cluster: Cluster) -> None:
     assert cluster.run(interrupt_the_beginning, 2) == [True] * 2
 
 

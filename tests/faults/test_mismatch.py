@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dataparallel import collectives
-from dataparallel.comm.checks import CollectiveMismatch
-from dataparallel.comm.link import ProcessLink
+from dataparallel.collectives import CollectiveMismatch
 from dataparallel.comm.process_errors import CollectiveError
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
@@ -33,27 +32,8 @@ class Found(NamedTuple):
     goes_on: bool
 
 
-def link_calls(link: ProcessLink) -> Callable[[str, str, bool], float]:
-    """Runs a collective of a link, in one rank another one of some kind."""
-
-    def call(kind: str, name: str, other: bool) -> float:
-        tensor = torch.ones(4)
-        if other and kind == "op":
-            link.broadcast(tensor, 0, what=name).wait()
-        elif other and kind == "dtype":
-            tensor = tensor.int()
-        elif other and kind == "shape":
-            tensor = torch.ones(1000)
-        elif other and kind == "order":
-            name = f"{name} of another layer"
-        link.all_reduce(tensor, what=name).wait()
-        return float(tensor[0])
-
-    return call
-
-
 def functional_calls(group: Any) -> Callable[[str, str, bool], float]:
-    """The same with functional collectives over a process group."""
+    """Runs a functional collective, in one rank another one of some kind."""
 
     def call(kind: str, name: str, other: bool) -> float:
         tensor = torch.ones(4)
@@ -69,11 +49,10 @@ def functional_calls(group: Any) -> Callable[[str, str, bool], float]:
     return call
 
 
-def inject(rank: int, world_size: int, where: str, count: int) -> list[Found]:
-    """As many mismatches, one after the other, over one link or group."""
+def inject(rank: int, world_size: int, count: int) -> list[Found]:
+    """As many mismatches, one after the other, over one group."""
     chance = random.Random(count)
-    link = ProcessLink(purpose="test", timeout=30)
-    call = link_calls(link) if where == "link" else functional_calls(dist.group.WORLD)
+    call = functional_calls(dist.group.WORLD)
     found = []
     for number in range(count):
         kind, odd = KINDS[number % 4], chance.randrange(world_size)
@@ -86,28 +65,25 @@ def inject(rank: int, world_size: int, where: str, count: int) -> list[Found]:
         seconds = time.monotonic() - started
         goes_on = call("", "bucket 1", False) == world_size
         found.append(Found(kind, text, seconds, goes_on))
-    link.close()
     return found
 
 
-@pytest.mark.parametrize("where", ["link", "functional"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_mismatch_is_named_in_all_ranks(
     cluster: Cluster,
-    where: str,
     world_size: int,
     repeats: Callable[..., int],
     figures: Figures,
 ) -> None:
     count = repeats(quick=12, long=100)
-    results = cluster.run(inject, world_size, where, count, timeout=120)
+    results = cluster.run(inject, world_size, count, timeout=120)
     wrong = 0
     for found in zip(*results, strict=True):
         first = found[0]
         right = f"different {SAYS[first.kind]} to collective" in first.text
         right = right and all(f"rank {i}" in first.text or "ranks" in first.text for i in (0, 1))
         wrong += not (right and all(one.goes_on and one.text == first.text for one in found))
-    what = f"injected op, dtype, shape, order over {world_size} ranks ({where})"
+    what = f"injected op, dtype, shape, order over {world_size} ranks"
     baseline = "2 of 4 kinds silent, 1 aborts"
     figures.record(
         goal=7,
@@ -129,10 +105,9 @@ def test_every_mismatch_is_named_in_all_ranks(
     )
 
 
-def come_late(rank: int, world_size: int, where: str) -> tuple[str, str, float]:
+def come_late(rank: int, world_size: int) -> tuple[str, str, float]:
     """Rank 1 comes with another shape when rank 0 has launched already."""
-    link = ProcessLink(purpose="test", timeout=30)
-    call = link_calls(link) if where == "link" else functional_calls(dist.group.WORLD)
+    call = functional_calls(dist.group.WORLD)
     if rank == 1:
         time.sleep(1.0)
     texts = []
@@ -144,13 +119,11 @@ def come_late(rank: int, world_size: int, where: str) -> tuple[str, str, float]:
         except CollectiveError as error:
             texts.append(str(error))
     seconds = time.monotonic() - started
-    link.close()
     return texts[0], texts[1], seconds
 
 
-@pytest.mark.parametrize("where", ["link", "functional"])
-def test_who_has_launched_hears_of_a_mismatch_in_its_wait(cluster: Cluster, where: str) -> None:
-    for first, second, seconds in cluster.run(come_late, 2, where):
+def test_who_has_launched_hears_of_a_mismatch_in_its_wait(cluster: Cluster) -> None:
+    for first, second, seconds in cluster.run(come_late, 2):
         assert "different shapes to collective 1 for" in first
         assert "rank 0: all_reduce (sum)" in first and "rank 1: all_reduce (sum)" in first
         assert "float32 (4,)" in first and "float32 (1000,)" in first

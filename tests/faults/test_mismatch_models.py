@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ def found_by(call: Callable[[], object]) -> Found:
     try:
         call()
         text = "no error"
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         text = str(error)
     return Found(text, time.monotonic() - started)
 
@@ -135,7 +136,7 @@ def test_different_models_are_named_in_all_ranks(
 
 def step_in_another_way(rank: int, world_size: int) -> Found:
     torch.manual_seed(0)
-    model = DistributedDataParallel(net(), timeout=20)
+    model = DistributedDataParallel(net(), timeout=1.0)
     if rank == 1:
         model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
     output = model(torch.ones(2, 6)).sum()
@@ -146,16 +147,15 @@ def step_in_another_way(rank: int, world_size: int) -> Found:
 
 
 def test_a_hook_in_one_rank_alone(cluster: Cluster) -> None:
-    results = cluster.run(step_in_another_way, 2)
-    text = one_text(results)
-    assert "different options to collective" in text and "the hook" in text
-    assert "rank 0: a step (" in text and "rank 1: a step (" in text
-    assert max(found.seconds for found in results) < 5
+    first, second = cluster.run(step_in_another_way, 2)
+    assert "rank 0: all_reduce of bucket 0" in first.text and "rank 1" in first.text
+    assert "the communication hook fp16_compress_hook" in second.text
+    assert max(first.seconds, second.seconds) < 5
 
 
 def step_out_of_order(rank: int, world_size: int) -> list[Found]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), timeout=20)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), timeout=1.0)
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()
     output = model(torch.ones(2, 6)).sum()
@@ -168,9 +168,29 @@ def step_out_of_order(rank: int, world_size: int) -> list[Found]:
 
 def test_a_forward_where_another_rank_has_a_backward(cluster: Cluster) -> None:
     (first,), (second,) = cluster.run(step_out_of_order, 2)
-    assert first.text == second.text
-    assert "different operations to collective" in first.text
-    assert "rank 0: a step (" in first.text and "rank 1: broadcast (from 0)" in first.text
+    assert "rank 1 is at broadcast of buffers of rank 0" in first.text + second.text
+    assert "rank 0 is at all_reduce of bucket 0" in first.text + second.text
+    assert max(first.seconds, second.seconds) < 5
+
+
+def join_alone(rank: int, world_size: int) -> Found:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(net(), timeout=1.0)
+    model(torch.ones(2, 6)).sum().backward()
+
+    def step() -> None:
+        with model.join() if rank == 0 else contextlib.nullcontext():
+            model(torch.ones(2, 6)).sum().backward()
+
+    found = found_by(step)
+    model.close()
+    return found
+
+
+def test_a_block_of_join_in_one_rank_alone(cluster: Cluster) -> None:
+    first, second = cluster.run(join_alone, 2)
+    assert "rank 0 makes the process group 'join' over ranks 0, 1, but rank 1 did not" in first.text
+    assert "rank 1: all_reduce of bucket 0" in second.text
     assert max(first.seconds, second.seconds) < 5
 
 
