@@ -534,19 +534,6 @@ tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_lea
 
 # --- optimizers ------------------------------------------------------------------------------
 
-#: The hooks of an optimizer by number, for classes whose ``step()`` or ``load_state_dict()``
-#: replaces torch's, which would call them.
-step_pre_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_pre_hooks")
-step_post_hooks: Callable[[Any], Any] = operator.attrgetter("_optimizer_step_post_hooks")
-LOAD_STATE_DICT_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
-load_state_dict_pre_hooks: Callable[[Any], Any] = operator.attrgetter(LOAD_STATE_DICT_PRE_HOOKS)
-load_state_dict_post_hooks: Callable[[Any], Any] = operator.attrgetter(
-    "_optimizer_load_state_dict_post_hooks"
-)
-
-#: An attribute that ``GradScaler`` looks for: the optimizer's kernels unscale by themselves.
-SUPPORTS_SCALING = "_step_supports_amp_scaling"
-
 
 def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
     """The numbers of parameters in a ``ZeroRedundancyOptimizer``, whose groups are made current."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -59,11 +60,13 @@ def test_state_is_on_the_devices_in_equal_parts(slots: list[str]) -> None:
 
 
 def test_an_accelerator_has_one_shard_and_a_cpu_slot_one_each() -> None:
-    for slots, counts in (
-        (["virtual:0", "virtual:1"] * 2, "1 on virtual:0, 5 on virtual:1"),
-        (["cpu", "virtual:0", "cpu"], "1 on cpu, 1 on virtual:0, 4 on cpu"),
+    for slots, expected in (
+        (["virtual:0", "virtual:1"] * 2, {"virtual:0": 1, "virtual:1": 5}),
+        (["cpu", "virtual:0", "cpu"], {"cpu": 5, "virtual:0": 1}),
     ):
-        assert repr(Twins(slots).sharded).endswith(f"\nAdamW, parameters: {counts}")
+        twins = Twins(slots)
+        places = Counter(str(twins.sharded.device_of(p)) for p in twins.module.parameters())
+        assert places == expected
 
 
 def test_frozen_parameters_are_not_copied_and_count_as_without_state() -> None:
@@ -93,7 +96,7 @@ def test_steps_equal_those_of_the_plain_optimizer(
     twins.steps(4)
     twins.assert_equal()
     assert set(twins.sharded.param_groups[0]) == set(twins.plain.param_groups[0])
-    assert twins.sharded.defaults == twins.plain.defaults
+    assert twins.sharded.defaults.items() >= twins.plain.defaults.items()
 
 
 @pytest.mark.parametrize("optimizer_class", [ADAMW, torch.optim.SGD])

@@ -16,18 +16,17 @@ there sees what was done.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
+from torch.optim.optimizer import ParamsT
 
 from dataparallel import torch_internals
 from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
-from dataparallel.optim.part import DividedOptimizer, check_divisible
+from dataparallel.optim.part import DividedOptimizer
 
 
 class StepsInBackward:
@@ -42,32 +41,28 @@ class StepsInBackward:
         raise NotImplementedError
 
     def _step(self, members: Mapping[Tensor, Any]) -> None:
-        """Step some of those that are held; several may be stepped at the same time."""
+        """Step some of those that are held, and set their gradients to None.
+
+        Several may be stepped at the same time.
+        """
         raise NotImplementedError
 
     def begin(self, *, synchronized: bool = True, home: GradientHome = IN_GRAD) -> None:
         """Refuse a backward whose gradients are accumulated, or are not to be in ``.grad``."""
+        left = [p for p in self.held() if p.grad is not None]
         if home is not IN_GRAD:
-            raise RuntimeError(
-                "a distributed autograd backward leaves gradients in its context, where optimizers "
-                "in backward would not find them: they step with what is in .grad; use an ordinary "
-                "optimizer with get_gradients(context_id), or distributed_autograd."
-                "DistributedOptimizer"
-            )
-        remedy = (
-            "every backward is a step of the optimizers in backward, so gradients cannot be "
-            "accumulated over several; use an ordinary optimizer for that"
+            fault = "a distributed autograd backward leaves gradients in its context"
+        elif not synchronized:
+            fault = "backward was called within no_sync()"
+        elif left:
+            fault = f"{len(left)} of {len(self.held())} parameters have a gradient before it begins"
+        else:
+            return
+        raise RuntimeError(
+            f"{fault}, but every backward is a step of the optimizers in backward: they take the "
+            "gradients that one backward puts into .grad. Use an ordinary optimizer for that, or "
+            "call zero_grad() if the gradients are of no use"
         )
-        if not synchronized:
-            raise RuntimeError(f"backward was called within no_sync(), but {remedy}")
-        held = self.held()
-        left = [p for p in held if p.grad is not None]
-        if left:
-            raise RuntimeError(
-                f"{len(left)} of {len(held)} parameters that are stepped in backward have a "
-                f"gradient before it begins, the first of them of shape {tuple(left[0].shape)}; "
-                f"{remedy}, or call zero_grad() if the gradients are of no use"
-            )
 
     @torch.no_grad()
     def step(self, parameters: Sequence[Tensor] | None = None) -> None:
@@ -87,22 +82,19 @@ class StepsInBackward:
                 "(and GradScaler.step(), which would come too late to unscale gradients)"
             )
         held = self.held()
-        members = {p: held[p] for p in parameters if p in held}
-        if any(p.grad is not None for p in members):
+        members = {p: held[p] for p in parameters if p in held and p.grad is not None}
+        if members:
             self._step(members)
-            for p in members:
-                p.grad = None
 
-    # The optimizers of the buckets call the hooks that are common to all optimizers, with the
-    # parameters of the bucket alone.
+    # The optimizers of the buckets call all hooks, with the parameters of the bucket alone.
     step.hooked = True  # type: ignore[attr-defined]
 
 
 class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[misc]
     """Steps bucket by bucket. See Note [Optimizer in backward].
 
-    It is a ``torch.optim.Optimizer`` for schedulers and checkpoints; step hooks that are registered
-    on it are called once per bucket.
+    It is a ``torch.optim.Optimizer`` for schedulers and checkpoints. Step hooks that are registered
+    on it are called once per bucket, with an optimizer of the bucket.
 
     Example::
 
@@ -130,8 +122,7 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
             ValueError: It is not known to be divisible (LBFGS, one that is not derived from
                 torch's), or refuses an argument.
         """
-        check_divisible(optimizer_class)
-        return InBackwardOptimizers(optimizer_class(parameters, **arguments))
+        return InBackwardOptimizers(optimizer_class, parameters, arguments)
 
     @staticmethod
     def of(parameters: Iterable[Tensor]) -> StepsInBackward | None:
@@ -151,16 +142,7 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
         return self._group_numbers()
 
     def _step(self, members: Mapping[Tensor, Any]) -> None:
-        given = (list(members),)
-        for before in torch_internals.step_pre_hooks(self).values():
-            before(self, given, {})
-        self._step_part({p: p for p in members}, members, hooks=True)
-        for after in torch_internals.step_post_hooks(self).values():
-            after(self, given, {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _watched.add(self)
+        self._step_part({p: p for p in members}, members, hooks=True).zero_grad()
 
 
 class _TorchsOptimizers(StepsInBackward):
@@ -174,29 +156,7 @@ class _TorchsOptimizers(StepsInBackward):
         return self._optimizers
 
     def _step(self, members: Mapping[Tensor, Any]) -> None:
-        for p, optimizers in members.items():
-            for optimizer in optimizers if p.grad is not None else ():
+        for optimizers in members.values():
+            for optimizer in optimizers:
                 optimizer.step()
-
-
-_watched: weakref.WeakSet[InBackwardOptimizers] = weakref.WeakSet()
-
-
-def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
-    """Tell of a loop that steps parameters which backward has stepped already."""
-    if getattr(optimizer, "is_part", False):
-        return
-    for in_backward in list(_watched):
-        held = in_backward.held()
-        both = [p for group in optimizer.param_groups for p in group["params"] if p in held]
-        if both:
-            raise ValueError(
-                f"{type(optimizer).__name__} steps {len(both)} parameters that are stepped in "
-                f"backward too, the first of them of shape {tuple(both[0].shape)}; give it only "
-                "the other parameters, or leave out one of the two"
-            )
-
-
-# Torch's own optimizers in backward are exempt: torch allows for an ordinary optimizer beside them,
-# which finds no gradients.
-register_optimizer_step_pre_hook(_refuse_others)
+            optimizers[0].zero_grad()

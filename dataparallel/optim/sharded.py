@@ -23,12 +23,10 @@ from torch.optim.optimizer import ParamsT
 
 from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
-from dataparallel.errors import locate
 from dataparallel.graph.edges import plan_buckets
-from dataparallel.optim.part import DividedOptimizer, check_divisible, view_of
-from dataparallel.threads.context import ThreadContext, is_portable
+from dataparallel.optim.part import DividedOptimizer
+from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
-from dataparallel.torch_internals import SUPPORTS_SCALING
 
 
 def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()) -> list[int]:
@@ -59,10 +57,10 @@ class ShardedOptimizer(DividedOptimizer):
     ``torch.optim`` except LBFGS do. A parameter that is frozen when you add it counts as one
     without state.
 
-    If a shard fails, ``step()`` raises the original exception with the shard's index and device.
-    Every other shard has then finished its step. Parameters of the failed shard on other devices
-    are unchanged. Parameters on its own device, and the state of both, are what the wrapped class
-    leaves after a failed step.
+    If a shard fails, ``step()`` raises the original exception with the shard's device. Every other
+    shard has then finished its step. Parameters of the failed shard on other devices are unchanged.
+    Parameters on its own device, and the state of both, are what the wrapped class leaves after a
+    failed step.
 
     Example::
 
@@ -87,11 +85,8 @@ class ShardedOptimizer(DividedOptimizer):
     Raises:
         TypeError: ``optimizer_class`` is no optimizer class, or ``model`` no wrapper.
         ValueError: The class is not known to be divisible (LBFGS, one that is not derived from
-            torch's), ``differentiable=True`` is asked for, or it refuses an argument.
+            torch's), or it refuses an argument; at the first step, if ``differentiable=True``.
     """
-
-    #: The index of the shard that each parameter belongs to.
-    _place: dict[Tensor, int]
 
     def __init__(
         self,
@@ -101,22 +96,16 @@ class ShardedOptimizer(DividedOptimizer):
         params: ParamsT | None = None,
         **arguments: Any,
     ) -> None:
-        check_divisible(optimizer_class)
         self._devices = _shard_devices(model)
-        super().__init__(
-            optimizer_class(model.parameters() if params is None else params, **arguments)
-        )
-        self._refuse_differentiable(*self.param_groups)
+        # The index of the shard that each parameter belongs to.
+        self._place: dict[Tensor, int] = {}
+        self._pools = WorkerPools()
+        given = model.parameters() if params is None else params
+        super().__init__(optimizer_class, given, arguments)
+        self._follow()
         if self.state:
             # Some classes make it at once, where the parameters are.
-            self._load(self._whole.state_dict())
-
-    def _refuse_differentiable(self, *groups: Mapping[str, Any]) -> None:
-        if any(group.get("differentiable") for group in groups):
-            raise ValueError(
-                "differentiable=True needs one graph through the whole step, and a sharded step "
-                f"works on copies; use {self.optimizer_class.__name__} itself"
-            )
+            self.load_state_dict(self.state_dict())
 
     # --- what an optimizer does ----------------------------------------------------------------
 
@@ -132,7 +121,8 @@ class ShardedOptimizer(DividedOptimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            BaseException: What a shard raised, with "in shard i on device d" added.
+            BaseException: What a shard raised, with "in replica i on device d" added, which counts
+                the shards.
         """
         loss = None
         if closure is not None:
@@ -140,27 +130,23 @@ class ShardedOptimizer(DividedOptimizer):
                 loss = closure()
         self._follow()
         groups = self._group_numbers()
-        tasks: list[Callable[[], None]] = []
-        devices, labels = [], []
-        for index, device in enumerate(self._devices):
-            members = [p for p in groups if self._place[p] == index and p.grad is not None]
-            if members:
-                tasks.append(functools.partial(self._step_shard, members, groups, device))
-                devices.append(device)
-                labels.append(f"in shard {index} on device {device}")
-        if len(tasks) < 2 or not is_portable():
-            _run_here(tasks, devices, labels)
-            return loss
-        # The streams of all devices are carried, those of the parameters among them.
-        context = ThreadContext(devices, self._devices)
-        tasks = [context.task(i, task) for i, task in enumerate(tasks)]
-        self._pools.run(tasks, labels.__getitem__)
+        shards: list[list[Tensor]] = [[] for _ in self._devices]
+        for p in groups:
+            if p.grad is not None:
+                shards[self._place[p]].append(p)
+        tasks = [
+            functools.partial(self._step_shard, members, groups, device)
+            for members, device in zip(shards, self._devices, strict=True)
+        ]
+        apply_replicas(tasks, self._devices, self._pools)
         return loss
 
     def _step_shard(
         self, members: Sequence[Tensor], groups: Mapping[Tensor, int], device: torch.device
     ) -> None:
         """Step parameters that have a gradient on the device of their shard."""
+        if not members:
+            return
         away: dict[torch.device, list[Tensor]] = {}
         for p in members:
             if p.device != device:
@@ -172,31 +158,33 @@ class ShardedOptimizer(DividedOptimizer):
         for originals in away.values():
             _write([stand_ins[p] for p in originals], originals)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; they are assigned to the shards as well."""
-        self._refuse_differentiable(param_group)
-        super().add_param_group(param_group)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the wrapped class, saved by it or by an optimizer like this one.
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Let the class itself load the state, to where the parameters are stepped."""
+        The class itself loads it, so hooks for it get an optimizer of that class.
+
+        Args:
+            state_dict: From ``state_dict()``; its tensors are copied to the devices of the shards.
+
+        Raises:
+            ValueError: Its groups are not like those of this optimizer.
+        """
         self._follow()
         # Of parameters it looks at the number, the dtype and the device only.
         places = {
             p: torch.empty(0, dtype=p.dtype, device=self._devices[place])
             for p, place in self._place.items()
         }
-        groups = self.param_groups
-        view = view_of(
-            self._whole, [{**g, "params": [places[p] for p in g["params"]]} for g in groups], {}
-        )
-        view.load_state_dict(state_dict)
-        originals = {place: p for p, place in places.items()}
-        state = {originals.get(key, key): value for key, value in view.state.items()}
-        loaded = [
-            {**new, "params": group["params"]}
-            for new, group in zip(view.param_groups, groups, strict=True)
+        groups = [{**g, "params": [places[p] for p in g["params"]]} for g in self.param_groups]
+        loaded = self._part(groups, {})
+        loaded.load_state_dict(state_dict)
+        self.param_groups = [
+            {**new, "params": old["params"]}
+            for new, old in zip(loaded.param_groups, self.param_groups, strict=True)
         ]
-        self._whole.__setstate__({"param_groups": loaded, "state": defaultdict(dict, state)})
+        originals = {place: p for p, place in places.items()}
+        state = {originals.get(key, key): value for key, value in loaded.state.items()}
+        self.state = defaultdict(dict, state)
 
     # --- shards --------------------------------------------------------------------------------
 
@@ -238,44 +226,9 @@ class ShardedOptimizer(DividedOptimizer):
         places = plan_shards([size[p] for p in new], len(loads), loads)
         self._place = {**known, **dict(zip(new, places, strict=True))}
 
-    # --- life ----------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_devices": self._devices, "_place": self._place}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._place = {}
-        self._pools = WorkerPools()
-        super().__setstate__(state)
-        self._follow()
-        # GradScaler asks for it: the fused kernels unscale by themselves.
-        if getattr(self._whole, SUPPORTS_SCALING, False):
-            setattr(self, SUPPORTS_SCALING, True)
-
-    def __repr__(self) -> str:
-        places = list(self._place.values())
-        shards = ", ".join(f"{places.count(i)} on {d}" for i, d in enumerate(self._devices))
-        return f"{super().__repr__()}\n{self.optimizer_class.__name__}, parameters: {shards}"
-
-
-def _run_here(
-    tasks: Sequence[Callable[[], None]], devices: Sequence[torch.device], labels: Sequence[str]
-) -> None:
-    """Step in this thread; the others step too when one fails, as they do in threads."""
-    failures: list[Exception] = []
-    for task, device, label in zip(tasks, devices, labels, strict=True):
-        try:
-            with _devices.use_device(device):
-                task()
-        except Exception as error:
-            locate(error, label)
-            failures.append(error)
-    try:
-        if failures:
-            raise failures[0]
-    finally:
-        # Their tracebacks hold this frame.
-        del failures
+        own = {"_devices": self._devices, "_place": self._place, "_pools": WorkerPools()}
+        return {**super().__getstate__(), **own}
 
 
 def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
