@@ -663,14 +663,11 @@ def join_config(joinable: Any) -> Any:
     return getattr(joinable, JOIN_CONFIG)
 
 
-def leave_join(joinable: Any) -> None:
-    """Take part in no ``Join`` any more."""
+def set_join(joinable: Any, *, enable: bool, throws: bool = False) -> None:
+    """Say that a wrapper takes part in a ``Join``, or in none."""
     join: Any = importlib.import_module("torch.distributed.algorithms.join")
-    setattr(joinable, JOIN_CONFIG, join._JoinConfig.construct_disabled_join_config())
+    setattr(joinable, JOIN_CONFIG, join._JoinConfig(enable, throws, enable))
 
-
-#: Tell those that take part in a ``Join`` that its block is entered.
-configure_join: Callable[[Any], None] = operator.methodcaller("_set_joinable_configs")
 
 #: Whether torch has NCCL for several devices of one process. ``nccl.is_available()`` warns without.
 has_nccl: bool = hasattr(torch._C, "_nccl_all_reduce")

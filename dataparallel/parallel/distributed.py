@@ -29,7 +29,7 @@ from dataparallel.parallel.buffers import (
 )
 from dataparallel.parallel.copied_state import CopiedState
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
-from dataparallel.parallel.join import LimitedJoin, UnevenInputs
+from dataparallel.parallel.join import UnevenInputs
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.mixed_precision import MixedPrecision
 from dataparallel.parallel.process_choice import (
@@ -760,8 +760,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self._connect()
         if not throw_on_early_termination:
             self._uneven.refuse_shared_statistics()
-        return LimitedJoin(
-            self._uneven, throw_on_early_termination, divide_by_initial_world_size, step
+        return self._uneven.block(
+            throws=throw_on_early_termination, divides=divide_by_initial_world_size, step=step
         )
 
     def _note_forward(self, *, reduces: bool) -> None:

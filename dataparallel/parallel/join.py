@@ -24,20 +24,18 @@ steps brings the momentum of a process that has joined to where that of the othe
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.comm.link import Pending, ProcessLink
 from dataparallel.parallel.buffers import PRE_FORWARD
 from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.torch_internals import BatchNorm
@@ -47,23 +45,6 @@ if TYPE_CHECKING:
 
 _COUNT = "how many processes have inputs left"
 _REDUCES = "whether gradients will be reduced"
-
-
-class _Asked(NamedTuple):
-    """Numbers of all processes that are being reduced."""
-
-    numbers: torch.Tensor
-    pending: Pending
-
-    def first(self) -> int:
-        """The first of the results; waits for them."""
-        self.pending.wait()
-        return int(self.numbers[0])
-
-
-def _ask(processes: ReducerProcesses, numbers: Sequence[int], op: str, what: str) -> _Asked:
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    return _Asked(tensor, processes.join.all_reduce(tensor, op=op, what=what))
 
 
 class UnevenInputs(JoinHook):
@@ -77,10 +58,10 @@ class UnevenInputs(JoinHook):
         self._model = weakref.ref(model)
         self._divides = True
         self._step: Callable[[], object] | None = None
-        # Whether waits are limited in time, in our own context manager.
-        self._is_limited = False
+        # Whether this is a block of our own, whose waits say who is missing; else it is torch's.
+        self._is_own = False
         # What was in `.grad` when this process joined.
-        self._kept: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._kept: dict[nn.Parameter, Tensor | None] = {}
         self.was_used = False
 
     @property
@@ -98,75 +79,97 @@ class UnevenInputs(JoinHook):
     def _config(self) -> Any:
         return torch_internals.join_config(self.model)
 
-    def begin(
-        self, *, divides: bool, step: Callable[[], object] | None, limited: bool = False
-    ) -> UnevenInputs:
-        """The block of a context manager is entered, or will be."""
-        self._divides, self._step, self._is_limited = divides, step, limited
-        self.was_used = True
+    def _ask(self, number: int, op: str, what: str) -> Callable[[], int]:
+        """Reduce a number over all processes; returns what waits for the result."""
+        assert self._processes is not None
+        numbers = torch.tensor([number], dtype=torch.int64)
+        pending = self._processes.join.all_reduce(numbers, op=op, what=what)
+
+        def result() -> int:
+            pending.wait()
+            return int(numbers[0])
+
+        return result
+
+    def begin(self, *, divides: bool, step: Callable[[], object] | None) -> UnevenInputs:
+        """A block is entered, or will be."""
+        self._divides, self._step, self.was_used = divides, step, True
         return self
+
+    @contextlib.contextmanager
+    def block(
+        self, *, throws: bool, divides: bool, step: Callable[[], object] | None
+    ) -> Iterator[None]:
+        """The protocol of torch's ``Join`` with one wrapper, with waits that say who is missing."""
+        self.begin(divides=divides, step=step)
+        self._is_own = True
+        torch_internals.set_join(self.model, enable=True, throws=throws)
+        try:
+            yield
+            is_last = True
+            while self._ask(0, "sum", _COUNT)():
+                if throws:
+                    raise RuntimeError(f"Rank {self.model._distributed_rank} exhausted all inputs.")
+                self.main_hook()
+                is_last = False
+            self.post_hook(is_last)
+        finally:
+            self._end()
 
     # --- in a process that has inputs ----------------------------------------------------------
 
     def notify(self) -> Callable[[], int] | None:
         """Let those that have joined know of a forward; returns what counts those that have not."""
         config, processes = self._config, self._processes
-        if not config.enable:
+        if processes is None or not config.enable:
             return None
-        throws = config.throw_on_early_termination
         count: Callable[[], int] | None = None
-        if self._is_limited and processes is not None:
-            asked = _ask(processes, [1, 0], "sum", _COUNT)
-            count = asked.first
-            if throws:
-                asked.pending.wait()
-                if asked.numbers[1]:
-                    raise RuntimeError(
-                        "Detected at least one rank that exhausted inputs. Throwing across all "
-                        "ranks."
-                    )
+        if self._is_own:
+            count = self._ask(1, "sum", _COUNT)
+            if config.throw_on_early_termination and count() < processes.world_size:
+                raise RuntimeError(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                )
         else:
-            if processes is not None and not throws:
-                self.refuse_shared_statistics()
             notify: Any = Join.notify_join_context
             work = notify(self.model)
-            if work is not None and processes is not None:
-                count = functools.partial(_number_in, work.get_future(), processes.control)
-        if processes is not None:
-            processes.count_active(None if self._divides else count)
+            if work is not None:
+                count = functools.partial(_number_in, work.get_future(), processes)
+        processes.count_active(None if self._divides else count)
         return count
 
     def refuse_other_parameters(self, count: Callable[[], int] | None) -> None:
         """Raise where everything is made anew and some have joined, by what notify() returned."""
         processes = self._processes
-        if count is None or processes is None:
-            return
-        joined = processes.world_size - count()
+        joined = 0 if count is None or processes is None else processes.world_size - count()
         if joined:
             raise RuntimeError(
                 "parameters of the module were replaced, or have another shape, dtype or device, "
-                f"while {joined} of {processes.world_size} processes have joined: those cannot do "
-                "the same. Replace parameters before the block of join(), or after it in all "
-                "processes; p.data.copy_(...) changes values at any time"
+                f"while {joined} other processes have joined, which cannot do the same. Replace "
+                "parameters before the block of join(), or after it in all processes; "
+                "p.data.copy_(...) changes values at any time"
             )
 
     def tell(self, *, reduces: bool) -> None:
         """Let those that have joined know whether gradients of this forward will be reduced."""
         if self._processes is not None and self._config.enable:
-            _ask(self._processes, [reduces], "max", _REDUCES)
+            self._ask(int(reduces), "max", _REDUCES)
 
     def source(self, *, has_inputs: bool = True) -> int:
         """The rank whose buffers are sent: the largest that has inputs; a collective call."""
         processes = self._processes
         if processes is None or not self._config.enable:
             return 0
-        return _largest(processes, has_inputs)
+        candidate = processes.rank if has_inputs else -1
+        return self._ask(candidate, "max", "which process has inputs left")()
 
     def refuse_shared_statistics(self) -> None:
         """Raise a ValueError if a batch norm layer would wait for processes that have joined."""
         model = self.model
+        shared = BatchNorm if model.buffer_policy == "sync" else (nn.SyncBatchNorm, SyncBatchNorm)
         for name, layer in model.module.named_modules():
-            if _waits_for_all(layer, synced=model.buffer_policy == "sync"):
+            local = isinstance(layer, SyncBatchNorm) and layer.group == "local"
+            if isinstance(layer, shared) and layer.training and not local:
                 raise ValueError(
                     f"the batch norm {name!r} ({type(layer).__name__}) takes statistics over all "
                     "processes, but one that has joined has no batch to give to them, and the "
@@ -177,19 +180,13 @@ class UnevenInputs(JoinHook):
 
     # --- in a process that has joined ----------------------------------------------------------
 
-    def count_others(self) -> int:
-        """How many processes have inputs; a collective call."""
-        assert self._processes is not None
-        terminates = self._config.throw_on_early_termination
-        return _ask(self._processes, [0, terminates], "sum", _COUNT).first()
-
     def main_hook(self) -> None:
         """Do what a forward and backward of the others does together with this process."""
-        processes, buffers = self._processes, self.model.buffer_sync
+        buffers = self.model.buffer_sync
         sends = buffers.moment is not None and self.model.will_sync_module_buffers()
         if sends and buffers.moment == PRE_FORWARD:
             buffers.sync(self.source(has_inputs=False))
-        reduces = processes is not None and _ask(processes, [0], "max", _REDUCES).first() == 1
+        reduces = self._ask(0, "max", _REDUCES)() == 1
         if sends and buffers.moment != PRE_FORWARD:
             buffers.sync(self.source(has_inputs=False))
         self.model._note_forward(reduces=reduces)
@@ -208,89 +205,33 @@ class UnevenInputs(JoinHook):
             self._kept = {
                 p: p.grad.clone() if viewed and p.grad is not None else p.grad for p in parameters
             }
-        for parameter in parameters:
-            parameter.grad = None
-        results = reducer.reduce(lambda: None, has_data=False)
-        for parameter, grad in zip(parameters, results, strict=True):
-            if grad is not None:
-                parameter.grad = grad
+        _put(dict.fromkeys(parameters))
+        results = zip(parameters, reducer.reduce(lambda: None, has_data=False), strict=True)
+        _put({parameter: grad for parameter, grad in results if grad is not None})
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: have the parameters and buffers of one that joined last."""
+        model = self.model
         if self._processes is not None:
-            self.model.reducer.read_vote()
-            source, model = _largest(self._processes, is_last_joiner), self.model
+            model.reducer.read_vote()
+            source = self.source(has_inputs=is_last_joiner)
             model.buffer_sync.send_states(source, buffers=model.forward_sync_buffers)
-        self.end()
+        self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Be as before the block; may be called again."""
-        for parameter, grad in self._kept.items():
-            parameter.grad = grad
-        self._kept = {}
-        self._is_limited = False
+        kept, self._kept, self._is_own = self._kept, {}, False
+        _put(kept)
         # Torch leaves it as it is: then forwards after the block still tell of themselves.
-        torch_internals.leave_join(self.model)
+        torch_internals.set_join(self.model, enable=False)
         if self._processes is not None:
             self._processes.count_active(None)
 
 
-class LimitedJoin(Join):
-    """Torch's protocol, with waits that are limited in time and say who is missing."""
-
-    def __init__(
-        self, uneven: UnevenInputs, throw: bool, divide: bool, step: Callable[[], object] | None
-    ) -> None:
-        self._uneven, self._divides, self._step = uneven, divide, step
-        initialize: Any = super().__init__
-        initialize([uneven.model], True, throw)
-        # Not before the block is entered.
-        uneven.end()
-
-    def __enter__(self) -> None:
-        # Again, since the block may be entered again.
-        torch_internals.configure_join(self)
-        self._uneven.begin(divides=self._divides, step=self._step, limited=True)
-
-    def __exit__(
-        self,
-        type: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        leave: Any = super().__exit__
-        try:
-            # It changes the filters for warnings of the whole program.
-            with warnings.catch_warnings():
-                leave(type, value, traceback)
-        finally:
-            self._uneven.end()
-
-    def _get_num_nonjoined_procs(self) -> int:
-        return self._uneven.count_others()
-
-    def _notify_procs_to_terminate(self) -> None:
-        # The others know from the count.
-        raise RuntimeError(f"Rank {self._uneven.model._distributed_rank} exhausted all inputs.")
+def _put(grads: Mapping[nn.Parameter, Tensor | None]) -> None:
+    for parameter, grad in grads.items():
+        parameter.grad = grad
 
 
-def _number_in(future: torch.futures.Future[list[torch.Tensor]], link: ProcessLink) -> int:
-    return int(link.wait_for(future, what=_COUNT)[0].item())
-
-
-def _largest(processes: ReducerProcesses, answer: bool) -> int:
-    """The largest rank of those that answer yes; a collective call."""
-    candidate = [processes.rank if answer else -1]
-    largest = _ask(processes, candidate, "max", "which process has inputs left").first()
-    assert largest >= 0, "one process at least has inputs, or was the last to have some"
-    return largest
-
-
-def _waits_for_all(layer: nn.Module, *, synced: bool) -> bool:
-    """Whether a layer takes statistics over all processes in its next forward."""
-    if isinstance(layer, SyncBatchNorm):
-        return layer.training and layer.group != "local"
-    if isinstance(layer, nn.SyncBatchNorm):
-        return layer.training
-    uses_batch = isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
-    return synced and uses_batch
+def _number_in(future: torch.futures.Future[list[Tensor]], processes: ReducerProcesses) -> int:
+    return int(processes.control.wait_for(future, what=_COUNT)[0].item())
