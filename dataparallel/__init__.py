@@ -18,9 +18,9 @@ virtual.enable_from_environment()
 from dataparallel import collectives as collectives  # noqa: E402
 from dataparallel import comm as comm  # noqa: E402
 from dataparallel.batch.gather import gather as gather  # noqa: E402
-from dataparallel.batch.plan import Replicate as Replicate  # noqa: E402
 from dataparallel.batch.scatter import scatter as scatter  # noqa: E402
 from dataparallel.batch.scatter import scatter_kwargs as scatter_kwargs  # noqa: E402
+from dataparallel.batch.tree import Replicate as Replicate  # noqa: E402
 from dataparallel.comm.bucket_plan import (  # noqa: E402
     compute_bucket_assignment_by_size as compute_bucket_assignment_by_size,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.comm import copies
+from dataparallel.comm import local
 
 MIXED = ["virtual:2", "cpu", "virtual:0", "virtual:2", "cpu"]
 
@@ -52,14 +52,14 @@ def laid_out(device: str) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def counting_copies() -> Iterator[list[torch.device]]:
     made: list[torch.device] = []
-    arrive = copies.arrive
+    arrive = local.arrive
 
     def counted(device: torch.device, *args: Any) -> torch.Tensor:
         made.append(device)
         return arrive(device, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "arrive", counted)
+        patch.setattr(local, "arrive", counted)
         yield made
 
 

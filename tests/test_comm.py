@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataparallel import comm, virtual
-from dataparallel.comm import copies
+from dataparallel.comm import local
 from tests.comm_cases import (
     DTYPES,
     MIXED,
@@ -136,16 +136,16 @@ def test_packing_resolves_lazy_conjugation_and_negation() -> None:
     assert lazy.is_conj()
     assert negative.is_neg()
     for tensor in (lazy, negative):
-        strides = copies.packed_strides(tensor)
-        assert not copies.memory_order(tensor, strides).is_conj()
-        assert not copies.memory_order(tensor, strides).is_neg()
-        flat = copies.pack([tensor, tensor], [strides] * 2)
-        for again in copies.unpack(flat, [tensor.shape] * 2, [strides] * 2):
+        strides = local.packed_strides(tensor)
+        assert not local.memory_order(tensor, strides).is_conj()
+        assert not local.memory_order(tensor, strides).is_neg()
+        flat = local.pack([tensor, tensor], [strides] * 2)
+        for again in local.unpack(flat, [tensor] * 2, [strides] * 2):
             assert torch.equal(again, tensor.resolve_conj().resolve_neg())
 
 
 def test_large_tensors_are_not_packed() -> None:
-    tensors = [torch.ones(n, device="virtual:0") for n in (3, copies.LARGE_BYTES, 4)]
+    tensors = [torch.ones(n, device="virtual:0") for n in (3, local.LARGE_BYTES, 4)]
     others = [tensor.to("virtual:1") for tensor in tensors]
     large, small = tensors[1].nbytes, tensors[0].nbytes + tensors[2].nbytes
     virtual.reset_counters()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataparallel import comm, devices, virtual
-from dataparallel.comm import nccl
+from dataparallel.comm import local
 from dataparallel.devices import NullStream, parse_devices
 from tests.comm_cases import (
     _OnCuda,
@@ -149,13 +149,13 @@ def test_which_copies_nccl_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [torch.device("cuda", i) for i in (1, 2)]
 
     def copies(tensor: Any, *devices: torch.device) -> bool:
-        return nccl.can_broadcast(tensor, devices)
+        return local.can_use_nccl(tensor, devices)
 
-    monkeypatch.setattr(nccl, "has_nccl", True)
+    monkeypatch.setattr(local, "has_nccl", True)
     assert copies(_OnCuda(0), *others)
     assert not copies(_OnCuda(0), *others, torch.device("cpu"))
     assert not copies(_OnCuda(0, torch.complex64), *others)
-    monkeypatch.setattr(nccl, "has_nccl", False)
+    monkeypatch.setattr(local, "has_nccl", False)
     assert not copies(_OnCuda(0), *others), "this torch was built without NCCL"
 
 
@@ -164,8 +164,8 @@ def test_nccl_equals_copies() -> None:
     tensors = [torch.randn(4, 3, 2, 5).to(f"cuda:{i}") for i in range(2)]
     tensors = [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
     slots = parse_devices(["cuda:1"])
-    assert nccl.can_broadcast(tensors[0], slots)
-    for slot, mine in nccl.broadcast(tensors[0], slots).items():
+    assert local.can_use_nccl(tensors[0], slots)
+    for slot, (mine,) in zip(slots, local.copies_of(tensors[:1], slots), strict=True):
         assert mine.device == slot
         assert mine.stride() == tensors[0].stride()
         assert torch.equal(mine.cpu(), tensors[0].cpu())

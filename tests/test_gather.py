@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from dataparallel.batch.gather import gather
-from dataparallel.batch.plan import Replicate
 from dataparallel.batch.scatter import move, scatter
+from dataparallel.batch.tree import Replicate
 from tests.tree_cases import Point, Sample, assert_same, spread, trees
 
 
@@ -137,25 +137,29 @@ def test_sparse_outputs_concatenate() -> None:
     ("outputs", "options", "message"),
     [
         ([], {}, "at least one replica, got none"),
-        ([{"a": 1}, {"b": 1}], {}, r"outputs has the keys \['a'\] only in replica 0 and \['b'\]"),
+        ([{"a": 1}, {"b": 1}], {}, r"outputs has \['a'\] in replica 0 but \['b'\] in replica 1"),
         (
             [(1, [2]), (1, [2]), (1, [2, 3])],
             {},
-            r"outputs\[1\] has 1 elements in replica 0 but 2 in replica 2; .*output_device",
+            r"outputs\[1\] has length 1 in replica 0 but length 2 in replica 2; .*output_device",
         ),
         ([[1], None], {}, "outputs is a list in replica 0 but a leaf in replica 1"),
         (
-            [{"a": None, "b": torch.ones(2, 3)}, {"a": torch.ones(1), "b": torch.ones(2, 4)}],
+            [{"a": None, "b": torch.ones(2)}, {"a": torch.ones(1), "b": torch.ones(2)}],
             {},
-            r"outputs\['a'\] is NoneType in replica 0, a tensor in replica 1; .*"
-            r"the shapes of outputs\['b'\] differ in more than dim 0: \(2, 3\), \(2, 4\); .*each",
+            r"outputs\['a'\] has these types in the replicas: NoneType, Tensor; .*each",
         ),
-        ([torch.ones(2), torch.tensor(1.0)], {}, r"number of dimensions .*: \(2,\), \(\); .*each"),
-        ([torch.ones(2)] * 2, {"dim": 1}, r"outputs of shape \(2,\) has no dim 1 .*each"),
+        (
+            [{"b": torch.ones(2, 3)}, {"b": torch.ones(2, 4)}],
+            {},
+            r"outputs\['b'\] cannot .* but 0, .* tensor 1 has shape \(2, 4\) .* \(2, 3\); .*each",
+        ),
+        ([torch.ones(2), torch.tensor(1.0)], {}, r"outputs cannot .* has shape \(\) and .*each"),
+        ([torch.ones(2)] * 2, {"dim": 1}, r"dim 1 is out of range .* shape \(2,\): .*each"),
         ([torch.tensor(1)] * 2, {"scalars": "mean"}, "0-d tensor of torch.int64, which has no"),
         ([1], {"scalars": "max"}, "'stack', 'mean' or 'sum', but got 'max'"),
-        ([1, 1], {"weights": [1]}, "1 weights but 2 replicas"),
-        ([1, 1], {"weights": [1, -1]}, r"cannot be negative, but got \(1, -1\)"),
+        ([1, 1], {"weights": [1]}, r"2 replicas and the weights \(1,\)"),
+        ([1, 1], {"weights": [1, -1]}, r"none is negative, .* weights \(1, -1\)"),
     ],
 )
 def test_gather_refuses(outputs: list[Any], options: dict[str, Any], message: str) -> None:

@@ -188,7 +188,7 @@ CASES: dict[str, Callable[[], object]] = {
         lambda net, x: Own(x), x()
     ),
     "the replicas return different containers": lambda: call(differ, x()),
-    "the shapes of ... differ": lambda: call(shapes, x()),
+    "... cannot be put together": lambda: call(shapes, x()),
     "Expected more than 1 value per channel when training": lambda: dp.DataParallel(
         nn.BatchNorm1d(4), CPUS
     )(x()[:2]),

@@ -195,8 +195,16 @@ def test_gather_takes_dims_for_each_part(slots: list[str]) -> None:
         ((0, {"h": 1}), ValueError, r"names \['h'\] in outputs\[1\], which has length 2; leave"),
         ((0, (1, (1,))), ValueError, r"1 entries for outputs\[1\]\[1\], which has no parts; give"),
         ("rows", TypeError, "out_dims for outputs is an int, None, or .* but got 'rows'"),
-        ((0, 3), ValueError, r"outputs\[1\]\[0\] of shape \(4, 3, 5\) has no dim 3 .*out_dims"),
-        ((1, 1), ValueError, r"outputs\[0\] differ in more.* along dim 0, say so through out_dims"),
+        (
+            (0, 3),
+            ValueError,
+            r"outputs\[1\]\[0\] cannot .* dim 3 is out of range .*\(4, 3, 5\).*out_dims",
+        ),
+        (
+            (1, 1),
+            ValueError,
+            r"outputs\[0\] cannot .* \(2, 4, 10\) and .* \(3, 4, 10\); .*out_dims",
+        ),
     ],
 )
 def test_out_dims_is_checked(out_dims: Any, error: type[Exception], message: str) -> None:

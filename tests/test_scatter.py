@@ -11,9 +11,9 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dataparallel.batch.gather import gather
-from dataparallel.batch.plan import Replicate, plan_scatter
+from dataparallel.batch.plan import plan_scatter
 from dataparallel.batch.scatter import execute, scatter, scatter_kwargs
-from dataparallel.batch.tree import flatten
+from dataparallel.batch.tree import Replicate, flatten
 from tests.tree_cases import CPU, Point, Sample, assert_same
 
 
@@ -163,7 +163,7 @@ def test_in_dims_of_scatter_follows_the_container() -> None:
         ({"m": "rows"}, TypeError, r"in_dims for kwargs\['m'\] is an int, None, .* got 'rows'"),
         ({"m": {"b": 0}}, ValueError, r"names \['b'\] in kwargs\['m'\], which has \['a'\]"),
         ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has \['a'\]; give"),
-        ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] .*from -2 to 1"),
+        ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] of shape"),
     ],
 )
 def test_in_dims_is_checked(in_dims: Any, error: type[Exception], message: str) -> None:
@@ -195,17 +195,10 @@ def test_chunk_sizes(slots: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_sizes", "message"),
-    [
-        ([3, 2], "2 entries but there are 4 device slots.*add up to 5 but the batch has 6"),
-        ([7, -1, 0, 0], r"negative entries: \(7, -1, 0, 0\)"),
-        ([2, 2, 2, 2], "add up to 8 but the batch has 6 samples"),
-        ([3, 0, 3, 0], r"leave out slot 1 in the middle; reorder"),
-        ([0, 3, 3, 0], r"leave out slot 0"),
-    ],
+    "chunk_sizes", [[3, 3], [7, -1, 0, 0], [2, 2, 2, 2], [3, 0, 3, 0], [0, 3, 3, 0], []]
 )
-def test_chunk_sizes_are_checked(chunk_sizes: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_chunk_sizes_are_checked(chunk_sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"each of the 4 device slots .* 6 samples .* but got \("):
         scatter(torch.ones(6, 2), CPU, chunk_sizes=chunk_sizes)
 
 
@@ -222,8 +215,8 @@ def test_without_a_tensor_one_replica_runs(slots: list[str]) -> None:
     assert scatter_kwargs((), None, slots) == (((),), ({},))
     plan = plan_scatter((Replicate(torch.ones(3)), torch.tensor(1.0)), None, 4)
     assert (plan.sizes, plan.batch_size) == ((1,), None)
-    (args,), kwargs = execute(plan, [torch.device(slot) for slot in slots])
-    assert kwargs == [{}]
+    ((args, kwargs),) = execute(plan, [torch.device(slot) for slot in slots])
+    assert kwargs == {}
     assert [str(arg.device) for arg in args] == [slots[0]] * 2
 
 
@@ -245,10 +238,9 @@ def test_one_slot_gets_the_tensor_itself() -> None:
 def test_plan_is_made_before_anything_is_copied() -> None:
     x = torch.randn(7, 2)
     plan = plan_scatter((x,), {"mask": torch.ones(2)}, 3, in_dims={"mask": None})
-    assert (plan.batch_size, plan.sizes, plan.dim) == (7, (3, 3, 1), 0)
-    args, kwargs = execute(plan, [torch.device("cpu")] * 4)
-    assert_same(args, [(part,) for part in torch.split(x, [3, 3, 1])])
-    assert len(kwargs) == 3
+    assert (plan.batch_size, plan.sizes) == (7, (3, 3, 1))
+    chunks = execute(plan, [torch.device("cpu")] * 4)
+    assert_same([args for args, _ in chunks], [(part,) for part in torch.split(x, [3, 3, 1])])
     with pytest.raises(dataclasses.FrozenInstanceError, match="sizes"):
         plan.sizes = (7,)  # type: ignore[misc]
 
@@ -270,11 +262,11 @@ def test_all_arguments_that_disagree_are_named() -> None:
 def test_all_arguments_without_the_dim_are_named() -> None:
     with pytest.raises(
         ValueError,
-        match=r"dim 1 is out of range for inputs\[1\] of shape \(4,\), whose dims are from -1 to 0"
+        match=r"dim 1 is out of range for inputs\[1\] of shape \(4,\)"
         r"; dim 1 is out of range for kwargs\['t'\].*through in_dims",
     ):
         scatter_kwargs((torch.ones(4, 4), torch.ones(4)), {"t": torch.ones(2)}, CPU, dim=1)
-    with pytest.raises(ValueError, match=r"dim 0 is out of range .* whose dims are none, as it is"):
+    with pytest.raises(ValueError, match=r"dim 0 is out of range for inputs\[0\] of shape \(\)"):
         scatter_kwargs((torch.tensor(1.0),), None, CPU, in_dims={0: 0})
 
 
@@ -292,10 +284,3 @@ def test_devices_must_exist() -> None:
         scatter(torch.ones(2), ["cpu", "virtual:8"])
     with pytest.raises(ValueError, match="'virtual:8' does not exist"):
         gather([torch.ones(2)], "virtual:8")
-
-
-def test_cycles_do_not_hang() -> None:
-    loop: list[Any] = [torch.ones(2)]
-    loop.append(loop)
-    with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] contains itself"):
-        scatter_kwargs((loop,), None, CPU)

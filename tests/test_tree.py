@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from dataparallel.batch.tree import difference, flatten
+from dataparallel.batch.tree import LEAF, Replicate, difference, flatten
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -192,7 +192,7 @@ def test_these_are_leaves() -> None:
     for leaf in (torch.ones(2), torch.Size([1, 2]), packed, torch.nn.Linear(1, 1), {1, 2}, "ab"):
         leaves, structure = flatten(leaf)
         assert leaves == [leaf] or leaves[0] is leaf
-        assert structure.is_leaf
+        assert structure is LEAF
 
 
 def test_paths_read_like_python() -> None:
@@ -207,23 +207,21 @@ def test_paths_read_like_python() -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [list, dict, Batch])
-def test_cycle_is_refused(make: Any) -> None:
-    obj: Any
-    if make is list:
-        obj = [1]
-        obj.append([obj])
-    elif make is dict:
-        obj = {}
-        obj["me"] = [obj]
-    else:
-        obj = Batch(None)
-        obj.x = [obj]
-    with pytest.raises(ValueError, match=r"batch\S*\[0\] contains itself"):
-        flatten(obj, name="batch")
+def test_empty_containers_are_leaves_and_stay_the_same_objects() -> None:
+    obj: list[Any] = [[], {}, (), OrderedDict(), 1]
+    leaves, structure = flatten(obj)
+    assert all(leaf is given for leaf, given in zip(leaves, obj, strict=True))
+    assert structure.rebuild(leaves)[1] is obj[1]
 
 
-def test_an_object_twice_is_no_cycle() -> None:
+def test_a_marker_is_left_out() -> None:
+    leaves, structure = flatten([Replicate([1, Replicate(2)]), 3])
+    assert leaves == [1, 2, 3]
+    assert structure.paths("x") == ["x[0].value[0]", "x[0].value[1].value", "x[1]"]
+    assert structure.rebuild([4, 5, 6]) == [[4, 5], 6]
+
+
+def test_an_object_twice() -> None:
     shared = [1]
     assert flatten([shared, shared, {"a": shared}])[0] == [1, 1, 1]
 
@@ -241,21 +239,21 @@ def test_order_of_keys_does_not_matter_with_like() -> None:
 @pytest.mark.parametrize(
     ("first", "other", "text"),
     [
-        ({"a": 1}, {"b": 1}, r"out has the keys \['a'\] only in the first and \['b'\] only in"),
-        ([1, [2]], [1, [2, 3]], r"out\[1\] has 1 elements in the first but 2 in the other"),
+        ({"a": 1}, {"b": 1}, r"out has \['a'\] in the first but \['b'\] in the other"),
+        ([1, [2]], [1, [2, 3]], r"out\[1\] has length 1 in the first but length 2 in the other"),
         ({"a": (1,)}, {"a": [1]}, r"out\['a'\] is a tuple in the first but a list in the other"),
-        ({"a": {}}, {"a": None}, r"out\['a'\] is a dict in the first but a leaf in the other"),
+        (
+            {"a": {"b": 1}},
+            {"a": None},
+            r"out\['a'\] is a dict in the first but a leaf in the other",
+        ),
         (Registered(1, "s"), Registered(1, "t"), r"out holds 's' in the first but 't' in the"),
     ],
 )
 def test_difference_names_the_place(first: Any, other: Any, text: str) -> None:
-    found = difference(flatten(first)[1], flatten(other)[1], "out")
-    assert found is not None
+    names = "the first", "the other"
+    found = difference(flatten(first)[1], flatten(other)[1], "out", names)
     assert re.search(text, found)
-
-
-def test_no_difference() -> None:
-    assert difference(flatten([1, {"a": 2}])[1], flatten([3, {"a": None}])[1], "out") is None
 
 
 def test_is_leaf_stops_early() -> None:

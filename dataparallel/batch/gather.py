@@ -1,21 +1,39 @@
-"""Put the outputs of the replicas together."""
+"""Put the outputs of the replicas together, as much of each as its chunk counts.
+
+Note [What a chunk counts]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+The loss of a batch is not the mean of its chunks' losses: chunks may be uneven, and a part of the
+labels may not count. If chunk i's loss is a mean over w_i things, the batch's is
+
+    sum(w_i * loss_i) / sum(w_i)
+
+w_i is the number of samples, or what the caller's own function says. Over processes the same holds:
+a process weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of all.
+
+A loss that a module has divided by what the caller gave it, such as the number of labels in all
+batches of an accumulated step, is no mean over anything in its chunk: such losses add up.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-import operator
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel.batch.plan import DEFAULT, WAY_OUT, spread_dims
-from dataparallel.batch.scatter import move, move_tensor
-from dataparallel.batch.tree import Structure, difference, flatten, held_tensors, may_hold
+from dataparallel.batch.plan import DEFAULT, WAY_OUT, ScatterPlan, spread_dims
+from dataparallel.batch.scatter import move_tensor
+from dataparallel.batch.tree import Path, Structure, difference, flatten, held_tensors, may_hold
+from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
-from dataparallel.errors import chosen, listed
+from dataparallel.errors import chosen
 from dataparallel.graph.functions import (
     Gather,
     ReduceAddCoalesced,
@@ -24,10 +42,14 @@ from dataparallel.graph.functions import (
 )
 
 Scalars = Literal["stack", "mean", "sum"]
+#: What becomes of 0-d outputs; see the argument of :class:`dataparallel.DataParallel`.
+ScalarsOption: TypeAlias = Scalars | Callable[..., float | Tensor | None]
 
+_log = logging.getLogger("dataparallel")
 _CPU = torch.device("cpu")
-_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _KEEP_APART = 'to get one output per replica, use output_device="each"'
+# By this name models of Hugging Face are given what they divide the sum of their losses by.
+_DIVISOR = "num_items_in_batch"
 
 
 def gather(
@@ -70,148 +92,137 @@ def gather(
             don't concatenate, a mean of integers is asked for, or an option has no such value.
     """
     outputs = list(outputs)
-    chosen("scalars", scalars, get_args(Scalars))
+    if scalars not in get_args(Scalars):
+        raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
     if target_device == "each":
         return outputs
     if not outputs:
         raise ValueError("gather needs the output of at least one replica, got none")
     columns, structure = _columns(outputs)
-    first = _first_device(columns) if target_device is None else _CPU
-    fractions = _fractions(weights, len(outputs)) if scalars == "mean" or weights else ()
-    how = _How(parse_output_device(target_device, first), scalars, fractions)
-    cells, faults = [], []
-    for i, own in enumerate(dims_of_outputs(structure, out_dims)):
-        cell = _Cell(columns[i], dim if own is DEFAULT else own, how, structure, i)
-        cells.append(cell)
-        if own is not None and (fault := _fault(cell)) is not None:
-            faults.append(fault)
-    if faults:
-        raise ValueError(
-            f"the outputs of the replicas cannot be put together: {listed(faults, '; ')}"
-        )
-    return structure.rebuild(list(map(_gather_leaf, cells)))
+    dims = spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
+    if target_device is None:
+        tensors = (leaf for column in columns for leaf in column if isinstance(leaf, Tensor))
+        target_device = next((tensor.device for tensor in tensors), _CPU)
+    device = parse_output_device(target_device, _CPU)
+    fractions = _fractions(weights, len(outputs)) if weights or scalars == "mean" else ()
+    results = []
+    for i, own in enumerate(dims):
+        along = dim if own is DEFAULT else own
+        cell = _Cell(Path("outputs", structure, i), along, device, scalars, fractions)
+        results.append(_join(columns[i], cell))
+    return structure.rebuild(results)
 
 
-def _first_device(columns: Sequence[Sequence[Any]]) -> torch.device:
-    leaves = itertools.chain.from_iterable(columns)
-    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), _CPU)
+class _Cell(NamedTuple):
+    """One place of the outputs, and how what the replicas returned there is put together."""
 
-
-def dims_of_outputs(structure: Structure, out_dims: Any) -> list[Any]:
-    """For each leaf of an output its dim, None, or ``DEFAULT``; see :func:`gather`."""
-    return spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
-
-
-class _How(NamedTuple):
+    path: Path
+    #: None: it belongs to no sample.
+    dim: int | None
     device: torch.device
     scalars: Scalars
     fractions: Sequence[float]
 
 
-class _Cell(NamedTuple):
-    """What the replicas returned in one place, and how it is put together."""
-
-    column: Sequence[Any]
-    #: None: it belongs to no sample.
-    dim: int | None
-    how: _How
-    structure: Structure
-    place: int
-
-    @property
-    def path(self) -> str:
-        """Where it is, as a reader would write it."""
-        return self.structure.paths("outputs")[self.place]
-
-
 def _columns(outputs: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Structure]:
-    first, structure = flatten(outputs[0], name="outputs")
+    """For each place what the replicas returned there, and how their outputs are built."""
+    first, structure = flatten(outputs[0])
     rows = [first]
     for i, output in enumerate(outputs[1:], start=1):
-        leaves, other = flatten(output, like=structure, name="outputs")
+        leaves, other = flatten(output, like=structure)
         if other != structure:
             found = difference(structure, other, "outputs", ("replica 0", f"replica {i}"))
             raise ValueError(f"the replicas return different containers: {found}; {_KEEP_APART}")
         rows.append(leaves)
-    for i, leaf in enumerate(first):
-        if isinstance(leaf, PackedSequence):
-            raise TypeError(
-                f"{structure.paths('outputs')[i]} is a PackedSequence, which interleaves the "
-                "samples and cannot be concatenated; call pad_packed_sequence inside forward, or "
-                f"{_KEEP_APART}"
-            )
     return list(zip(*rows, strict=True)), structure
 
 
 def _fractions(weights: Sequence[float] | None, num_replicas: int) -> Sequence[float]:
-    equal = (1.0 / num_replicas,) * num_replicas
-    if weights is None:
-        return equal
-    if len(weights) != num_replicas:
-        raise ValueError(f"there are {len(weights)} weights but {num_replicas} replicas")
-    if min(weights) < 0:
-        raise ValueError(f"a weight cannot be negative, but got {tuple(weights)}")
+    weights = weights or (1,) * num_replicas
+    if len(weights) != num_replicas or min(weights) < 0:
+        raise ValueError(
+            f"there is a weight for each replica, and none is negative, but there are "
+            f"{num_replicas} replicas and the weights {tuple(weights)}"
+        )
     total = float(sum(weights))
     # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
-    return [weight / total for weight in weights] if total else equal
+    return [weight / total if total else 1 / num_replicas for weight in weights]
 
 
-def _fault(cell: _Cell) -> str | None:
-    """Why the leaves of one place cannot be gathered."""
-    column, dim, first = cell.column, cell.dim, cell.column[0]
-    num_tensors = sum(map(isinstance, column, itertools.repeat(torch.Tensor)))
-    if num_tensors == 0:
-        return None
-    if num_tensors < len(column):
-        kinds = ["a tensor" if isinstance(x, torch.Tensor) else type(x).__name__ for x in column]
-        each = ", ".join(f"{kind} in replica {i}" for i, kind in enumerate(kinds))
-        return f"{cell.path} is {each}; return a tensor in all or in none"
-    shapes = list(map(_shape_of, column))
-    if not any(shapes):
-        exact = [t.dtype for t in column if not (t.is_floating_point() or t.is_complex())]
-        if cell.how.scalars != "mean" or len(column) == 1 or not exact:
-            return None
-        return f"{cell.path} is a 0-d tensor of {exact[0]}, which has no mean; convert it to float"
-    assert dim is not None
-    in_range = -first.dim() <= dim < first.dim()
-    if len(column) == 1 or (in_range and shapes.count(first.shape) == len(column)):
-        return None
-    told = ", ".join(str(tuple(shape)) for shape in shapes)
-    if len(set(map(len, shapes))) > 1:
-        return (
-            f"{cell.path} has another number of dimensions in each replica: {told}; {_KEEP_APART}"
-        )
-    if not in_range:
-        return (
-            f"{cell.path} of shape {tuple(first.shape)} has no dim {dim} to concatenate along; "
-            f"give it another dim, or None, through out_dims; {_KEEP_APART}"
-        )
-    dim %= first.dim()
-    differ = {i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1} - {dim}
-    if not differ:
-        return None
-    hint = ""
-    if len(differ) == 1:
-        hint = f"if its samples are along dim {differ.pop()}, say so through out_dims; "
-    return f"the shapes of {cell.path} differ in more than dim {dim}: {told}; {hint}{_KEEP_APART}"
-
-
-def _gather_leaf(cell: _Cell) -> Any:
-    column, first = cell.column, cell.column[0]
+def _join(column: Sequence[Any], cell: _Cell) -> Any:
+    """What the replicas returned in one place, as one leaf."""
+    first = column[0]
     if cell.dim is None:
-        return move(first, cell.how.device)
-    if isinstance(first, torch.Tensor):
-        return _gather_tensors(column, cell.dim, cell.how)
-    if any(leaf is not first for leaf in column) and any(
-        may_hold(leaf) and held_tensors(leaf) for leaf in column
-    ):
-        return _gather_objects(cell)
-    return first if all(_equal(first, leaf) for leaf in column) else list(column)
+        return move_tensor(first, cell.device) if isinstance(first, Tensor) else first
+    num_tensors = sum(map(isinstance, column, itertools.repeat(Tensor)))
+    if num_tensors == len(column):
+        return _join_tensors(column, cell)
+    if num_tensors:
+        kinds = ", ".join(type(leaf).__name__ for leaf in column)
+        raise ValueError(
+            f"{cell.path} has these types in the replicas: {kinds}; return a tensor in all of them "
+            f"or in none; {_KEEP_APART}"
+        )
+    if isinstance(first, PackedSequence):
+        raise TypeError(
+            f"{cell.path} is a PackedSequence, which interleaves the samples and cannot be "
+            f"concatenated; call pad_packed_sequence inside forward, or {_KEEP_APART}"
+        )
+    differ = any(leaf is not first for leaf in column)
+    if differ and any(may_hold(leaf) and held_tensors(leaf) for leaf in column):
+        return _join_objects(column, cell)
+    try:
+        same = all(type(leaf) is type(first) and bool(leaf == first) for leaf in column)
+    except (RuntimeError, TypeError, ValueError):
+        # Such objects (arrays) compare element by element: they have no one answer.
+        same = False
+    return first if same or not differ else list(column)
 
 
-def _gather_objects(cell: _Cell) -> Any:
+def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+    shapes = [tensor.shape for tensor in column]
+    joins = not any(shapes) and cell.scalars != "stack"
+    if len(column) == 1 and (joins or shapes[0]):
+        return move_tensor(column[0], cell.device)
+    if joins:
+        return _join_scalars(column, cell)
+    assert cell.dim is not None
+    try:
+        if any(shapes):
+            joint_dim(shapes, cell.dim)
+    except ValueError as error:
+        raise ValueError(
+            f"{cell.path} cannot be put together: {error}; if its samples are along another dim, "
+            f"or it belongs to no sample, say so through out_dims; {_KEEP_APART}"
+        ) from error
+    column = behind_own_nodes(column, cell.device)
+    gathered: Tensor = apply_function(Gather, cell.device, cell.dim, *column)
+    return gathered
+
+
+def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+    """The mean or the sum of 0-d tensors."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
+    if cell.scalars == "sum":
+        terms = [tensor.to(dtype) for tensor in column]
+    elif not dtype.is_floating_point and not dtype.is_complex:
+        raise ValueError(
+            f"{cell.path} is a 0-d tensor of {dtype}, which has no mean; convert it to float"
+        )
+    else:
+        wide = torch.promote_types(dtype, torch.float32)
+        # A replica without samples has no say, whatever its mean over nothing is.
+        shares = [share for share in zip(column, cell.fractions, strict=True) if share[1] > 0]
+        terms = [tensor.to(wide) * fraction for tensor, fraction in shares]
+    terms = behind_own_nodes(terms, cell.device)
+    (total,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
+    result: Tensor = total.to(dtype)
+    return result
+
+
+def _join_objects(column: Sequence[Any], cell: _Cell) -> Any:
     """Objects that hold tensors, made anew from what iterating over them gives, as torch does."""
-    column, kind = cell.column, type(cell.column[0])
+    kind = type(column[0])
     unknown = (
         f"{cell.path} is a {kind.__name__}, which holds tensors and is no container that can be "
         f"put together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys "
@@ -221,8 +232,7 @@ def _gather_objects(cell: _Cell) -> Any:
         raise TypeError(unknown)
     try:
         columns, structure = _columns([list(leaf) for leaf in column])
-        inner = [_gather_leaf(cell._replace(column=column)) for column in columns]
-        result = kind(structure.rebuild(inner))
+        result = kind(structure.rebuild([_join(inner, cell) for inner in columns]))
     except (TypeError, ValueError, AttributeError) as error:
         raise TypeError(unknown) from error
     if len(held_tensors(result)) != len(held_tensors(column[0])):
@@ -230,43 +240,157 @@ def _gather_objects(cell: _Cell) -> Any:
     return result
 
 
-def _equal(first: Any, other: Any) -> bool:
-    if first is other:
-        return True
-    if type(first) is not type(other):
-        return False
+# --- what chunks count ---------------------------------------------------------------------------
+
+
+class Joining(NamedTuple):
+    """How the outputs of one forward are put together."""
+
+    #: What becomes of 0-d outputs.
+    scalars: Scalars
+    #: What each chunk counts: in a mean of these, and for its process in an average over processes.
+    counts: Sequence[float]
+
+
+def check_scalars(scalars: ScalarsOption) -> ScalarsOption:
+    """Return the option if it is one, else raise a ValueError."""
+    if not callable(scalars):
+        chosen("scalars", scalars, get_args(Scalars), "a function that gives a chunk's weight")
+    return scalars
+
+
+def join_scalars(
+    scalars: ScalarsOption,
+    args: Sequence[Sequence[Any]],
+    kwargs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    *,
+    weighs: bool,
+) -> Joining:
+    """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count."""
+    if kwargs and kwargs[0].get(_DIVISOR) is not None:
+        _check_divisor(scalars, kwargs[0][_DIVISOR], len(kwargs))
+    if not callable(scalars):
+        return Joining(scalars, sizes)
+    if len(args) == 1 and not weighs:
+        return Joining("mean", sizes)
+    with torch.no_grad():
+        # All of them first: reading one waits for its device.
+        found = [scalars(*one, **named) for one, named in zip(args, kwargs, strict=True)]
+    adds_up = [weight is None for weight in found]
+    if not any(adds_up):
+        return Joining("mean", [read_weight("the function of scalars=", one) for one in found])
+    if not all(adds_up):
+        raise ValueError(
+            f"the function of scalars= returned None for some of the chunks and weights for "
+            f"others: {found}; return None for all, where their losses add up, or for none"
+        )
+    if weighs:
+        raise ValueError(
+            "the function of scalars= returned None, so that losses add up, and "
+            "average='samples' needs to know what this process counts among the others; call "
+            "set_weight(...) before the forward, or use average='none' or 'processes'"
+        )
+    return Joining("sum", sizes)
+
+
+def _check_divisor(scalars: ScalarsOption, divisor: Any, num_chunks: int) -> None:
+    """Refuse to join losses that were divided by what the caller gave in another way than that."""
+    if isinstance(divisor, Tensor) and divisor.dim():
+        raise ValueError(
+            f"the forward was given a vector as {_DIVISOR}: Trainer of Hugging Face does so for "
+            "torch.nn.DataParallel where arguments.n_gpu is more than 1, and its result depends on "
+            "the number of chunks. Set arguments._n_gpu = 1 before the Trainer is made; the "
+            "wrapper divides the batch itself"
+        )
+    told = callable(scalars) and _DIVISOR in inspect.signature(scalars).parameters
+    if scalars in ("stack", "sum") or told or num_chunks == 1:
+        return
+    what = "this function" if callable(scalars) else f"scalars={scalars!r}"
+    raise ValueError(
+        f"the forward was given {_DIVISOR}, and models of Hugging Face divide the sum of their "
+        f"losses by that: such losses of the chunks add up, and {what} would take their mean, "
+        f"with gradients that are too small. Pass scalars= a function with an argument "
+        f"{_DIVISOR}=None that returns None, for losses that add up, where it is not None; or the "
+        "chunk's number of labels in any case, if the model ignores it (T5 does)"
+    )
+
+
+def read_weight(what: str, found: Any) -> float:
+    """The weight of a chunk, from what the caller's function ``what`` returned; may wait for it."""
+    if isinstance(found, Tensor) and found.numel() != 1:
+        raise TypeError(
+            f"{what} must return a number or a 0-d tensor for each chunk, but returned a "
+            f"tensor of shape {tuple(found.shape)}"
+        )
+    weight = float(found.detach() if isinstance(found, Tensor) else found)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"the weight of a chunk is finite and not negative, but is {weight}")
+    return weight
+
+
+def count_samples(plan: Callable[[], ScatterPlan], values: Sequence[Any], *, must: bool) -> int:
+    """The number of samples in a chunk that no plan has made; 1 if nobody ``must`` know and can.
+
+    ``plan`` plans to give the chunk to one replica, which counts its samples in ``values``.
+    """
     try:
-        return bool(first == other)
-    except (RuntimeError, TypeError, ValueError):
-        # Such objects (arrays) compare element by element: they have no one answer.
-        return False
+        size = plan().batch_size
+        fault = nothing_to_split(values)
+    except (TypeError, ValueError) as error:
+        size, fault = None, str(error)
+    if size is None and values and must:
+        raise ValueError(
+            f"average='samples' weighs this process by its samples, which cannot be counted: "
+            f"{fault}. Or call set_weight(...) before the forward"
+        )
+    return 1 if size is None else size
 
 
-def _gather_tensors(column: Sequence[torch.Tensor], dim: int, how: _How) -> torch.Tensor:
-    scalar = column[0].dim() == 0
-    if len(column) == 1 and not (scalar and how.scalars == "stack"):
-        return move_tensor(column[0], how.device)
-    dtypes = dict.fromkeys(map(_dtype_of, column))
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    if len(dtypes) > 1:
-        column = [tensor.to(dtype) for tensor in column]
-    if scalar and how.scalars == "sum":
-        return _sum(column, how.device)
-    if scalar and how.scalars == "mean":
-        wide = torch.promote_types(dtype, torch.float32)
-        shares = [
-            tensor.to(wide) * fraction
-            for tensor, fraction in zip(column, how.fractions, strict=True)
-            # A replica without samples has no say, whatever its mean over nothing is.
-            if fraction > 0
-        ]
-        return _sum(shares, how.device).to(dtype)
-    column = behind_own_nodes(column, how.device)
-    gathered: torch.Tensor = apply_function(Gather, how.device, dim, *column)
-    return gathered
+def nothing_to_split(values: Sequence[Any]) -> str:
+    """Says of which types the arguments are, none of which has a tensor to split."""
+    kinds = ", ".join(type(value).__name__ for value in values)
+    return f"there is no tensor to split in the inputs ({kinds})"
 
 
-def _sum(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    column = behind_own_nodes(column, device)
-    total: tuple[torch.Tensor, ...] = apply_function(ReduceAddCoalesced, device, 1, *column)
-    return total[0]
+def tell_of_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], dim: int, out_dims: Any, *, stacks: bool
+) -> None:
+    """Log which outputs seem to be put together in another way than the caller expects."""
+    columns, structure = _columns(outputs)
+    dims = spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
+    paths = structure.paths("outputs")
+    scalars: list[str] = []
+    told = False
+    for path, own, column in zip(paths, dims, columns, strict=True):
+        if own is None or not isinstance(column[0], Tensor):
+            continue
+        shapes = [tuple(tensor.shape) for tensor in column]
+        if not shapes[0]:
+            # Torch's error in their `backward()` cannot say why they are a vector.
+            scalars += [path] if stacks and column[0].requires_grad else []
+            continue
+        # A state of an LSTM has the size of the chunk along one dim, which is another one, and as
+        # many layers as everywhere along `dim`. Rows that a forward has made several of per sample
+        # are no such case, nor are lists of different lengths.
+        fits = [i for i, along in enumerate(zip(*shapes, strict=True)) if along == tuple(sizes)]
+        alike = len({shape[dim] for shape in shapes}) == 1
+        is_odd = len(fits) == 1 and sizes[0] and alike and shapes[0][dim] % sizes[0]
+        if own is DEFAULT and is_odd and not told:
+            told = True
+            _log.warning(
+                "%s of shape %s, from a replica with %d samples, was concatenated along dim %d. If "
+                "its samples are along dim %d, pass out_dims= to the wrapper: a dim for each part "
+                "of the output, or None for what belongs to no sample",
+                *(path, shapes[0], sizes[0], dim, fits[0]),
+            )
+    if scalars:
+        _log.warning(
+            "the module returns 0-d tensors (%s), which come back as a vector with one element "
+            "per replica, as from torch.nn.DataParallel. If backward() refuses it ('grad can be "
+            "implicitly created only for scalar outputs'), pass scalars= to the wrapper: 'mean' "
+            "weighs by samples, 'sum' adds up, and a function gives the weight of each chunk, "
+            "such as its number of labels. The vector's own mean() is not the batch's where "
+            "chunks are uneven or labels are ignored",
+            ", ".join(scalars),
+        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel.batch.tree import Structure, flatten, held_tensors, may_hold
+from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.errors import listed
 
@@ -39,72 +39,42 @@ class BatchSplitter(Protocol):
         """Whether the forward under way is not the first attempt."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Replicate:
-    """Marks an argument that goes whole to each replica.
-
-    Tensors in it are copied to each replica, and their gradients from all replicas are summed. The
-    first replica on a tensor's own device gets the tensor itself; each further one costs memory.
-
-    Example::
-
-        model(batch, Replicate(mask))
-
-    Args:
-        value: A tensor or a container of tensors.
-    """
-
-    value: Any
-
-
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
 DEFAULT: Any = object()
 
-#: A "split list" is split where it has as many elements as the batch has samples.
-Action = Literal["split", "split list", "copy", "share", "unknown"]
+#: What becomes of a leaf. A "split list" is split where it has as many elements as the batch has
+#: samples; replicas share an "unknown" object if it holds nothing of the batch; a "misfit" has no
+#: such dim.
+Action = Literal["split", "split list", "copy", "share", "unknown", "misfit"]
 
 
 class Leaf(NamedTuple):
     """One leaf of the arguments, and what becomes of it."""
 
     value: Any
+    path: Path
     action: Action
-    dim: int
-    #: Where it is: what the container is called and how it is built, and which of its leaves it is.
-    name: str
-    structure: Structure
-    place: int
-
-    @property
-    def path(self) -> str:
-        """Where it is, as a reader would write it."""
-        return self.structure.paths(self.name)[self.place]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Equal where chunks are: what is one object for the caller is one in each replica."""
-        return id(self.value), self.dim
-
-
-class Tree(NamedTuple):
-    """One container of arguments, without markers."""
-
-    structure: Structure
-    leaves: list[Leaf]
+    dim: int = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScatterPlan:
-    """How arguments divide into chunks; nothing has been copied yet."""
+    """How a container divides into chunks; nothing has been copied yet."""
 
+    structure: Structure
+    leaves: Sequence[Leaf]
+    by_action: Mapping[Action, Sequence[Leaf]]
     #: Number of samples; None where no tensor is split.
     batch_size: int | None
-    dim: int
     #: Of each chunk, for as many chunks as replicas take part; (1,) where no tensor is split.
     sizes: tuple[int, ...]
-    trees: tuple[Tree, ...] = dataclasses.field(repr=False)
-    #: Those of all containers, by what becomes of them.
-    leaves: Mapping[Action, Sequence[Leaf]] = dataclasses.field(repr=False)
+
+
+class Arguments(NamedTuple):
+    """Those of one call."""
+
+    inputs: Any
+    kwargs: Any
 
 
 def plan_scatter(
@@ -117,87 +87,81 @@ def plan_scatter(
     split_lists: bool = False,
 ) -> ScatterPlan:
     """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`."""
-    args = () if args is None else args
-    kwargs = {} if kwargs is None else dict(kwargs)
-    known: Any = DEFAULT
-    named: Any = DEFAULT
-    if in_dims is not None:
-        known, named = _spread_over_arguments(in_dims, args, kwargs)
-    trees = [("inputs", args, known), ("kwargs", kwargs, named)]
-    return plan_trees(trees, num_slots, dim, chunk_sizes, split_lists)
+    given = Arguments(() if args is None else args, {} if kwargs is None else dict(kwargs))
+    spec = DEFAULT if in_dims is None else _spread_over_arguments(in_dims, given)
+    return plan_container(given, "", spec, num_slots, dim, chunk_sizes, split_lists)
 
 
-def _spread_over_arguments(
-    in_dims: Mapping[str | int, Any], args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Mapping[int, Any], Mapping[str, Any]]:
+def _spread_over_arguments(in_dims: Mapping[str | int, Any], given: Arguments) -> Sequence[Any]:
     if not isinstance(in_dims, Mapping):
         raise TypeError(
             "in_dims is a mapping from argument names or positions to dims, such as "
             f'{{"mask": None, 1: 0}}, but got {in_dims!r}'
         )
-    by_position = {key: value for key, value in in_dims.items() if not isinstance(key, str)}
-    faults = [key for key in by_position if not isinstance(key, int) or key < 0]
+    positions = [key for key in in_dims if not isinstance(key, str)]
+    faults = [key for key in positions if not isinstance(key, int) or key < 0]
     if faults:
         raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
-    count = len(args) if isinstance(args, (tuple, list)) else 0
-    known: dict[Any, Any] = {i: by_position[i] for i in by_position if i < count}
-    return known, {name: in_dims[name] for name in kwargs if name in in_dims}
+    count = len(given.inputs) if isinstance(given.inputs, (tuple, list)) else 0
+    return (
+        {i: in_dims[i] for i in positions if i < count},
+        {name: in_dims[name] for name in given.kwargs if name in in_dims},
+    )
 
 
-def plan_trees(
-    named_trees: Iterable[tuple[str, Any, Any]],
+def plan_container(
+    container: Any,
+    name: str,
+    in_dims: Any,
     num_slots: int,
     dim: int,
     chunk_sizes: Sequence[int] | ChunkSizesOf | None,
     split_lists: bool,
 ) -> ScatterPlan:
-    """Plan any containers, each given as its name, itself, and its ``in_dims``."""
-    trees: list[Tree] = []
-    by_action: dict[Action, list[Leaf]] = {"split": [], "copy": [], "unknown": []}
-    faults: list[str] = []
-    for name, obj, spec in named_trees:
-        values, structure = flatten(obj, is_leaf=_is_list if split_lists else is_empty, name=name)
-        tree = Tree(without_markers(structure), [])
-        for i, own in enumerate(spread_dims(structure, spec, name)):
-            given = Leaf(values[i], "share", 0, name, structure, i)
-            leaf = _decide(given, dim if own is DEFAULT else own, own is DEFAULT, faults)
-            tree.leaves.append(leaf)
-            by_action.setdefault(leaf.action, []).append(leaf)
-        trees.append(tree)
-    if faults:
-        raise ValueError(
-            f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
-        )
-    total = _batch_size(by_action["split"])
+    """Plan any container, which messages call ``name``."""
+    values, structure = flatten(container, is_leaf=_is_list if split_lists else None)
+    leaves: list[Leaf] = []
+    by_action: dict[Action, list[Leaf]] = {}
+    for i, own in enumerate(spread_dims(structure, in_dims, name)):
+        leaf = _decide(values[i], Path(name, structure, i), own, dim)
+        leaves.append(leaf)
+        by_action.setdefault(leaf.action, []).append(leaf)
+    total = _batch_size(by_action)
     sizes = settle(total, num_slots, chunk_sizes)
     if chunk_sizes is not None and not callable(chunk_sizes):
         total = sum(sizes)
-    if by_action["unknown"] and total is not None and len(sizes) > 1:
+    if "unknown" in by_action and total is not None and len(sizes) > 1:
         _refuse_batches(by_action["unknown"], total, dim)
-    return ScatterPlan(total, dim, sizes, tuple(trees), by_action)
-
-
-def is_empty(obj: Any) -> bool:
-    """An empty container is often there to be filled, and the caller looks into it afterwards."""
-    return not obj if isinstance(obj, (list, tuple, dict)) else False
+    return ScatterPlan(structure, leaves, by_action, total, sizes)
 
 
 def _is_list(obj: Any) -> bool:
+    """Whether it is a list without tensors."""
     if not isinstance(obj, list):
-        return is_empty(obj)
-    return not any(isinstance(leaf, (torch.Tensor, Replicate)) for leaf in flatten(obj)[0])
+        return False
+    return not any(isinstance(leaf, torch.Tensor) for leaf in flatten(obj)[0])
 
 
-def without_markers(structure: Structure) -> Structure:
-    """Without :class:`Replicate`, which the replicas don't get to see."""
-    if structure.kind is Replicate:
-        return without_markers(structure.children[0])
-    if structure.is_flat:
-        return structure
-    children = tuple(map(without_markers, structure.children))
-    if children == structure.children:
-        return structure
-    return dataclasses.replace(structure, children=children, is_flat=False)
+def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
+    """What becomes of a leaf, whose ``own`` dim, None or ``DEFAULT`` is given."""
+    if isinstance(value, torch.Tensor):
+        if own is None or (own is DEFAULT and value.dim() == 0):
+            return Leaf(value, path, "copy")
+        along = dim if own is DEFAULT else own
+        if not -value.dim() <= along < value.dim():
+            return Leaf(value, path, "misfit", along)
+        return Leaf(value, path, "split", along % value.dim())
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            f"{path} is a PackedSequence, which interleaves the samples and cannot be split; "
+            "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
+        )
+    is_empty = isinstance(value, (list, tuple, dict)) and not value
+    if own is None or is_empty:
+        return Leaf(value, path, "share")
+    if isinstance(value, list):
+        return Leaf(value, path, "split list")
+    return Leaf(value, path, "unknown" if may_hold(value) else "share")
 
 
 # --- dims ----------------------------------------------------------------------------------------
@@ -205,26 +169,26 @@ def without_markers(structure: Structure) -> Structure:
 
 def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_dims") -> list[Any]:
     """What an option says of each leaf of a container: a dim, None, or :data:`DEFAULT`."""
-    if structure.kind is Replicate:
+    if spec is None or structure.kind is Replicate:
         return [None] * structure.num_leaves
-    if spec is None or spec is DEFAULT or isinstance(spec, int):
-        # A marker further down says more than the dim of the container.
-        if spec is None or structure.is_flat:
+    if spec is DEFAULT or isinstance(spec, int):
+        if not structure.is_marked:
             return [spec] * structure.num_leaves
+        # A marker further down says more than the dim of the container.
         below = [spec] * len(structure.children)
     elif isinstance(spec, Mapping):
         unknown = [key for key in spec if key not in structure.keys]
         if unknown:
             raise ValueError(
-                f"{option} names {unknown} in {path}, which {_parts(structure)}; "
+                f"{option} names {unknown} in {path}, which has {structure.describe()}; "
                 "leave out what is not there"
             )
         below = [spec.get(key, DEFAULT) for key in structure.keys]
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         if len(spec) != len(structure.keys):
             raise ValueError(
-                f"{option} has {len(spec)} entries for {path}, which {_parts(structure)}; give one "
-                "dim for all of it, or an entry for each of its parts"
+                f"{option} has {len(spec)} entries for {path}, which has {structure.describe()}; "
+                "give one dim for all of it, or an entry for each of its parts"
             )
         below = list(spec)
     else:
@@ -233,70 +197,43 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
             f"but got {spec!r}"
         )
     if not structure.children:
-        return [DEFAULT] * structure.num_leaves
-    return [
-        entry
-        for position, child in enumerate(structure.children)
-        for entry in spread_dims(
-            child, below[position], structure.child_path(path, position), option
-        )
-    ]
-
-
-def _parts(structure: Structure) -> str:
-    if structure.is_leaf:
-        return "has no parts"
-    by_position = structure.keys == tuple(range(len(structure.keys)))
-    return f"has {'length ' + str(len(structure.keys)) if by_position else list(structure.keys)}"
-
-
-def _decide(leaf: Leaf, dim: int | None, is_default: bool, faults: list[str]) -> Leaf:
-    """What becomes of a leaf; ``dim`` is its own, or the default one."""
-    value = leaf.value
-    if isinstance(value, torch.Tensor):
-        if dim is None or (is_default and value.dim() == 0):
-            # No dim, so that it has another key than where it is split.
-            return leaf._replace(action="copy", dim=-1)
-        if -value.dim() <= dim < value.dim():
-            return leaf._replace(action="split", dim=dim % value.dim())
-        span = f"from {-value.dim()} to {value.dim() - 1}" if value.dim() else "none, as it is 0-d"
-        faults.append(
-            f"dim {dim} is out of range for {leaf.path} of shape {tuple(value.shape)}, "
-            f"whose dims are {span}"
-        )
-    elif isinstance(value, PackedSequence):
-        raise TypeError(
-            f"{leaf.path} is a PackedSequence, which interleaves the samples and cannot be split; "
-            "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
-        )
-    elif dim is not None and not is_empty(value):
-        if isinstance(value, list):
-            return leaf._replace(action="split list")
-        if may_hold(value):
-            return leaf._replace(action="unknown")
-    return leaf
+        return [DEFAULT]
+    dims: list[Any] = []
+    for i, child in enumerate(structure.children):
+        dims += spread_dims(child, below[i], structure.child_path(path, i), option)
+    return dims
 
 
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _batch_size(split: Sequence[Leaf]) -> int | None:
+def _batch_size(by_action: Mapping[Action, Sequence[Leaf]]) -> int | None:
     """The size that all tensors have along the dim along which they are split."""
-    if not split:
-        return None
-    size: int = split[0].value.size(split[0].dim)
-    others = [leaf for leaf in split if leaf.value.size(leaf.dim) != size]
-    if others:
-        found = listed(
-            f"{leaf.path} has {leaf.value.size(leaf.dim)} along dim {leaf.dim} "
-            f"(shape {tuple(leaf.value.shape)})"
-            for leaf in (split[0], *others)
-        )
+    if "misfit" in by_action:
+        faults = [
+            f"dim {leaf.dim} is out of range for {leaf.path} of shape {tuple(leaf.value.shape)}"
+            for leaf in by_action["misfit"]
+        ]
         raise ValueError(
-            f"tensors that are split must agree on the batch size, but {found}; mark what belongs "
-            "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
+            f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
         )
-    return size
+    split = by_action.get("split", ())
+    size: int | None = split[0].value.size(split[0].dim) if split else None
+    for leaf in split:
+        if leaf.value.size(leaf.dim) != size:
+            break
+    else:
+        return size
+    others = [leaf for leaf in split if leaf.value.size(leaf.dim) != size]
+    found = listed(
+        f"{leaf.path} has {leaf.value.size(leaf.dim)} along dim {leaf.dim} "
+        f"(shape {tuple(leaf.value.shape)})"
+        for leaf in (split[0], *others)
+    )
+    raise ValueError(
+        f"tensors that are split must agree on the batch size, but {found}; mark what belongs "
+        "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
+    )
 
 
 def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
@@ -317,32 +254,21 @@ def settle(
     batch_size: int | None, num_slots: int, given: Sequence[int] | ChunkSizesOf | None
 ) -> tuple[int, ...]:
     """The sizes of the chunks, at least one, for as many slots as take part."""
-    if batch_size is None and (given is None or callable(given)):
-        return (1,)
-    if callable(given):
-        assert batch_size is not None
-        chosen = tuple(given(batch_size, num_slots))
-        given = chosen + (0,) * (num_slots - len(chosen))
-    if given is None:
-        assert batch_size is not None
-        return chunk_lengths(batch_size, num_slots)
+    if callable(given) and batch_size is not None:
+        some = tuple(given(batch_size, num_slots))
+        given = some + (0,) * (num_slots - len(some))
+    if given is None or callable(given):
+        return (1,) if batch_size is None else chunk_lengths(batch_size, num_slots)
     sizes = tuple(given)
-    faults = []
-    if len(sizes) != num_slots:
-        faults.append(
-            f"chunk_sizes has {len(sizes)} entries but there are {num_slots} device slots"
-        )
-    if any(size < 0 for size in sizes):
-        faults.append(f"chunk_sizes has negative entries: {sizes}")
-    if batch_size is not None and sum(sizes) != batch_size:
-        faults.append(f"chunk_sizes add up to {sum(sizes)} but the batch has {batch_size} samples")
     while len(sizes) > 1 and sizes[-1] == 0:
         sizes = sizes[:-1]
-    if len(sizes) > 1 and 0 in sizes:
-        faults.append(
-            f"chunk_sizes {tuple(given)} leave out slot {sizes.index(0)} in the middle; reorder "
-            "the devices so that zeros come last"
+    fits = batch_size is None or sum(sizes) == batch_size
+    positive = min(sizes, default=-1) > 0 or sizes == (0,)
+    if len(given) != num_slots or not fits or not positive:
+        of_batch = "" if batch_size is None else f", {batch_size} samples together"
+        raise ValueError(
+            f"chunk_sizes gives each of the {num_slots} device slots a number of samples"
+            f"{of_batch}, with zeros only at the end, but got {tuple(given)}; reorder the devices "
+            "if one in the middle shall have none"
         )
-    if faults:
-        raise ValueError("; ".join(faults))
     return sizes

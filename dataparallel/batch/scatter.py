@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dataparallel.batch.plan import (
-    WAY_OUT,
-    Leaf,
-    ScatterPlan,
-    is_empty,
-    plan_scatter,
-    plan_trees,
-    without_markers,
-)
+from dataparallel.batch.plan import WAY_OUT, Leaf, ScatterPlan, plan_container, plan_scatter
 from dataparallel.batch.tree import flatten, held_tensors
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
 from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
@@ -64,8 +55,8 @@ def scatter(
     # Here None cannot mean "nothing is split": one would not scatter then.
     spec = dim if in_dims is None and isinstance(inputs, torch.Tensor) else in_dims
     spec = {} if spec is None else spec
-    plan = plan_trees([("inputs", inputs, spec)], len(slots), dim, chunk_sizes, split_lists)
-    chunks = execute(plan, slots)[0]
+    plan = plan_container(inputs, "inputs", spec, len(slots), dim, chunk_sizes, split_lists)
+    chunks = execute(plan, slots)
     return tuple(chunks) if isinstance(inputs, torch.Tensor) else chunks
 
 
@@ -106,39 +97,31 @@ def scatter_kwargs(
     """
     slots = parse_devices(target_gpus)
     plan = plan_scatter(inputs, kwargs, len(slots), dim, chunk_sizes, in_dims, split_lists)
-    args, keywords = execute(plan, slots)
-    return tuple(args), tuple(keywords)
+    args, keywords = zip(*execute(plan, slots), strict=True)
+    return args, keywords
 
 
-def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[list[Any]]:
-    """For each planned container its chunks, on as many of the first devices."""
-    count = len(plan.sizes)
-    slots = devices[:count]
-    assert len(slots) == count, (len(slots), count)
+def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
+    """The planned container for each chunk, on as many of the first devices."""
+    slots = devices[: len(plan.sizes)]
+    assert len(slots) == len(plan.sizes), (slots, plan.sizes)
+    # What is one tensor for the caller is one in each replica.
     parts: dict[tuple[int, int], Sequence[Any]] = {}
-    if plan.leaves["copy"]:
-        parts.update(_whole(plan.leaves["copy"], slots))
-    for leaf in plan.leaves["split"]:
-        if leaf.key not in parts:
-            parts[leaf.key] = _split(leaf, plan.sizes, slots)
-    chunks: list[list[Any]] = []
-    for structure, leaves in plan.trees:
-        rows: list[Sequence[Any]] = []
-        for leaf in leaves:
-            if leaf.action in ("split", "copy"):
-                rows.append(parts[leaf.key])
-            elif leaf.action == "split list" and len(leaf.value) == plan.batch_size:
-                rows.append(_list_parts(leaf.value, plan.sizes))
-            else:
-                rows.append([leaf.value] * count)
-        columns = zip(*rows, strict=True) if rows else [()] * count
-        chunks.append(list(map(structure.rebuild, columns)))
-    return chunks
-
-
-def _list_parts(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    rest = iter(values)
-    return [list(itertools.islice(rest, size)) for size in sizes]
+    if "copy" in plan.by_action:
+        parts.update(_whole(plan.by_action["copy"], slots))
+    rows: list[Sequence[Any]] = []
+    for leaf in plan.leaves:
+        key = id(leaf.value), leaf.dim
+        if leaf.action == "split" and key not in parts:
+            parts[key] = _split(leaf, plan.sizes, slots)
+        if leaf.action in ("split", "copy"):
+            rows.append(parts[key])
+        elif leaf.action == "split list" and len(leaf.value) == plan.batch_size:
+            rest = iter(leaf.value)
+            rows.append([list(itertools.islice(rest, size)) for size in plan.sizes])
+        else:
+            rows.append([leaf.value] * len(slots))
+    return list(map(plan.structure.rebuild, zip(*rows, strict=True)))
 
 
 def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
@@ -151,21 +134,22 @@ def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> S
 
 def _whole(
     leaves: Sequence[Leaf], slots: Sequence[torch.device]
-) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """The copies of tensors that go whole to each slot, by the keys of their leaves."""
+) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
+    """The copies of tensors that go whole to each slot, by their identity and dim."""
     # What a replica writes in place no other one may see. The first slot on a tensor's own device
     # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
-    copies: dict[tuple[int, int], list[torch.Tensor]] = {}
-    given: dict[tuple[int, int], torch.Tensor] = {leaf.key: leaf.value for leaf in leaves}
-    for origin in dict.fromkeys([tensor.device for tensor in given.values()]):
-        keys = [key for key, tensor in given.items() if tensor.device == origin]
-        tensors = [given[key] for key in keys]
+    copies: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+    by_origin: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = {}
+    for leaf in leaves:
+        by_origin.setdefault(leaf.value.device, {})[id(leaf.value), leaf.dim] = leaf.value
+    for origin, tensors in by_origin.items():
         own = slots.index(origin) if origin in slots else len(slots)
         others = [*slots[:own], *slots[own + 1 :]]
         flat: tuple[torch.Tensor, ...] = ()
         if others:
-            flat = apply_function(Broadcast, others, *behind_own_nodes(tensors, others[0]))
-        for i, tensor in enumerate(tensors):
+            sources = behind_own_nodes(list(tensors.values()), others[0])
+            flat = apply_function(Broadcast, others, *sources)
+        for i, (key, tensor) in enumerate(tensors.items()):
             whole = list(flat[i :: len(tensors)])
             for place, device in enumerate(others):
                 if device in (origin, *others[:place]):
@@ -175,7 +159,7 @@ def _whole(
                 # Two sums may come in any order; of more, the rounding would depend on timing.
                 joins = others and tensor.requires_grad and tensor.layout == torch.strided
                 whole.insert(own, tensor.view_as(tensor) if joins else tensor)
-            copies[keys[i]] = whole
+            copies[key] = whole
     return copies
 
 
@@ -183,65 +167,47 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
     if tensor.device == device:
         return tensor
-    moved: tuple[torch.Tensor, ...] = apply_function(
-        Broadcast, [device], *behind_own_nodes([tensor], device)
-    )
+    sources = behind_own_nodes([tensor], device)
+    moved: tuple[torch.Tensor, ...] = apply_function(Broadcast, [device], *sources)
     return moved[0]
 
 
-def move(output: Any, device: DeviceLike) -> Any:
-    """The tensors in a container on one device, with edges in autograd; -1 means the CPU."""
-    target = parse_output_device(device, torch.device("cpu"))
-    leaves, structure = flatten(output, name="outputs")
-    return structure.rebuild(_moved(leaves, target))
+def move(container: Any, device: DeviceLike | None) -> Any:
+    """A container without markers, its tensors on ``device``, with edges in autograd.
 
-
-def place(arguments: Any, device: torch.device | None) -> Any:
-    """Arguments as a single replica gets them: whole, without markers, and on its device if any."""
-    leaves, structure = flatten(arguments, is_leaf=is_empty)
-    moved = leaves if device is None else _moved(leaves, device)
-    return without_markers(structure).rebuild(moved)
-
-
-def _moved(leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    return [move_tensor(x, device) if isinstance(x, torch.Tensor) else x for x in leaves]
-
-
-# --- objects that replicas share -----------------------------------------------------------------
+    -1 means the CPU; None leaves each tensor where it is.
+    """
+    leaves, structure = flatten(container)
+    if device is not None:
+        target = parse_output_device(device, torch.device("cpu"))
+        leaves = [move_tensor(x, target) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return structure.rebuild(leaves)
 
 
 class SharedObjects:
-    """Objects that all replicas of a call get. See Note [Objects of unknown type]."""
+    """Objects that several replicas get though nobody has said so; raises in a ``with`` block.
+
+    A RuntimeError says that replicas put tensors into one. See Note [Objects of unknown type].
+    """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._objects = [(leaf.path, leaf.value, _state(leaf.value)) for leaf in leaves]
+        self._before = [(leaf, _state(leaf.value)) for leaf in leaves]
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Raise a RuntimeError if replicas put tensors into an object within a ``with`` block."""
-        try:
-            yield
-        except Exception as error:
-            # What a replica raises then is often what it found of the others.
-            self._check(error)
-            raise
-        self._check(None)
+    def __enter__(self) -> None:
+        """Nothing is to be done: the state was taken when the plan was made."""
 
-    def _check(self, cause: Exception | None) -> None:
-        for path, obj, before in self._objects:
-            if list(map(_identity, _state(obj))) != list(map(_identity, before)):
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # What a replica raises then is often what it found of the others.
+        if error is not None and not isinstance(error, Exception):
+            return
+        for leaf, before in self._before:
+            if list(map(_identity, _state(leaf.value))) != list(map(_identity, before)):
                 raise RuntimeError(
-                    f"the replicas have written tensors into {path}, a {type(obj).__name__} that "
-                    "all of them share, so it holds a mixture of their chunks; leave it out (a "
-                    f"cache of keys and values with use_cache=False), or {WAY_OUT}. If it may be "
-                    "shared all the same, mark it with Replicate(...)"
-                ) from cause
-
-
-def shared_objects(plan: ScatterPlan) -> SharedObjects | None:
-    """Objects that several replicas get though nobody has said so; None without any."""
-    leaves = plan.leaves["unknown"]
-    return SharedObjects(leaves) if leaves and len(plan.sizes) > 1 else None
+                    f"the replicas have written tensors into {leaf.path}, a "
+                    f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
+                    "their chunks; leave it out (a cache of keys and values with use_cache=False), "
+                    f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
+                ) from error
 
 
 def _state(obj: Any) -> list[tuple[torch.Tensor, int]]:

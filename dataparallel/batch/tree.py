@@ -2,7 +2,8 @@
 
 A container is what models take and return: tuples, lists, dicts and their subclasses, named tuples,
 dataclasses, dicts with attributes (``ModelOutput``), and whatever is registered with
-``torch.utils._pytree``. Everything else, ``None`` included, is a leaf.
+``torch.utils._pytree``. Everything else is a leaf, ``None`` included, and so is an empty container:
+it is often there to be filled, and the caller looks into it afterwards.
 
 Note [Objects of unknown type]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -19,16 +20,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel import torch_internals
+from dataparallel.torch_internals import registered_containers
 
 # Looked up first: most leaves are of these types, and none of them is ever opened. A PackedSequence
 # is a named tuple, but its parts have no batch dimension of their own.
@@ -49,43 +51,58 @@ _Make: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Replicate:
+    """Marks an argument that goes whole to each replica.
+
+    Tensors in it are copied to each replica, and their gradients from all replicas are summed. The
+    first replica on a tensor's own device gets the tensor itself; each further one costs memory.
+
+    Example::
+
+        model(batch, Replicate(mask))
+
+    Args:
+        value: A tensor or a container of tensors.
+    """
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Structure:
     """How a container is built, without its leaves; equal where types, keys and nesting are."""
 
     #: Type of the container; None for a leaf.
     kind: type | None = None
     #: Index, dict key or attribute name of each child.
-    keys: tuple[Any, ...] = ()
+    keys: Sequence[Any] = ()
     children: tuple[Structure, ...] = ()
-    #: Whether the keys are attribute names.
-    attributes: bool = False
     #: What a registered node keeps beside its children.
     context: Any = None
     make: _Make = dataclasses.field(default=tuple, compare=False, repr=False)
     num_leaves: int = dataclasses.field(default=1, compare=False, repr=False)
-    #: Whether all children are leaves.
-    is_flat: bool = dataclasses.field(default=True, compare=False, repr=False)
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether this is the place of one leaf."""
-        return self.kind is None
+    #: Whether there is a :class:`Replicate` in it.
+    is_marked: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Build the container again around ``leaves``, as many as :attr:`num_leaves`."""
+        """Build the container again around ``leaves``, without any :class:`Replicate`."""
         assert len(leaves) == self.num_leaves, (len(leaves), self.num_leaves)
         if self.kind is None:
             return leaves[0]
-        return self.make(leaves) if self.is_flat else self._rebuild(iter(leaves))
-
-    def _rebuild(self, leaves: Iterator[Any]) -> Any:
-        return self.make(
-            [next(leaves) if child is LEAF else child._rebuild(leaves) for child in self.children]
-        )
+        children, start = [], 0
+        for child in self.children:
+            end = start + child.num_leaves
+            own = leaves[start] if child is LEAF else child.rebuild(leaves[start:end])
+            children.append(own)
+            start = end
+        return self.make(children)
 
     def child_path(self, root: str, position: int) -> str:
         """How a reader would write the child at ``position`` of a container called ``root``."""
-        return root + _step(self.keys[position], self.attributes)
+        key = self.keys[position]
+        if not isinstance(key, str) or (self.kind is not None and issubclass(self.kind, dict)):
+            return f"{root}[{key!r}]"
+        return f"{root}.{key}" if root else key
 
     def paths(self, root: str) -> list[str]:
         """One expression per leaf, such as ``inputs[0]['mask']``, for error messages."""
@@ -97,220 +114,161 @@ class Structure:
             for path in child.paths(self.child_path(root, position))
         ]
 
-
-def _step(key: Any, attributes: bool) -> str:
-    return f".{key}" if attributes else f"[{key!r}]"
+    def describe(self) -> str:
+        """What a container has, for error messages."""
+        if self.kind is None:
+            return "no parts"
+        by_position = list(self.keys) == list(range(len(self.keys)))
+        return f"length {len(self.keys)}" if by_position else str(list(self.keys))
 
 
 LEAF = Structure()
 
 
+class Path(NamedTuple):
+    """Where a leaf is; as a string what a reader would write, which errors alone ask for."""
+
+    root: str
+    structure: Structure
+    place: int
+
+    def __str__(self) -> str:
+        return self.structure.paths(self.root)[self.place]
+
+
 def flatten(
-    obj: Any,
-    *,
-    like: Structure | None = None,
-    is_leaf: Callable[[Any], bool] | None = None,
-    name: str = "input",
+    obj: Any, *, like: Structure | None = None, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Structure]:
     """The leaves of a container in order, and the structure that builds it around others.
 
     Dicts with the same keys as in ``like`` are taken in its order; ``is_leaf`` makes leaves of
-    containers. ``name`` is for the ValueError if a container contains itself.
+    containers.
     """
-    if isinstance(obj, _LEAF_TYPES):
+    if isinstance(obj, _LEAF_TYPES) or (is_leaf is not None and is_leaf(obj)):
         return [obj], LEAF
-    walk = _Walk([], [], is_leaf, name)
-    structure = _visit(obj, like, walk)
-    return walk.leaves, structure
-
-
-class _Walk(NamedTuple):
-    """The state of one :func:`flatten`; a closure would keep the leaves in a reference cycle."""
-
-    leaves: list[Any]
-    #: The containers around the current one, and the steps that lead further down.
-    around: list[tuple[Any, Any, bool]]
-    is_leaf: Callable[[Any], bool] | None
-    name: str
-
-
-class _Opened(NamedTuple):
-    """The children of a container, and how another one is made around others."""
-
-    values: Sequence[Any]
-    keys: tuple[Any, ...]
-    make: _Make
-    attributes: bool = False
-    context: Any = None
-
-
-def _visit(obj: Any, like: Structure | None, walk: _Walk) -> Structure:
-    """Append the leaves of ``obj``, and return how it is built."""
-    opened = None if walk.is_leaf is not None and walk.is_leaf(obj) else _open(obj)
-    if opened is None:
-        walk.leaves.append(obj)
-        return LEAF
-    values, keys, make, attributes, context = opened
-    if like is not None and like.keys != keys and _are_in_other_order(obj, keys, like):
-        by_key = dict(zip(keys, values, strict=True))
-        keys, make, values = like.keys, like.make, [by_key[key] for key in like.keys]
-    for container, _, _ in walk.around:
-        if container is obj:
-            steps = "".join([_step(key, named) for _, key, named in walk.around])
-            raise ValueError(
-                f"{walk.name}{steps} contains itself; pass containers without "
-                "cycles, or hold the object in a class that is not a container"
-            )
-    before, is_flat, children = len(walk.leaves), True, []
+    kind: Any = type(obj)
+    if kind is tuple or kind is list:
+        opened = _Opened(range(len(obj)), obj, kind)
+    else:
+        opened = _open(obj, like)
+    keys, values, make, context = opened
+    if not values:
+        return [obj], LEAF
+    leaves: list[Any] = []
+    children: list[Structure] = []
+    is_marked = kind is Replicate
     for position, value in enumerate(values):
-        child = LEAF
         if isinstance(value, _LEAF_TYPES):
-            walk.leaves.append(value)
-        else:
-            below = like.children[position] if like and position < len(like.children) else None
-            walk.around.append((obj, keys[position], attributes))
-            child = _visit(value, below, walk)
-            walk.around.pop()
-        is_flat = is_flat and child is LEAF
+            leaves.append(value)
+            children.append(LEAF)
+            continue
+        below = like.children[position] if like and position < len(like.children) else None
+        found, child = flatten(value, like=below, is_leaf=is_leaf)
+        leaves += found
         children.append(child)
-    num_leaves = len(walk.leaves) - before
-    return Structure(
-        type(obj), keys, tuple(children), attributes, context, make, num_leaves, is_flat
-    )
+        is_marked = is_marked or child.is_marked
+    return leaves, Structure(kind, keys, tuple(children), context, make, len(leaves), is_marked)
 
 
-def _are_in_other_order(obj: Any, keys: tuple[Any, ...], like: Structure) -> bool:
-    return isinstance(obj, dict) and type(obj) is like.kind and set(keys) == set(like.keys)
-
-
-def difference(
-    first: Structure,
-    other: Structure,
-    root: str,
-    names: tuple[str, str] = ("the first", "the other"),
-) -> str | None:
-    """Say where two structures of containers called ``root`` part; None when they are equal."""
-    if first == other:
-        return None
+def difference(first: Structure, other: Structure, root: str, names: tuple[str, str]) -> str:
+    """Say where two structures of containers called ``root`` part, which are not equal."""
     mine, theirs = names
     if first.kind is not other.kind:
         kinds = [f"a {s.kind.__name__}" if s.kind else "a leaf" for s in (first, other)]
         return f"{root} is {kinds[0]} in {mine} but {kinds[1]} in {theirs}"
     if first.keys != other.keys:
-        if first.kind is not None and issubclass(first.kind, (list, tuple)):
-            sizes = len(first.keys), len(other.keys)
-            return f"{root} has {sizes[0]} elements in {mine} but {sizes[1]} in {theirs}"
-        missing = [key for key in first.keys if key not in other.keys]
-        extra = [key for key in other.keys if key not in first.keys]
-        return f"{root} has the keys {missing} only in {mine} and {extra} only in {theirs}"
-    if first.context != other.context:
-        return f"{root} holds {first.context!r} in {mine} but {other.context!r} in {theirs}"
-    for position, pair in enumerate(zip(first.children, other.children, strict=True)):
-        found = difference(*pair, first.child_path(root, position), names)
-        if found is not None:
-            return found
-    return f"{root} is built differently in {mine} and {theirs}"
+        return f"{root} has {first.describe()} in {mine} but {other.describe()} in {theirs}"
+    for position, (child, counterpart) in enumerate(
+        zip(first.children, other.children, strict=True)
+    ):
+        if child != counterpart:
+            return difference(child, counterpart, first.child_path(root, position), names)
+    return f"{root} holds {first.context!r} in {mine} but {other.context!r} in {theirs}"
 
 
-# --- kinds of containers: the children, and how to build one again --------------------------------
+# --- kinds of containers --------------------------------------------------------------------------
 
 
-def _open(obj: Any) -> _Opened | None:
+class _Opened(NamedTuple):
+    """The children of a container, and how another one is made around others."""
+
+    keys: Sequence[Any] = ()
+    #: None where it is a leaf.
+    values: Sequence[Any] = ()
+    make: _Make = tuple
+    context: Any = None
+
+
+def _open(obj: Any, like: Structure | None) -> _Opened:
+    """A container that is neither a tuple nor a list; without values where it is a leaf."""
     kind: Any = type(obj)
-    if kind is tuple or kind is list:
-        return _Opened(obj, tuple(range(len(obj))), kind)
-    if kind is dict:
-        keys = tuple(obj)
-        return _Opened([*obj.values()], keys, lambda new: dict(zip(keys, new, strict=True)))
-    is_data, is_dict = dataclasses.is_dataclass(obj), isinstance(obj, dict)
-    # The constructor of a dict that is a dataclass may take a single field apart, and torch's
-    # functions for these two leave out what a subclass of theirs would have.
-    registered = torch_internals.registered_containers.get(kind)
-    if registered and not (is_data and is_dict) and kind not in (OrderedDict, defaultdict):
-        return _open_registered(obj, registered)
-    if is_dict:
-        return _open_dict(obj)
+    if isinstance(obj, dict):
+        keys: tuple[Any, ...] = tuple(obj)
+        if like is not None and kind is like.kind and set(keys) == set(like.keys):
+            keys = tuple(like.keys)
+        values = [dict.__getitem__(obj, key) for key in keys]
+        return _Opened(keys, values, functools.partial(_new_dict, obj, keys))
+    if kind is Replicate:
+        return _Opened(("value",), (obj.value,), operator.itemgetter(0))
+    if kind in registered_containers:
+        return _open_registered(obj, registered_containers[kind])
     if isinstance(obj, (list, tuple)):
-        if hasattr(kind, "n_sequence_fields"):
-            return _Opened(obj, tuple(range(len(obj))), kind)
         if hasattr(kind, "_fields") and hasattr(kind, "_make"):
-            return _Opened(obj, tuple(kind._fields), kind._make, attributes=True)
-        return _open_sequence(obj)
+            return _Opened(kind._fields, obj, kind._make)
+        return _Opened(range(len(obj)), list(obj), functools.partial(_new_sequence, obj))
+    names: list[str] = []
     if isinstance(obj, UserDict):
-        return _open_attributes(obj, ("data",))
-    if is_data:
-        return _open_attributes(obj, tuple(n for n in _field_names(obj) if hasattr(obj, n)))
-    return None
+        names = ["data"]
+    elif dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+    make = functools.partial(_new_object, obj, names)
+    return _Opened(tuple(names), [getattr(obj, name) for name in names], make)
 
 
 def _open_registered(obj: Any, node: Any) -> _Opened:
     values, context = node.flatten_fn(obj)
-    keys: tuple[Any, ...] = tuple(range(len(values)))
-    attributes = False
+    keys: Sequence[Any] = range(len(values))
     if node.flatten_with_keys_fn is not None:
         entries = [entry for entry, _ in node.flatten_with_keys_fn(obj)[0]]
-        attributes = all(isinstance(entry, torch_internals.AttributeKey) for entry in entries)
-        keys = tuple(_raw_key(entry) for entry in entries)
-    make = lambda children: node.unflatten_fn(list(children), context)  # noqa: E731
-    return _Opened(values, keys, make, attributes, context)
-
-
-def _raw_key(entry: Any) -> Any:
-    named = [getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name)]
-    return named[0] if named else entry
+        # One of them, by the kind of the entry.
+        names = [getattr(entry, "name", getattr(entry, "key", None)) for entry in entries]
+        keys = tuple(i if name is None else name for i, name in enumerate(names))
+    return _Opened(keys, values, lambda new: node.unflatten_fn(list(new), context), context)
 
 
 # These make another one without the class's own methods: they may check, convert or refuse what
 # they are given, and the original has been through them already.
 
 
-def _open_dict(obj: dict[Any, Any]) -> _Opened:
-    kind, keys, fields = type(obj), tuple(obj), _field_names(obj)
-
-    def make(children: Sequence[Any]) -> Any:
-        new: Any = kind.__new__(kind)
-        _copy_attributes(obj, new)
-        if isinstance(obj, defaultdict):
-            defaultdict.__init__(new, obj.default_factory)
-        base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
-        for key, child in zip(keys, children, strict=True):
-            base.__setitem__(new, key, child)
-            if key in fields or key in getattr(obj, "__dict__", ()):
-                object.__setattr__(new, key, child)
-        return new
-
-    return _Opened([dict.__getitem__(obj, key) for key in keys], keys, make)
-
-
-def _open_sequence(obj: list[Any] | tuple[Any, ...]) -> _Opened:
+def _new_dict(obj: dict[Any, Any], keys: Sequence[Any], children: Sequence[Any]) -> Any:
     kind: Any = type(obj)
-
-    def make(children: Sequence[Any]) -> Any:
-        new = list.__new__(kind) if isinstance(obj, list) else tuple.__new__(kind, children)
-        _copy_attributes(obj, new)
-        if isinstance(new, list):
-            list.extend(new, children)
-        return new
-
-    return _Opened(list(obj), tuple(range(len(obj))), make)
-
-
-def _open_attributes(obj: Any, names: tuple[str, ...]) -> _Opened:
-    kind = type(obj)
-
-    def make(children: Sequence[Any]) -> Any:
-        new = object.__new__(kind)
-        _copy_attributes(obj, new)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)
-        return new
-
-    return _Opened([getattr(obj, name) for name in names], names, make, attributes=True)
+    new = kind.__new__(kind)
+    _copy_attributes(obj, new)
+    if isinstance(obj, defaultdict):
+        defaultdict.__init__(new, obj.default_factory)
+    base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
+    for key, child in zip(keys, children, strict=True):
+        base.__setitem__(new, key, child)
+        if key in getattr(new, "__dict__", ()):
+            object.__setattr__(new, key, child)
+    return new
 
 
-def _field_names(obj: Any) -> tuple[str, ...]:
-    fields = dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else ()
-    return tuple(field.name for field in fields)
+def _new_sequence(obj: list[Any] | tuple[Any, ...], children: Sequence[Any]) -> Any:
+    kind: Any = type(obj)
+    new = list.__new__(kind) if isinstance(obj, list) else tuple.__new__(kind, children)
+    _copy_attributes(obj, new)
+    if isinstance(new, list):
+        list.extend(new, children)
+    return new
+
+
+def _new_object(obj: Any, names: Sequence[str], children: Sequence[Any]) -> Any:
+    new = object.__new__(type(obj))
+    _copy_attributes(obj, new)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(new, name, child)
+    return new
 
 
 def _copy_attributes(source: Any, target: Any) -> None:

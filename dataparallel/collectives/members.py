@@ -11,7 +11,7 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel.collectives.collective import AllReduce, Collective
 from dataparallel.collectives.reductions import mean_of
-from dataparallel.comm.copies import may_be_deferred
+from dataparallel.comm.local import may_be_deferred
 from dataparallel.devices import is_accelerator
 
 

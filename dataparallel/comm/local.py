@@ -1,7 +1,6 @@
-"""Broadcast, sum, scatter and gather between the devices of this process.
+"""Copy, broadcast, sum, scatter and gather between the devices of this process.
 
-What users call looks at its arguments; below it stand the same without a look, for callers that
-have resolved the devices and know that sizes fit.
+The functions that users call look at their arguments; the others are told what exists and fits.
 
 Note [Order of a sum]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -24,31 +23,151 @@ So its stream waits for theirs before it, and theirs wait for its stream after i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from dataparallel import devices as _devices
 from dataparallel import kernels
-from dataparallel.comm import nccl
 from dataparallel.comm.bucket_plan import fill
-from dataparallel.comm.copies import (
-    LARGE_BYTES,
-    arrive,
-    copy_to,
-    may_be_deferred,
-    memory_order,
-    pack,
-    packed_strides,
-    unpack,
-)
 from dataparallel.errors import listed
 from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.dtypes import SUFFIXES, wide
-from dataparallel.torch_internals import foreach_add, foreach_add_
+from dataparallel.torch_internals import foreach_add, foreach_add_, has_nccl
 
 DEFAULT_BUFFER_SIZE = 10485760
+#: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
+#: and costs two more passes over its memory; from this size on the passes are what costs more.
+LARGE_BYTES = 256 * 2**10
+
+# --- one copy ------------------------------------------------------------------------------------
+
+# Note [Streams of a copy]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# What goes to accelerator B is allocated and awaited on B's copy stream, wherever it comes from:
+# all copies take this one path (`arrive`), and none has to wait for what B computes, as it would on
+# B's current stream, where the allocator could hand out memory that queued work still uses.
+#
+# torch's convention, which every accelerator follows, does a part of the ordering. A copy between
+# two devices runs on the current stream of its source, after what the destination's current stream
+# (here: the copy stream) has queued, and that stream then waits for it. A copy from the host runs
+# on the destination's current stream (again the copy stream). What is left to do here:
+#
+# 1. If a source is on B itself (one part of a gather), the copy stream waits for B's current
+#    stream. That part is copied on the copy stream, and may not have been computed yet.
+# 2. B's current stream waits for the copy stream: whoever uses the result does so there.
+# 3. The result is recorded on B's current stream. It is memory of the copy stream; freed without
+#    this, it would go to the next copy while B still reads it.
+#
+# Nothing is recorded for the sources. A source on another device is read on that device's current
+# stream, to which it belongs; memory freed on B's current stream is not reused before step 2.
+#
+# The host waits for nothing, with two exceptions, where it has to: a copy to the CPU blocks, since
+# the CPU has no queue that could wait; and a copy from CPU memory that isn't pinned blocks until
+# that memory was read, since its owner may write to it right after.
+
+
+def arrive(
+    device: torch.device,
+    sources: Sequence[torch.Tensor],
+    make: Callable[[], torch.Tensor],
+    stream: _devices.Stream | None = None,
+) -> torch.Tensor:
+    """Make a tensor on ``device`` out of tensors elsewhere, ready on its current stream there.
+
+    See Note [Streams of a copy]. ``make`` reads ``sources``, allocates the result on ``device`` and
+    queues the copies into it. Default of ``stream``: the device's copy stream.
+    """
+    if not _devices.is_accelerator(device):
+        return make()
+    copying = _devices.copy_stream(device) if stream is None else stream
+    current = _devices.current_stream(device)
+    if any(source.device == device for source in sources):
+        _devices.wait_stream(copying, current)
+    with _devices.use_stream(copying):
+        result = make()
+    _devices.wait_stream(current, copying)
+    _devices.record_stream(result, current)
+    return result
+
+
+def copy_to(
+    tensor: torch.Tensor, device: torch.device, stream: _devices.Stream | None = None
+) -> torch.Tensor:
+    """The tensor on ``device``: shared memory if it is there already, else a copy.
+
+    Strides, layout and dtype are kept; the result takes no part in autograd.
+    """
+    tensor = tensor.detach()
+    if tensor.device == device:
+        return tensor
+    deferred = may_be_deferred(tensor, device)
+    return arrive(device, [tensor], lambda: tensor.to(device, non_blocking=deferred), stream)
+
+
+def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
+    """Whether a copy from ``source`` to ``device`` may happen after the call has returned."""
+    if not _devices.is_accelerator(device):
+        return False
+    if _devices.is_accelerator(source.device):
+        return True
+    return source.layout == torch.strided and source.is_pinned()
+
+
+# --- flat buffers --------------------------------------------------------------------------------
+
+
+def packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides without gaps that keep the order of dimensions in memory (channels_last, say)."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def memory_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """All elements as one dimension, in the order in which packed ``strides`` lay them out.
+
+    A view where the tensor has these strides, else a copy.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.stride() != tuple(strides):
+        laid_out = torch.empty_strided(
+            tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = laid_out.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def pack(tensors: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]) -> torch.Tensor:
+    """One flat tensor with the elements of ``tensors``, of one dtype and device, in order."""
+    flat = [memory_order(tensor, s) for tensor, s in zip(tensors, strides, strict=True)]
+    return torch.cat(flat)
+
+
+def unpack(
+    flat: torch.Tensor, likes: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The tensors in a flat buffer, shaped like some others: they share its memory.
+
+    See Note [Version counters of coalesced results].
+    """
+    tensors = []
+    offset = flat.storage_offset()
+    for like, stride in zip(likes, strides, strict=True):
+        tensors.append(flat.as_strided(like.shape, tuple(stride), offset).data)
+        offset += like.numel()
+    return tensors
+
+
+# Note [Version counters of coalesced results]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Views of one buffer share its version counter: an in-place change of one parameter would then
+# count as a change of all, and backward would refuse tensors that nobody touched. The results
+# occupy disjoint parts of the buffer and the buffer itself is never handed out, so each gets a
+# counter of its own (`.data`).
+
 
 # --- broadcast -----------------------------------------------------------------------------------
 
@@ -135,18 +254,34 @@ def copies_of(
     on.update({slot: list(sources) for slot in away})
     for members in _plan_groups(sources, buffer_size) if away else ():
         group = [sources[i] for i in members]
-        together = len(group) > 1
-        strides = [packed_strides(tensor) for tensor in group] if together else []
-        flat = pack(group, strides) if together else group[0]
-        if nccl.can_broadcast(flat, away):
-            copies = nccl.broadcast(flat, away)
-        else:
-            copies = {slot: copy_to(flat, slot) for slot in away}
-        for slot, copy in copies.items():
-            parts = unpack(copy, [t.shape for t in group], strides) if together else [copy]
+        strides = [packed_strides(tensor) for tensor in group]
+        flat = pack(group, strides) if len(group) > 1 else group[0]
+        for slot, copy in _copies(flat, away).items():
+            parts = [copy] if len(group) == 1 else unpack(copy, group, strides)
             for i, part in zip(members, parts, strict=True):
                 on[slot][i] = part
     return [[tensor.detach() for tensor in on[slot]] for slot in slots]
+
+
+def _copies(
+    tensor: torch.Tensor, slots: Sequence[torch.device]
+) -> dict[torch.device, torch.Tensor]:
+    """A tensor on each of some other devices."""
+    if not can_use_nccl(tensor, slots):
+        return {slot: copy_to(tensor, slot) for slot in slots}
+    # NCCL runs on the current stream of every device that takes part, so nothing has to wait.
+    strides = packed_strides(tensor)
+    source = memory_order(tensor, strides)
+    flat = {slot: torch.empty_like(source, device=slot) for slot in slots}
+    nccl.broadcast([source, *flat.values()])
+    return {slot: copy.as_strided(tensor.shape, strides) for slot, copy in flat.items()}
+
+
+def can_use_nccl(tensor: torch.Tensor, slots: Sequence[torch.device]) -> bool:
+    """Whether NCCL, which serves several CUDA devices of one process, can broadcast a tensor."""
+    on_cuda = all(device.type == "cuda" for device in (tensor.device, *slots))
+    # A torch without NCCL warns when asked whether it is available.
+    return has_nccl and on_cuda and tensor.layout == torch.strided and not tensor.is_complex()
 
 
 def _plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> list[list[int]]:
@@ -238,34 +373,62 @@ def sums_of(
 ) -> list[Any]:
     """The sum of each column on a device, in new memory unless it has one term that is there.
 
-    None counts for nothing, and is the sum of nothing. With ``in_place`` a sum may be written over
-    the first term of its column.
+    None counts for nothing, and is the sum of nothing. With ``in_place`` a dense sum is written
+    over the first term of its column if that is on the device.
     """
-    form = (target, torch.strided)
-    alike = all([t is not None and (t.device, t.layout) == form for row in columns for t in row])
-    if alike and len(columns[0]) > 1:
-        return add_columns(columns, in_place=in_place)
     sums: list[torch.Tensor | None] = [None] * len(columns)
-    given = [[term for term in column if term is not None] for column in columns]
+    # What is added or packed together is on the same devices in each row.
     together: dict[Any, list[int]] = {}
-    for i, terms in enumerate(given):
+    given: list[list[torch.Tensor]] = []
+    for i, column in enumerate(columns):
+        terms, places, is_dense = [], [], True
+        for term in column:
+            if term is not None:
+                terms.append(term)
+                places.append(term.device)
+                is_dense = is_dense and term.layout == torch.strided
+        given.append(terms)
         if len(terms) > 1:
-            # What is added or packed together is on the same devices in each row.
-            dense = all(term.layout == torch.strided for term in terms)
-            places = tuple(term.device for term in terms)
-            together.setdefault(places if dense else i, []).append(i)
+            together.setdefault(tuple(places) if is_dense else i, []).append(i)
         elif terms:
-            moves = terms[0].device != target or terms[0].requires_grad
+            moves = places[0] != target or terms[0].requires_grad
             sums[i] = copy_to(terms[0], target) if moves else terms[0]
-    for members in together.values():
-        chosen = [given[i] for i in members]
-        if all((term.device, term.layout) == form for term in chosen[0]):
-            totals = add_columns(chosen, in_place=in_place)
+    for places, members in together.items():
+        group = [given[i] for i in members]
+        if isinstance(places, int):
+            totals = [_add_apart(group[0], target)]
+        elif set(places) == {target}:
+            totals = _add_here(group, in_place)
         else:
-            totals = _add_packed(chosen, target, in_place, buffer_size)
+            totals = _add_packed(group, target, in_place, buffer_size)
         for i, total in zip(members, totals, strict=True):
             sums[i] = total
     return sums
+
+
+def _add_here(columns: Sequence[Sequence[torch.Tensor]], in_place: bool) -> list[torch.Tensor]:
+    """Sums of dense tensors of one device; one call for many small tensors."""
+    alone: dict[int, torch.Tensor] = {}
+    if len(columns[0]) > 2:
+        for i, column in enumerate(columns):
+            first = column[0]
+            is_large = first.nbytes >= LARGE_BYTES and backend_of(first.device) is not None
+            if is_large or type_of_sum(first, len(column)) != first.dtype:
+                # In one pass over memory.
+                alone[i] = kernels.reduce_add(column, out=first if in_place else None)
+    together = [column for i, column in enumerate(columns) if i not in alone]
+    totals: list[torch.Tensor] = []
+    if together:
+        totals, *rows = map(list, zip(*together, strict=True))
+        for row in rows:
+            if in_place:
+                foreach_add_(totals, row)
+            else:
+                totals, in_place = list(foreach_add(totals, row)), True
+    if not alone:
+        return totals
+    others = iter(totals)
+    return [alone[i] if i in alone else next(others) for i in range(len(columns))]
 
 
 def _add_packed(
@@ -274,109 +437,76 @@ def _add_packed(
     in_place: bool,
     buffer_size: int,
 ) -> list[torch.Tensor]:
-    """Sums of tensors that are on other devices, small ones together."""
+    """Sums of dense tensors of several devices, small ones together."""
     sums: dict[int, torch.Tensor] = {}
     for members in _plan_groups([column[0] for column in columns], buffer_size):
         group = [columns[i] for i in members]
         if len(group) == 1:
-            totals = [_add(group[0], target, in_place)]
+            totals = [_add_apart(group[0], target, in_place)]
         else:
-            strides = [packed_strides(column[0]) for column in group]
+            firsts = [column[0] for column in group]
+            strides = [packed_strides(first) for first in firsts]
             flat = [pack(row, strides) for row in zip(*group, strict=True)]
-            totals = unpack(_add(flat, target), [column[0].shape for column in group], strides)
+            totals = unpack(_add_apart(flat, target), firsts, strides)
         sums.update(zip(members, totals, strict=True))
     return [sums[i] for i in range(len(columns))]
 
 
-def _add(
+def _add_apart(
     terms: Sequence[torch.Tensor], target: torch.device, in_place: bool = False
 ) -> torch.Tensor:
-    """The sum of at least two tensors of one size and dtype on a device."""
+    """The sum of at least two tensors of one size and dtype, wherever they are."""
+    first = terms[0]
     layouts = {term.layout for term in terms}
     if len(layouts) > 1:
         terms = [term if term.layout == torch.strided else term.to_dense() for term in terms]
-        return _add(terms, target)
-    first = terms[0]
-    own = in_place and first.device == target and layouts == {torch.strided}
-    if layouts == {torch.strided} and can_add(terms, target):
+        return _add_apart(terms, target)
+    is_dense = layouts == {torch.strided}
+    own = in_place and first.device == target
+    if is_dense and can_add(terms, target):
         strides = packed_strides(first)
         flat = [memory_order(term, strides) for term in terms]
-        out = torch.empty(flat[0].shape, dtype=first.dtype, device=target)
-        total = _add_into(out, flat).as_strided(first.shape, strides)
+        total = _add_from_afar(flat, target).as_strided(first.shape, strides)
         return first.copy_(total) if own else total
     # One copy at a time is queued and then added: each overlaps with the addition before it, and no
     # more than two of them are alive. The sum takes the memory of a copy where it can.
-    arriving = (copy_to(term, target) for term in terms)
-    total, second = next(arriving), next(arriving)
+    total = copy_to(first, target)
     kept = type_of_sum(first, len(terms))
-    alike = first.layout == torch.strided and total.stride() == second.stride()
-    if kept != first.dtype:
-        total = total.to(kept).add_(second)
-    elif own or first.device != target:
-        total = total.add_(second)
-    elif terms[1].device != target and alike:
-        # Addition commutes, so that this is first + second in the last bit too.
-        total = second.add_(total)
-    else:
-        total = total + second
-    for term in arriving:
-        total.add_(term)
+    is_new = own or total.dtype != kept or first.device != target
+    total = total.to(kept)
+    for term in terms[1:]:
+        copy = copy_to(term, target)
+        if is_new:
+            total = total.add_(copy)
+        elif is_dense and term.device != target and total.stride() == copy.stride():
+            # Addition commutes, so that this is first + second in the last bit too.
+            total = copy.add_(total)
+        else:
+            total = total + copy
+        is_new = True
     return first.copy_(total) if own and kept != first.dtype else total.to(first.dtype)
 
 
 def can_add(terms: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether dense tensors can be added on ``device`` without being copied to it."""
-    if all(term.device == device for term in terms):
-        return True
+    """Whether a kernel on ``device`` adds dense tensors where they are."""
     backend = backend_of(device)
     return backend is not None and all(
         term.dtype in SUFFIXES and backend.can_read(device, term.device) for term in terms
     )
 
 
-def _add_into(out: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Write a sum of which :func:`can_add` holds; see Note [Streams of a sum over devices]."""
-    here = _devices.current_stream(out.device)
-    others = dict.fromkeys(term.device for term in terms if term.device != out.device)
-    streams = [_devices.current_stream(device) for device in others]
+def _add_from_afar(terms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A sum of which :func:`can_add` holds; see Note [Streams of a sum over devices]."""
+    out = torch.empty_like(terms[0], device=device)
+    here = _devices.current_stream(device)
+    others = dict.fromkeys(term.device for term in terms if term.device != device)
+    streams = [_devices.current_stream(other) for other in others]
     for there in streams:
         _devices.wait_stream(here, there)
     kernels.reduce_add(terms, out=out)
     for there in streams:
         _devices.wait_stream(there, here)
     return out
-
-
-def add_columns(columns: Sequence[Sequence[torch.Tensor]], *, in_place: bool) -> list[torch.Tensor]:
-    """The sum of each column of dense tensors of one device; one call for many small tensors.
-
-    Columns have the same length. With ``in_place`` a sum is written over the first of its column.
-    """
-    many = len(columns[0]) > 2 if columns else False
-    alone = {
-        i: kernels.reduce_add(column, out=column[0] if in_place else None)
-        for i, column in enumerate(columns if many else ())
-        if _is_better_alone(column)
-    }
-    together = [column for i, column in enumerate(columns) if i not in alone]
-    totals, *rows = map(list, zip(*together, strict=True)) if together else [[]]
-    for number, row in enumerate(rows):
-        if in_place or number:
-            foreach_add_(totals, row)
-        else:
-            totals = list(foreach_add(totals, row))
-    if not alone:
-        return totals
-    others = iter(totals)
-    return [alone[i] if i in alone else next(others) for i in range(len(columns))]
-
-
-def _is_better_alone(column: Sequence[torch.Tensor]) -> bool:
-    """Whether a column is added in one pass, and not term by term together with others."""
-    first = column[0]
-    if type_of_sum(first, len(column)) != first.dtype:
-        return True
-    return first.nbytes >= LARGE_BYTES and backend_of(first.device) is not None
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
@@ -409,7 +539,8 @@ def chunk_lengths(size: int, num_chunks: int) -> tuple[int, ...]:
     length = -(-size // num_chunks)
     if length == 0:
         return (0,)
-    return tuple(min(length, size - start) for start in range(0, size, length))
+    full, rest = divmod(size, length)
+    return (length,) * full + ((rest,) if rest else ())
 
 
 def scatter(
@@ -446,7 +577,7 @@ def scatter(
         ValueError: ``dim`` is out of range, the chunks don't add up to the tensor, a device doesn't
             exist, or ``out`` is given together with ``devices`` or ``chunk_sizes``.
     """
-    dim = _from_front(tensor, dim)
+    dim = joint_dim([tensor.shape], dim)
     if out is not None and (devices is not None or chunk_sizes is not None):
         raise ValueError(
             "out already says where the chunks go and how long they are, but got it together "
@@ -460,26 +591,13 @@ def scatter(
         lengths = chunk_lengths(tensor.size(dim), len(slots))
     else:
         lengths = tuple(chunk_sizes)
-        _check_lengths(tensor, dim, lengths, len(slots))
+        if (len(lengths), sum(lengths)) != (len(slots), tensor.size(dim)) or min(lengths) < 0:
+            raise ValueError(
+                f"chunk_sizes gives each of the {len(slots)} devices a length, and the tensor has "
+                f"{tensor.size(dim)} along dim {dim}, but got {lengths}, which is {sum(lengths)}"
+            )
     chunks = split(tensor, slots, lengths, dim, streams)
     return chunks if out is None else _write(out, chunks)
-
-
-def _check_lengths(
-    tensor: torch.Tensor, dim: int, lengths: tuple[int, ...], num_slots: int
-) -> None:
-    if len(lengths) != num_slots:
-        raise ValueError(
-            f"chunk_sizes has {len(lengths)} entries, but there are {num_slots} devices; "
-            "give one length per device"
-        )
-    if min(lengths) < 0:
-        raise ValueError(f"a chunk cannot have a negative length, but got {lengths}")
-    if sum(lengths) != tensor.size(dim):
-        raise ValueError(
-            f"the chunks {lengths} have {sum(lengths)} samples together, but the tensor "
-            f"has {tensor.size(dim)} along dim {dim}"
-        )
 
 
 def split(
@@ -493,9 +611,9 @@ def split(
     narrow = torch.narrow if tensor.layout == torch.strided else torch.narrow_copy
     whole = tensor.detach()
     chunks, start = [], 0
-    for i, (length, slot) in enumerate(zip(lengths, slots, strict=False)):
+    for i, length in enumerate(lengths):
         stream = None if streams is None else streams[i]
-        chunks.append(copy_to(narrow(whole, dim, start, length), slot, stream))
+        chunks.append(copy_to(narrow(whole, dim, start, length), slots[i], stream))
         start += length
     return tuple(chunks)
 
@@ -536,28 +654,36 @@ def gather(
         )
     if all(part.dim() == 0 for part in parts):
         parts = [part.view(1) for part in parts]
-    dim = _from_front(parts[0], dim)
-    faults = [
-        f"tensor {i} has shape {tuple(part.shape)} but tensor 0 has {tuple(parts[0].shape)}"
-        for i, part in enumerate(parts)
-        if (part.shape[:dim], part.shape[dim + 1 :])
-        != (parts[0].shape[:dim], parts[0].shape[dim + 1 :])
-    ]
-    if faults:
-        raise ValueError(
-            f"tensors to gather must agree in every dimension but {dim}: {listed(faults, '; ')}"
-        )
+    dim = joint_dim([part.shape for part in parts], dim)
     if out is not None:
         return _write([out], [concatenate(parts, dim, out.device)])[0]
     target = _devices.parse_output_device(destination, parts[0].device)
     return concatenate(parts, dim, target)
 
 
+def joint_dim(shapes: Sequence[torch.Size], dim: int) -> int:
+    """``dim`` from the front; a ValueError where tensors of these shapes cannot be concatenated."""
+    first = shapes[0]
+    if not -len(first) <= dim < len(first):
+        there = f"the dimensions {-len(first)} to {len(first) - 1}" if first else "no dimension"
+        raise ValueError(
+            f"dim {dim} is out of range for the tensor of shape {tuple(first)}: it has {there}"
+        )
+    dim %= len(first)
+    for i, shape in enumerate(shapes):
+        others = (*shape[:dim], *shape[dim + 1 :])
+        if len(shape) != len(first) or others != (*first[:dim], *first[dim + 1 :]):
+            raise ValueError(
+                f"tensors that are concatenated agree in every dimension but {dim}, but tensor {i} "
+                f"has shape {tuple(shape)} and tensor 0 has {tuple(first)}"
+            )
+    return dim
+
+
 def concatenate(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
-    """As :func:`gather`, for tensors with dimensions."""
-    parts = [part.detach() for part in parts]
+    """As :func:`gather`, for tensors with dimensions that take no part in autograd."""
     if all([part.device == device for part in parts]):
-        return torch.cat(parts, dim)
+        return torch.cat(list(parts), dim)
     if any(part.layout != torch.strided for part in parts):
         return torch.cat([copy_to(part, device) for part in parts], dim)
     # Dtype and memory format are those that torch gives.
@@ -590,15 +716,3 @@ def _write(
     for target, content in zip(out, contents, strict=True):
         target.detach().copy_(copy_to(content, target.device))
     return tuple(out)
-
-
-def _from_front(tensor: torch.Tensor, dim: int) -> int:
-    """``dim`` counted from the front."""
-    if not -tensor.dim() <= dim < tensor.dim():
-        there = f"the dimensions {-tensor.dim()} to {tensor.dim() - 1}"
-        there = there if tensor.dim() else "no dimension"
-        raise ValueError(
-            f"dim {dim} is out of range for the tensor of shape {tuple(tensor.shape)}: "
-            f"it has {there}"
-        )
-    return dim % tensor.dim()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from dataparallel.comm.copies import copy_to
+from dataparallel.comm.local import copy_to
 from dataparallel.devices import is_accelerator
 
 Group: TypeAlias = dict[str, Any]

@@ -21,19 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batch.gather import gather
-from dataparallel.batch.joining import (
+from dataparallel.batch.gather import (
     Joining,
     ScalarsOption,
     check_scalars,
     count_samples,
+    gather,
     nothing_to_split,
-    tell_of_dims,
-    tell_of_vectors,
+    tell_of_outputs,
 )
 from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
-from dataparallel.batch.scatter import execute, move, shared_objects
-from dataparallel.batch.scatter import place as placed
+from dataparallel.batch.scatter import SharedObjects, execute, move
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import (
     DeviceLike,
@@ -160,7 +158,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.dim = dim
         self.buffer_policy = chosen("buffers", buffers, get_args(BufferPolicy))
         self.scalars = check_scalars(scalars)
-        self._told_of_vectors = self._told_of_dims = False
+        self._told_of_outputs = False
         self.in_dims = dict(in_dims) if in_dims is not None else None
         self.out_dims = out_dims
         self.split_lists = split_lists
@@ -240,7 +238,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Chunks:
         if self._is_whole:
             device = None if self._spread else self.device_ids[0]
-            args, keywords = [placed(inputs, device)], [placed(dict(kwargs), device)]
+            args, keywords = [move(inputs, device)], [move(dict(kwargs), device)]
             return Chunks(args, keywords, self._sizes(args, keywords, must=must))
         chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
         plan = self._plan(inputs, kwargs, len(devices), chunk_sizes)
@@ -249,8 +247,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
                 "with a batch dimension, or call .module, which splits nothing"
             )
-        args, keywords = execute(plan, devices)
-        return Chunks(args, keywords, plan.sizes, shared_objects(plan))
+        unknown = plan.by_action.get("unknown") if len(plan.sizes) > 1 else None
+        shared = SharedObjects(unknown) if unknown else None
+        own, named = zip(*execute(plan, devices), strict=True)
+        return Chunks(own, named, plan.sizes, shared)
 
     def _plan(
         self,
@@ -267,8 +267,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _sizes(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> tuple[int, ...]:
         """Number of samples of chunks that no plan has made, from a plan of each."""
         return tuple(
-            count_samples(functools.partial(self._plan, *chunk, 1), chunk, must=must)
-            for chunk in zip(args, kwargs, strict=True)
+            count_samples(
+                functools.partial(self._plan, own, named, 1), (*own, *named.values()), must=must
+            )
+            for own, named in zip(args, kwargs, strict=True)
         )
 
     def _in_dims_of(self, num_own: int, kwargs: Mapping[str, Any]) -> Mapping[str | int, Any]:
@@ -327,10 +329,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if self._is_whole or not _is_own(self.gather, DataParallel.gather):
             return self.gather(outputs, self.output_device)
         several = len(outputs) > 1 and self.output_device != "each"
-        stacks = joining.scalars == "stack" and several and torch.is_grad_enabled()
-        if stacks and not self._told_of_vectors:
-            self._told_of_vectors = True
-            tell_of_vectors(outputs[0], self.out_dims)
         result = gather(
             outputs,
             self.output_device,
@@ -339,9 +337,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             weights=joining.counts if joining.scalars == "mean" else None,
             out_dims=self.out_dims,
         )
-        if several and not self._told_of_dims:
-            self._told_of_dims = True
-            tell_of_dims(outputs, sizes, self.dim, self.out_dims)
+        if several and torch.is_grad_enabled() and not self._told_of_outputs:
+            self._told_of_outputs = True
+            stacks = joining.scalars == "stack"
+            tell_of_outputs(outputs, sizes, self.dim, self.out_dims, stacks=stacks)
         return result
 
     # --- loss ------------------------------------------------------------------------------

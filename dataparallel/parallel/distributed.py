@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
-from dataparallel.batch.joining import ScalarsOption
+from dataparallel.batch.gather import ScalarsOption
 from dataparallel.devices import DeviceLike
 from dataparallel.errors import chosen, suggesting
 from dataparallel.optim.in_backward import InBackwardOptimizers

@@ -125,7 +125,7 @@ class ReplicaGraphs:
     def take(self, outputs: Sequence[Any]) -> list[list[torch.Tensor]]:
         """Per replica, what of its outputs and written inputs the cut is to follow."""
         for output, inputs in zip(outputs, self._inputs, strict=True):
-            row, structure = flatten(output, name="outputs")
+            row, structure = flatten(output)
             written, given = inputs.written()
             self._rows.append(([*row, *given], structure, written))
         return [list(filter(_is_followed, row)) for row, _, _ in self._rows]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dataparallel import torch_internals
-from dataparallel.batch.joining import read_weight
+from dataparallel.batch.gather import read_weight
 from dataparallel.threads.timeline import Timeline
 
 Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]

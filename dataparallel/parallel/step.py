@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dataparallel import kernels
-from dataparallel.batch.joining import Joining, join_scalars
+from dataparallel.batch.gather import Joining, join_scalars
 from dataparallel.batch.scatter import SharedObjects, move
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
@@ -267,7 +267,7 @@ def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direc
         if training is not None:
             args, kwargs, graphs = training.begin(args, kwargs)
         replicas = Lent([model.module]) if direct else model._replicas(len(args), training)
-    guarded = contextlib.nullcontext() if chunks.shared is None else chunks.shared.guarded()
+    guarded = contextlib.nullcontext() if chunks.shared is None else chunks.shared
     with runner.using(replicas, chunks.sizes):
         if loss is None:
             with guarded:
