@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
+from dataparallel import kernels
 from dataparallel.reducer import buckets
 from tests.cluster import Cluster
 
@@ -95,20 +97,17 @@ def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int,
     net = make_net()
     model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
     copied = 0
-    pack = buckets.pack
+    unflatten = kernels.unflatten
 
-    def counting(*args: Any) -> None:
+    def counting(*args: Any, **kwargs: Any) -> None:
         nonlocal copied
         copied += 1
-        pack(*args)
+        unflatten(*args, **kwargs)
 
-    vars(buckets)["pack"] = counting
-    try:
+    with mock.patch.object(kernels, "unflatten", counting):
         for _ in range(4):
             net.zero_grad()
             model(torch.randn(6, 16), True).sum().backward()
-    finally:
-        vars(buckets)["pack"] = pack
     storages = [bucket.storage for bucket in model.reducer.buckets.all]
     flats = {s.flat.untyped_storage().data_ptr() for s in storages if s}
     grads = [p.grad for p in net.parameters()]
@@ -119,7 +118,7 @@ def _copies(rank: int, world_size: int, replicas: int, view: bool) -> tuple[int,
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_copies_into_buckets(cluster: Cluster, replicas: int) -> None:
+def test_copies_out_of_buckets(cluster: Cluster, replicas: int) -> None:
     for copied, in_bucket in cluster.run(_copies, 2, replicas, True):
         assert copied == 0
         assert in_bucket

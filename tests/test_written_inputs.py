@@ -198,7 +198,7 @@ def compare(case: Case, wrap: Callable[[nn.Module], nn.Module]) -> None:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_module_may_write_its_inputs(case: Case, replicas: int, static: bool) -> None:
     def wrap(module: nn.Module) -> nn.Module:
-        options: Any = {"gradient_as_bucket_view": True, "static_graph": static}
+        options: Any = {"nonfinite": "raise", "static_graph": static}
         return dp.DistributedDataParallel(module, ["cpu"] * replicas, **options)
 
     compare(case, wrap)
@@ -207,7 +207,7 @@ def test_a_module_may_write_its_inputs(case: Case, replicas: int, static: bool) 
 
 @pytest.mark.parametrize("case", ONE_REPLICA, ids=lambda case: case.__name__)
 def test_the_caller_sees_what_one_replica_writes(case: Case) -> None:
-    options: Any = {"device_ids": ["cpu"], "gradient_as_bucket_view": True}
+    options: Any = {"device_ids": ["cpu"], "nonfinite": "raise"}
     compare(case, functools.partial(dp.DistributedDataParallel, **options))
     compare(case, functools.partial(dp.DataParallel, device_ids=["cpu"]))
 
@@ -257,7 +257,7 @@ def test_a_module_sees_the_same_as_the_bare_one() -> None:
     bare = Net(_seen)
     bare({"x": hidden, "more": more})
     net = Net(_seen)
-    options: Any = {"gradient_as_bucket_view": True}
+    options: Any = {"nonfinite": "raise"}
     dp.DistributedDataParallel(net, ["cpu"], **options)({"x": hidden, "more": more})
     assert net.saw == bare.saw
 
@@ -266,7 +266,7 @@ def test_a_write_that_the_caller_has_saved_is_an_error() -> None:
     results = []
     for replicas in (0, 1):
         net = Net(relu_first)
-        options: Any = {"device_ids": ["cpu"], "gradient_as_bucket_view": True}
+        options: Any = {"device_ids": ["cpu"], "nonfinite": "raise"}
         model = dp.DistributedDataParallel(net, **options) if replicas else net
         y = model(torch.sigmoid(encoder()(batch())))
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
@@ -279,7 +279,7 @@ def test_inputs_that_share_memory_with_a_written_one_are_refused() -> None:
     def forward(net: Any, a: Tensor, b: Tensor) -> Any:
         return net.layers[0](a.relu_()) * b
 
-    options: Any = {"device_ids": ["cpu"], "gradient_as_bucket_view": True}
+    options: Any = {"device_ids": ["cpu"], "nonfinite": "raise"}
     model = dp.DistributedDataParallel(Net(forward), **options)
     h = encoder()(batch())
     with pytest.raises(RuntimeError, match=r"shares memory with another .*clone\(\)"):
@@ -293,7 +293,7 @@ def test_a_view_that_is_filled_is_refused() -> None:
         memory.copy_(net.layers[0](h))
         return memory * net.scale
 
-    options: Any = {"device_ids": ["cpu"], "gradient_as_bucket_view": True}
+    options: Any = {"device_ids": ["cpu"], "nonfinite": "raise"}
     model = dp.DistributedDataParallel(Net(forward), **options)
     table = torch.zeros(7, 2, 6, dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"a view of another tensor .*clone\(\)"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from dataparallel.distributed_autograd.endpoint import current_context
 from dataparallel.distributed_autograd.extension import Context, loaded
-from dataparallel.graph.gradient_home import IN_GRAD, BackwardPasses, GradientHome, use_passes
+from dataparallel.graph.originals import IN_GRAD, BackwardPasses, GradientHome, use_passes
 
 
 class ContextHome(GradientHome):
@@ -19,7 +19,6 @@ class ContextHome(GradientHome):
     def __init__(self, context: Context) -> None:
         self._context = context
         self.context_id = context.id()
-        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -34,22 +33,6 @@ class ContextHome(GradientHome):
         """Set the gradient of a parameter, or say that the tensor it is was written to."""
         self._context.set_gradient(parameter, gradient)
 
-    def show(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Set the gradient of a parameter to a copy of a part of a bucket."""
-        self._before[parameter] = self._context.gradient(parameter)
-        # Contexts live side by side, and the bucket is written in the next round of any of them.
-        self._context.set_gradient(parameter, view.clone())
-
-    def take_back(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Let the gradients be those from before the round."""
-        for parameter in parameters:
-            if parameter in self._before:
-                self._context.set_gradient(parameter, self._before.pop(parameter))
-
-    def settle(self) -> None:
-        """Note that a round has ended well."""
-        self._before.clear()
-
     @contextlib.contextmanager
     def lent(self, parameter: torch.Tensor) -> Iterator[None]:
         """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
@@ -59,15 +42,6 @@ class ContextHome(GradientHome):
             self._context.set_gradient(parameter, parameter.grad)
         finally:
             parameter.grad = own
-
-    def make_way(self, parameters: Sequence[torch.Tensor], storages: Collection[int]) -> None:
-        """Give ``.grad`` memory of its own where it is a part of a bucket."""
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is None or grad.layout != torch.strided:
-                continue
-            if grad.untyped_storage().data_ptr() in storages:
-                parameter.grad = grad.detach().clone()
 
 
 class ContextPasses(BackwardPasses):

@@ -42,13 +42,13 @@ import torch
 
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
+from dataparallel.graph import originals
 from dataparallel.graph.functions import (
     Identity,
     ReduceAddCoalesced,
     apply_in_backward,
     behind_own_nodes,
 )
-from dataparallel.graph.gradient_home import backward_passes
 from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import will_execute
@@ -347,7 +347,7 @@ class _Backward:
 
         def backward() -> None:
             try:
-                with backward_passes().outside():
+                with originals.passes.outside():
                     self._each(self._accumulate)
             finally:
                 for leaf in chain(*cut.inputs):
@@ -360,7 +360,6 @@ class _Backward:
             weight=cut.weight,
             task=torch_internals.current_graph_task_id(),
             last=self._last,
-            passes=True,
             ending=cut.ending,
         )
         wanted = chain(*self._wanted.inputs)

@@ -38,7 +38,7 @@ from dataparallel.graph.functions import (
     apply_in_backward,
     behind_own_nodes,
 )
-from dataparallel.graph.original_hooks import OriginalHooks
+from dataparallel.graph.originals import OriginalHooks
 
 #: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
 #: copies are alive together: what one bucket frees, the next one uses. A large bucket would save

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from dataparallel import torch_internals
-from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
+from dataparallel.graph.originals import IN_GRAD, GradientHome
 from dataparallel.optim.part import DividedOptimizer
 
 

@@ -116,8 +116,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             several processes; 4 with one, which has nothing to send.
         find_unused_parameters: The default, ``None``, handles unused parameters without a flag.
             ``True`` and ``False`` mean the same as in torch.
-        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket. That saves a copy, but a
-            reference to ``.grad`` that you keep shows the next step's gradients. Default: False.
+        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket that several processes
+            have reduced. That saves a copy, but a reference to ``.grad`` that you keep shows the
+            next step's gradients. Default: False.
         static_graph: Whether every step uses the same parameters. Default: False.
         delay_all_reduce_named_params: Pairs of names and parameters that the reducer sends last.
         mixed_precision: The dtypes of the replicas, see :class:`MixedPrecision`.

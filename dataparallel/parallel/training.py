@@ -19,8 +19,8 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import report
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.devices import is_accelerator
+from dataparallel.graph import originals
 from dataparallel.graph.cut import Cuts
-from dataparallel.graph.gradient_home import backward_passes
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
@@ -204,7 +204,6 @@ class Training:
         alone = len(devices) == 1 and self.processes is None
         self.direct = (
             alone
-            and not options.gradient_as_bucket_view
             and options.mixed_precision == FULL
             and options.optimizers is None
             and not options.nonfinite.looks
@@ -257,7 +256,7 @@ class Training:
         followed = graphs.take(outputs)
         if not any(followed):
             return graphs.rebuild(followed) if graphs.is_written else outputs
-        if backward_passes().reach_other_workers(followed):
+        if originals.passes.reach_other_workers(followed):
             raise RuntimeError(
                 "the wrapped module calls other workers in its forward, or computes with results "
                 "of such calls that are not among its arguments; call the workers outside of the "

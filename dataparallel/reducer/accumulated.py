@@ -31,15 +31,13 @@ context by itself: see Note [Gradients in a context].
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
+from dataparallel.graph.originals import IN_GRAD, GradientHome
 
 
 class Accumulated:
@@ -61,6 +59,8 @@ class Accumulated:
         #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
         self._unreduced: dict[int, torch.Tensor | None] = {}
 
+    # --- before a round --------------------------------------------------------------------------
+
     def before_unsynchronized(self) -> None:
         """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
         self.notice_zeroed()
@@ -72,34 +72,34 @@ class Accumulated:
     def notice_zeroed(self) -> None:
         """Forget reduced parts that the user has thrown away since; before a backward begins."""
         for index, reduced in self._unreduced.items():
-            if reduced is None:
-                continue
-            grad = self._gradient(index)
-            if grad is None or not _has_content(grad):
-                self._unreduced[index] = None
+            if reduced is not None:
+                (grad,) = self.home.read([self._originals[index]])
+                if grad is None or not _has_content(grad):
+                    self._unreduced[index] = None
 
-    def has_unreduced(self, index: int) -> bool:
-        """Whether a parameter's ``.grad`` holds something that is still to be reduced."""
-        return index in self._unreduced and self._gradient(index) is not None
+    @property
+    def any(self) -> bool:
+        """Whether something may be unreduced."""
+        return bool(self._unreduced)
 
-    def unreduced(self, index: int) -> torch.Tensor | None:
-        """What a parameter's ``.grad`` holds that is to be sent; new, or a view.
+    def unreduced(self, number: int | None = None) -> dict[int, torch.Tensor]:
+        """What ``.grad`` of the first parameters holds that is to be sent; new, or a view.
 
         See Note [Gradients from before a round].
         """
-        if self._summed and index not in self._unreduced:
-            return None
-        grad = self._gradient(index)
-        reduced = self._unreduced.get(index)
-        if grad is None or reduced is None:
-            return None if grad is None else grad.detach()
-        return grad.detach() - reduced
+        found = {}
+        for index, grad in enumerate(self.home.read(self._originals[:number])):
+            if grad is not None and (index in self._unreduced or not self._summed):
+                reduced = self._unreduced.get(index)
+                found[index] = grad.detach() if reduced is None else grad.detach() - reduced
+        return found
 
-    def sent(self) -> list[bool]:
-        """Per parameter, whether its ``.grad`` may hold something that is to be sent."""
-        grads = self.home.read(self._originals) if self._aside is None else self._aside
-        known = self._unreduced if self._summed else range(len(grads))
-        return [grad is not None and index in known for index, grad in enumerate(grads)]
+    def left_by_no_sync(self) -> set[int]:
+        """Parameters for which a backward under ``no_sync`` may have left something."""
+        if not self._unreduced:
+            return set()
+        grads = enumerate(self.home.read(self._originals))
+        return {index for index, grad in grads if grad is not None and index in self._unreduced}
 
     def changed(self) -> list[int]:
         """For sums, parameters of which nobody knows how much of ``.grad`` is reduced."""
@@ -110,16 +110,11 @@ class Accumulated:
             for index, grad in enumerate(self.home.read(self._originals))
             if grad is not None
             and index not in self._unreduced
-            and not self._is_left(index, grad)
+            and self._left.get(index) != _place(grad)
             and _has_content(grad)
         ]
 
     # --- while a round is under way --------------------------------------------------------------
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether gradients from before the round are set aside."""
-        return self._aside is not None
 
     def put_aside(self) -> None:
         """Let ``.grad`` be None, so that what comes there in this backward is from outside."""
@@ -144,44 +139,24 @@ class Accumulated:
             if grad is not other:
                 self.home.write(original, grad)
 
-    def replace(self, index: int, result: torch.Tensor) -> None:
-        """Set ``.grad`` to the reduced part and the result of the round, in place."""
-        grad = self._gradient(index)
-        assert grad is not None
-        with torch.no_grad():
-            grad.copy_(result)
-            reduced = self._unreduced.get(index)
-            if reduced is not None:
-                grad.add_(reduced)
-        self.home.write(self._originals[index], grad)
+    def add_reduced(self, index: int, result: torch.Tensor) -> torch.Tensor:
+        """What a round has made of the unreduced part of a gradient, and the reduced part."""
+        reduced = self._unreduced.get(index)
+        return result if reduced is None else result.add_(reduced)
 
-    def set_aside(self, index: int, view: torch.Tensor) -> torch.Tensor | None:
-        """The reduced part of a ``.grad``, if it must not be sent again."""
-        if not self._summed:
-            return None
-        return self._unreduced[index] if index in self._unreduced else view.clone()
+    # --- after it --------------------------------------------------------------------------------
 
     def after_synchronized(self) -> None:
         """Everything is reduced now."""
         self._unreduced.clear()
 
-    def after_delivery(self) -> None:
-        """Note what the gradients are that a round has left."""
+    def after_delivery(self, *, synchronized: bool) -> None:
+        """Note what a round has left, that was reduced over processes or not."""
+        if synchronized:
+            self.after_synchronized()
         if self._summed:
             grads = enumerate(self.home.read(self._originals))
-            self._left = {i: (_address(g), g._version) for i, g in grads if g is not None}
-
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """A ``with`` block in which gradients may get other memory, and the same content."""
-        grads = self.home.read(self._originals)
-        left = [i for i, g in enumerate(grads) if g is not None and self._is_left(i, g)]
-        yield
-        now = self.home.read(self._originals)
-        self._left |= {i: (_address(g), g._version) for i in left if (g := now[i]) is not None}
-
-    def _is_left(self, index: int, grad: torch.Tensor) -> bool:
-        return self._left.get(index) == (_address(grad), grad._version)
+            self._left = {index: _place(grad) for index, grad in grads if grad is not None}
 
     def state(self) -> dict[int, torch.Tensor | None]:
         """What is known now, for :meth:`use_state`; it does not change."""
@@ -192,27 +167,17 @@ class Accumulated:
         self._unreduced = dict(state)
 
     @property
-    def any(self) -> bool:
-        """Whether something may be unreduced."""
-        return bool(self._unreduced)
-
-    @property
     def remembers(self) -> bool:
         """Whether something is known that a further round needs."""
-        return bool(self._unreduced or self._left)
-
-    def _gradient(self, index: int) -> torch.Tensor | None:
-        if self._aside is not None:
-            return self._aside[index]
-        return self.home.read([self._originals[index]])[0]
+        return bool(self._unreduced or self._left) and not self.home.has_ended
 
 
 def _has_content(grad: torch.Tensor) -> bool:
     return bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
 
 
-def _address(grad: torch.Tensor) -> int:
-    return id(grad) if grad.is_sparse else grad.data_ptr()
+def _place(grad: torch.Tensor) -> tuple[int, int]:
+    return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version
 
 
 class Accumulations:
@@ -220,30 +185,19 @@ class Accumulations:
 
     def __init__(self, originals: Sequence[torch.nn.Parameter], summed: bool) -> None:
         self._make = functools.partial(Accumulated, originals, summed)
-        #: What is accumulated in ``.grad``.
-        self.in_grad = self._make()
+        self._in_grad = self._make()
         self._in_contexts: dict[int, Accumulated] = {}
 
     def of(self, home: GradientHome) -> Accumulated:
         """What is accumulated in one place."""
         if home.context_id is None:
-            return self.in_grad
+            return self._in_grad
         if home.context_id not in self._in_contexts:
             self._in_contexts[home.context_id] = self._make(home)
         return self._in_contexts[home.context_id]
 
-    def moving(self, home: GradientHome) -> AbstractContextManager[None]:
-        """A ``with`` block in which a round in ``home`` takes memory that ``.grad`` may be in."""
-        return contextlib.nullcontext() if home.context_id is None else self.in_grad.moving()
-
     def after_round(self) -> None:
         """Forget what no further round needs."""
-        if not self._in_contexts:
-            return
-        for accumulated in self._in_contexts.values():
-            accumulated.home.settle()
-        self._in_contexts = {
-            context: accumulated
-            for context, accumulated in self._in_contexts.items()
-            if accumulated.remembers and not accumulated.home.has_ended
-        }
+        if self._in_contexts:
+            kept = {c: each for c, each in self._in_contexts.items() if each.remembers}
+            self._in_contexts = kept

@@ -1,22 +1,25 @@
 """The buckets of a reducer: which parameters, in which memory, on which replicas.
 
-Either the engine leaves its own tensors in ``.grad`` of the leaves and they are taken from there:
-these are in a :class:`Bucket`. Or ``.grad`` is a view of the bucket's flat memory to which the
-engine adds in place: a :class:`ViewedBucket`.
-
 Note [Gradient layout contract]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A bucket view has the strides of its parameter if that is dense and does not overlap itself, else it
 is contiguous. This is what the autograd engine makes of a gradient that it accumulates, so adding
 one to the other is a pass over memory in order, and an optimizer's fused step finds both alike.
+
+Note [Bucket views]
+~~~~~~~~~~~~~~~~~~~
+With ``gradient_as_bucket_view`` the originals' ``.grad`` become views of the flat tensor that was
+reduced, which saves the copy out of it. Where they are still there when the next round begins, the
+bucket takes new memory: so what ``.grad`` held is there when the round reads it, and after a round
+that has failed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -25,9 +28,7 @@ from dataparallel import kernels
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.local import sums_of
 from dataparallel.errors import debug_level, describe_names
-from dataparallel.graph.gradient_home import IN_GRAD, GradientHome
 from dataparallel.kernels import BucketLayout
-from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.options import FIRST_BUCKET_BYTES, ReducerOptions, TrainedParameters
 
 _log = logging.getLogger("dataparallel")
@@ -62,7 +63,7 @@ class BucketStorage:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together; they are tensors of the engine.
+    """Parameters whose gradients are reduced together.
 
     Attributes:
         number: Its place in the order of launching.
@@ -70,6 +71,7 @@ class Bucket:
         leaves: Per replica, what that computes with in their place.
         storage: What is sent; None for a sparse gradient, and where nothing is.
         reduces: Whether it is reduced over processes.
+        is_viewed: Whether what was received becomes ``.grad``. See Note [Bucket views].
     """
 
     number: int
@@ -79,7 +81,7 @@ class Bucket:
     leaves: Sequence[Sequence[nn.Parameter]]
     storage: BucketStorage | None
     reduces: bool
-    is_viewed: ClassVar[bool] = False
+    is_viewed: bool = False
 
     def __post_init__(self) -> None:
         self.home = self.originals[0].device
@@ -106,36 +108,19 @@ class Bucket:
         for leaves in self.leaves:
             for leaf in leaves:
                 if leaf.grad is not None:
-                    return self.drop()
+                    return [self.take(replica) for replica in range(len(self.leaves))]
         return None
 
-    def drop(self) -> list[Gradients]:
-        """Take the gradients of all replicas away, whatever they are a part of."""
-        return [Bucket.take(self, replica) for replica in range(len(self.leaves))]
-
-    # --- their sum -------------------------------------------------------------------------------
-
-    def add_up(self, rows: Sequence[Gradients]) -> Gradients:
-        """The sums of the replicas' gradients, in replica order."""
-        return local_sum(rows, self.home)
-
-    @torch.no_grad()
-    def complete(self, sums: Gradients, accumulated: Accumulated) -> Gradients:
-        """The sums, with what ``.grad`` held before and is to be reduced with them."""
-        if not self.reduces:
-            return sums
-        pairs = zip(self.indices, sums, strict=True)
-        return [add(grad, accumulated.unreduced(index)) for index, grad in pairs]
-
-    def clear(self, index: int) -> None:
-        """Hold nothing for a parameter, whose sum has gone another way."""
-
-    def add_outside(self, index: int, sums: Gradients, grad: torch.Tensor) -> None:
-        """Add a gradient to a sum that was not sent yet."""
-        position = self.indices.index(index)
-        sums[position] = add(sums[position], grad)
-
     # --- to the other processes and back ---------------------------------------------------------
+
+    def renew(self) -> None:
+        """Leave the memory to gradients that are still there. See Note [Bucket views]."""
+        if not self.is_viewed or self.storage is None:
+            return
+        grads = [o.grad for o in self.originals if o.grad is not None and not o.grad.is_sparse]
+        memory = self.storage.flat.untyped_storage().data_ptr()
+        if any(grad.untyped_storage().data_ptr() == memory for grad in grads):
+            self.storage = BucketStorage(self.originals)
 
     def load(self, sums: Gradients, scale: float) -> torch.Tensor:
         """What is sent: the flat tensor or a sparse gradient, scaled, with zeros for None."""
@@ -147,34 +132,21 @@ class Bucket:
             return (grad if grad.is_sparse else grad.to_sparse(1)).mul(scale).coalesce()
         if scale == 0:
             return self.storage.flat.zero_()
-        pack(self.storage, [_as_dense(grad) for grad in sums], scale)
+        dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in sums]
+        kernels.flatten(dense, self.storage.flat, scale, views=self.storage.layout)
         return self.storage.flat
 
-    def deliver(
-        self,
-        flat: MaybeTensor,
-        sums: Gradients,
-        used: Sequence[int],
-        extra: dict[int, torch.Tensor],
+    def received(
+        self, flat: torch.Tensor, sums: Gradients, used: Sequence[int], *, as_views: bool
     ) -> Gradients:
-        """The gradients of the originals, as far as they are not in ``.grad`` already.
-
-        ``flat`` is what the processes have reduced, if they have a part in it; the memory of
-        ``sums`` is used again. ``used`` tells of each parameter whether any process has a gradient,
-        and ``extra`` has what came late, by the index of the parameter.
-        """
-        grads = sums if flat is None else self._received(flat, sums, used)
-        if extra:
-            grads = [add(grad, extra.get(i)) for grad, i in zip(grads, self.indices, strict=True)]
-        pairs = zip(grads, self.originals, strict=True)
-        return [None if grad is None else grad.to(original.dtype) for grad, original in pairs]
-
-    def release(self) -> None:
-        """End a round in which the gradients were used up."""
-
-    def _received(self, flat: torch.Tensor, sums: Gradients, used: Sequence[int]) -> Gradients:
+        """The gradients of the originals that any process has; the memory of ``sums`` is reused."""
         if self.storage is None:
             return [flat if used[self.indices[0]] else None]
+        if as_views:
+            if flat.data_ptr() != self.storage.flat.data_ptr():
+                self.storage.flat.copy_(flat)
+            pairs = zip(self.indices, self.storage.views, strict=True)
+            return [view if used[index] else None for index, view in pairs]
         views = self.storage.layout.views_of(flat)
         result: Gradients = [None] * len(self.indices)
         into: Gradients = [None] * len(self.indices)
@@ -190,184 +162,18 @@ class Bucket:
         kernels.unflatten(flat, into, views=self.storage.layout)
         return result
 
-
-class ViewedBucket(Bucket):
-    """A bucket whose gradients are views of its memory, of the leaves and of the originals."""
-
-    is_viewed = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.storage is not None
-        self._of_replicas = [self.storage, *map(BucketStorage, self.leaves[1:])]
-        # Apart from the storages' own views: these have a version counter each, which tells whether
-        # the engine has added to this one.
-        self._views = [[_with_own_version(v) for v in s.views] for s in self._of_replicas]
-        self._versions = [[0] * len(self.indices) for _ in self.leaves]
-        self._home = IN_GRAD
-        #: What the originals' gradients were when the round began; copies or versions of those that
-        #: are not views of this bucket.
-        self._grads: Gradients = []
-        self._sources: dict[int, torch.Tensor] = {}
-        self._foreign: dict[int, int] = {}
-        #: What must not be reduced again, and what the user's hooks must not see.
-        self._aside: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor] = {}
-
-    # --- what the originals have -----------------------------------------------------------------
-
-    def keep(self, storages: Collection[int], home: GradientHome) -> None:
-        """Note what gradients there are; before any bucket is written."""
-        self._home = home
-        home.make_way(self.originals, storages)
-        self._grads = home.read(self.originals)
-        self._foreign, self._sources = {}, {}
-        for index, grad, view in zip(self.indices, self._grads, self._own, strict=True):
-            if grad is None or grad.data_ptr() == view.data_ptr():
-                continue
-            # The user's own tensor, or a view of what was the bucket before, or another's view.
-            if not grad.is_sparse and grad.untyped_storage().data_ptr() in storages:
-                self._sources[index] = grad.detach().clone()
-            else:
-                self._sources[index] = grad.detach()
-                self._foreign[index] = grad._version
-
-    @torch.no_grad()
-    def attach(self, accumulated: Accumulated | None, hooked: Collection[int]) -> None:
-        """Hold what the originals' ``.grad`` held, or zeros, and be ``.grad`` of the leaves."""
-        self._aside, self._before = {}, {}
-        if all([grad is None for grad in self._grads]):
-            self._of_replicas[0].flat.zero_()
-        else:
-            for index, grad, view in zip(self.indices, self._grads, self._own, strict=True):
-                if grad is None:
-                    view.zero_()
-                    continue
-                if index in self._sources:
-                    view.copy_(self._sources[index])
-                aside = None if accumulated is None else accumulated.set_aside(index, view)
-                if aside is not None:
-                    view.sub_(aside)
-                    self._aside[index] = aside
-                if index in hooked:
-                    self._before[index] = view.clone()
-                    view.zero_()
-        self._sources = {}
-        for storage in self._of_replicas[1:]:
-            storage.flat.zero_()
-        for leaves, views in zip(self.leaves, self._views, strict=True):
-            for leaf, view in zip(leaves, views, strict=True):
-                leaf.grad = view
-        self._versions = [[view._version for view in views] for views in self._views]
-
-    @property
-    def _own(self) -> list[torch.Tensor]:
-        return self._of_replicas[0].views
-
-    def _publish(self, used: Sequence[int]) -> None:
-        """Show each parameter that has a gradient, or had one before, its view as that."""
-        now = self._home.read(self.originals)
-        members = zip(self.indices, self.originals, self._grads, now, self._own, strict=True)
-        for index, original, before, grad, view in members:
-            if index in self._aside:
-                with torch.no_grad():
-                    view.add_(self._aside[index])
-            version = self._foreign.get(index)
-            written = before is not None and version not in (None, before._version)
-            if grad is not None and (grad is not before or written):
-                self._add_meanwhile(grad, before, view)
-            if used[index] or grad is not None:
-                self._home.show(original, view)
-        self.release()
-
-    @torch.no_grad()
-    def _add_meanwhile(self, grad: torch.Tensor, before: MaybeTensor, view: torch.Tensor) -> None:
-        """Keep what something else has put into the gradient since the round began."""
-        if before is not None:
-            raise RuntimeError(
-                "the gradient of a parameter was changed during the backward that computes it, by "
-                "a hook or another wrapper of the module; with gradient_as_bucket_view=True "
-                "gradients are added up in one place, so leave it at False"
-            )
-        view.add_(grad)
-
-    def release(self) -> None:
-        """End a round; nothing is shown that is not shown already."""
-        self._aside = {}
-        self._grads = []
-        self._home = IN_GRAD
-
-    def forget(self, home: GradientHome) -> None:
-        """Show no views any more, since their content is not known."""
-        self._home, self._grads = IN_GRAD, []
-        home.take_back(self.originals, self._own)
-
-    # --- as in the other kind of bucket ----------------------------------------------------------
-
-    def _written(self, replica: int) -> list[bool]:
-        pairs = zip(self._views[replica], self._versions[replica], strict=True)
-        return [view._version != version for view, version in pairs]
-
-    def present(self, replica: int) -> bool:
-        """Whether something was added to the view of each leaf that is trained."""
-        pairs = zip(self._written(replica), self.leaves[replica], strict=True)
-        return all([written or not leaf.requires_grad for written, leaf in pairs])
-
-    def take(self, replica: int) -> Gradients:
-        """The views, None for those to which nothing was added."""
-        Bucket.take(self, replica)
-        pairs = zip(self._of_replicas[replica].views, self._written(replica), strict=True)
-        return [view if written else None for view, written in pairs]
-
-    def add_up(self, rows: Sequence[Gradients]) -> Gradients:
-        """The views, with what all replicas have added to theirs."""
-        if len(rows) > 1:
-            sums_of([[s.flat for s in self._of_replicas]], self.home, in_place=True)
-        used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
-        return [view if use else None for view, use in zip(self._own, used, strict=True)]
-
-    @torch.no_grad()
-    def complete(self, sums: Gradients, accumulated: Accumulated) -> Gradients:
-        """Hold the sums, and what ``.grad`` held before."""
-        for index, view, grad in zip(self.indices, self._own, sums, strict=True):
-            if grad is not None and grad is not view:
-                view.copy_(grad)
-            if index in self._before:
-                view.add_(self._before[index])
-        self._before = {}
-        return [None if grad is None else view for grad, view in zip(sums, self._own, strict=True)]
-
-    def clear(self, index: int) -> None:
-        """Hold nothing for a parameter, whose gradient has gone another way."""
-        self._own[self.indices.index(index)].zero_()
-
-    def add_outside(self, index: int, sums: Gradients, grad: torch.Tensor) -> None:
-        """Add a gradient to a view that was not sent yet."""
-        self._own[self.indices.index(index)].add_(grad)
-
-    def load(self, sums: Gradients, scale: float) -> torch.Tensor:
-        """The flat tensor, scaled."""
-        flat = self._of_replicas[0].flat
-        if scale == 0:
-            return flat.zero_()
-        return flat if scale == 1 else flat.mul_(scale)
-
-    def deliver(
-        self,
-        flat: MaybeTensor,
-        sums: Gradients,
-        used: Sequence[int],
-        extra: dict[int, torch.Tensor],
-    ) -> Gradients:
-        """None for all: the originals are shown the views of what has come."""
-        own = self._of_replicas[0].flat
-        if flat is not None and flat.data_ptr() != own.data_ptr():
-            own.copy_(flat)
-        for index, view in zip(self.indices, self._own, strict=True):
-            if index in extra:
-                view.add_(extra[index])
-        self._publish(used)
-        return [None] * len(self.indices)
+    def with_late(self, grads: Gradients, late: Mapping[int, torch.Tensor]) -> Gradients:
+        """Gradients and what came late, by the index of the parameter, in the originals' dtypes."""
+        result: Gradients = []
+        for index, original, grad in zip(self.indices, self.originals, grads, strict=True):
+            if index in late:
+                if grad is not None and self.is_viewed:
+                    # It stays a view.
+                    grad.add_(late[index])
+                else:
+                    grad = add(grad, late[index])
+            result.append(None if grad is None else grad.to(original.dtype))
+        return result
 
 
 class Buckets:
@@ -395,30 +201,30 @@ class Buckets:
                 "whose gradients cannot be put into a flat bucket and sent to other processes; use "
                 "one process, or leave them out with _ddp_params_and_buffers_to_ignore"
             )
-        same = all([leaf.dtype == o.dtype for leaf, o in zip(leaves[0], originals, strict=True)])
-        views = options.gradient_as_bucket_view and same
         self.all: list[Bucket] = []
         for number, indices in enumerate(self.plan.buckets):
             members = [originals[i] for i in indices]
-            reduces, sparse = indices[0] < reduced, expect_sparse[indices[0]]
-            viewed = views and not sparse and not any(map(_holds_tensors, members))
+            reduces = indices[0] < reduced
             storage = None
-            if viewed:
-                storage = BucketStorage(members)
-            elif reduces and not sparse:
+            if reduces and not expect_sparse[indices[0]]:
                 storage = BucketStorage(members, options.reduce_dtype)
-            make = ViewedBucket if viewed else Bucket
-            held = [[replica[i] for i in indices] for replica in leaves]
-            named = [names[i] for i in indices]
-            self.all.append(make(number, indices, members, named, held, storage, reduces))
+            self.all.append(
+                Bucket(
+                    number,
+                    indices,
+                    members,
+                    [names[i] for i in indices],
+                    [[replica[i] for i in indices] for replica in leaves],
+                    storage,
+                    reduces,
+                    is_viewed=options.gradient_as_bucket_view
+                    and storage is not None
+                    and storage.flat.dtype == members[0].dtype,
+                )
+            )
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
-        self._viewed = [bucket for bucket in self.all if isinstance(bucket, ViewedBucket)]
-        #: Whether some gradients are views of a flat tensor.
-        self.any_viewed = bool(self._viewed)
-        storages = [bucket.storage for bucket in self.all if bucket.storage is not None]
-        self._memory = {storage.flat.untyped_storage().data_ptr() for storage in storages}
 
     def of(self, index: int) -> Bucket:
         """The bucket of a parameter."""
@@ -437,20 +243,6 @@ class Buckets:
             for grads in bucket.take_late() or ():
                 found += [i for i, g in zip(bucket.indices, grads, strict=True) if g is not None]
         return found
-
-    def attach(
-        self, accumulated: Accumulated, hooked: Collection[int] = (), *, reduces: bool
-    ) -> None:
-        """Make everything ready for a round."""
-        for bucket in self._viewed:
-            bucket.keep(self._memory, accumulated.home)
-        for bucket in self._viewed:
-            bucket.attach(accumulated if reduces and bucket.reduces else None, hooked)
-
-    def forget_views(self, home: GradientHome) -> None:
-        """Leave no gradient that is a part of a bucket whose content is not known."""
-        for bucket in self._viewed:
-            bucket.forget(home)
 
 
 def make_plan(
@@ -485,11 +277,6 @@ def _log_plan(plan: BucketPlan, names: Sequence[str], why: str) -> None:
         _log.info("bucket %d, %.1f KiB: %s", number, num_bytes / 1024, shown)
 
 
-def pack(storage: BucketStorage, sums: Sequence[MaybeTensor], scale: float) -> None:
-    """Copy gradients into a bucket, scaled; zeros where there is none."""
-    kernels.flatten(sums, storage.flat, scale, views=storage.layout)
-
-
 def _empty_sparse(like: torch.Tensor) -> torch.Tensor:
     """A sparse gradient without entries, as of an embedding that was not used."""
     # Whoever makes one of indices and values is warned by torch 2.11.
@@ -512,15 +299,6 @@ def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
     if len(rows) == 1:
         return list(rows[0])
     return sums_of(list(zip(*rows, strict=True)), home, in_place=True)
-
-
-def _as_dense(grad: MaybeTensor) -> MaybeTensor:
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-def _with_own_version(view: torch.Tensor) -> torch.Tensor:
-    alone = torch.empty(0, dtype=view.dtype, device=view.device)
-    return alone.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
 
 
 def _holds_tensors(parameter: torch.Tensor) -> bool:

@@ -138,13 +138,18 @@ class ReducerProcesses:
     """The links of one reducer: one for buckets, one for what is said about rounds.
 
     They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
+
+    Args:
+        group: The processes. Default: the default group.
+        timeout: Seconds that a collective waits for the others. Default: that of the group.
+        progress: What the wrapper knows of its rounds.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         timeout: float | None,
-        progress: Progress | None = None,
+        progress: Progress,
     ) -> None:
         parent = parent_group(group)
         self._group = group
@@ -152,7 +157,7 @@ class ReducerProcesses:
         self.timeout = timeout_of(parent) if timeout is None else timeout
         self.rank = parent.rank()
         self.world_size = parent.size()
-        self.progress = progress or Progress()
+        self.progress = progress
         self._verify: Callable[[ProcessLink], None] = lambda control: None
         self._num_active: Callable[[], int] | None = None
         self._failures = failures_of(parent)
@@ -212,12 +217,6 @@ class ReducerProcesses:
         for link in self._links or ():
             link.close()
 
-    def order_of_rank_0(self, order: Sequence[int]) -> list[int]:
-        """What rank 0 gave for ``order``, on all ranks."""
-        tensor = torch.tensor(list(order))
-        self.control.broadcast(tensor, 0, what="the order in which gradients arrive").wait()
-        return [int(index) for index in tensor.tolist()]
-
     # --- failures --------------------------------------------------------------------------------
 
     @property
@@ -245,11 +244,6 @@ class ReducerProcesses:
         self.report(error, late=True)
         return CollectiveError(str(error), failure=self.control.failure)
 
-    def report_beginning(self, error: BaseException) -> None:
-        """A round could not begin here; of a collective that failed the others know."""
-        if not isinstance(error, (CollectiveError, CollectiveTimeout)):
-            self.report(error)
-
     def explained(self, error: BaseException) -> BaseException:
         """The error itself, or where another rank's backward is why it came, one that says so."""
         failure = _failure_of(error)
@@ -258,10 +252,6 @@ class ReducerProcesses:
         if (failure.kind, failure.doing) != ("raised", _EARLY):
             return error
         return OtherRanksFailed(failure)
-
-    def get_stuck(self, reason: str) -> None:
-        """No step can be reduced any more, with whatever links; the others get to know."""
-        self.control.report(RuntimeError(reason), "backward", kind="stuck")
 
     @property
     def stuck(self) -> str:
@@ -371,50 +361,38 @@ class Exchange:
         sender: HookSender | None = None,
         in_rank_order: bool = False,
     ) -> None:
-        self._processes = processes
+        self.processes = processes
         self._buckets = buckets
         self._average = average
         self._weight = weight
         self._sender = sender
         self._in_rank_order = in_rank_order
-        # A communication hook divides by the number of processes; so much more it gets.
-        self._times = 1 if sender is None else processes.world_size
-        self._scale: float | None = None
         self._gives_up = False
         self._is_stuck = False
         self._lock = threading.Lock()
-        dense = [bucket.number for bucket in buckets if bucket.storage is not None]
-        self._last_dense = dense[-1] if dense else None
         self._loaded: dict[int, torch.Tensor] = {}
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
         self._total: tuple[torch.Tensor, Pending] | None = None
-
-    def begin(self) -> None:
-        """Begin the round, in all processes."""
-        if self._average == "samples":
+        if average == "samples":
             # Launched now and waited for before the first bucket.
-            total = torch.tensor([self._weight], dtype=torch.float64)
-            pending = self._processes.control.all_reduce(total, what="the weights of a round")
+            total = torch.tensor([weight], dtype=torch.float64)
+            pending = processes.control.all_reduce(total, what="the weights of a round")
             self._total = total, pending
 
     @property
     def must_wait(self) -> bool:
         """Whether no rank may end the round without the vote; the same in all ranks."""
-        return self._processes.progress.waits or self._sender is not None or not self._buckets
+        return self.processes.progress.waits or self._sender is not None or not self._buckets
 
     @property
     def last(self) -> int:
         """The number of the bucket that leaves when the whole backward has ended."""
         return len(self._buckets) - 1
 
-    def scale(self) -> float:
-        """What gradients are multiplied by before they are sent; may have to wait."""
-        if self._scale is None:
-            self._scale = self._share() * self._times
-        return self._scale
-
+    @functools.cached_property
     def _share(self) -> float:
+        """The part of this process in the average; may have to wait."""
         if self._average == "none":
             return 1.0
         if self._total is not None:
@@ -423,13 +401,15 @@ class Exchange:
             if total.item() > 0:
                 return self._weight / float(total.item())
         # With "samples", no process has any: their gradients are zeros, or the user's own affair.
-        return 1.0 / self._processes.num_active
+        return 1.0 / self.processes.num_active
 
     # --- sent ------------------------------------------------------------------------------------
 
     def submit(self, bucket: Bucket, sums: Gradients) -> None:
         """Hand over the sums of a bucket over the replicas of this process."""
-        self._loaded[bucket.number] = bucket.load(sums, self.scale())
+        # A communication hook divides by the number of processes.
+        times = 1 if self._sender is None else self.processes.world_size
+        self._loaded[bucket.number] = bucket.load(sums, self._share * times)
         self._launch()
 
     def _launch(self) -> None:
@@ -447,21 +427,11 @@ class Exchange:
                     return
                 self._sent.append(sent)
 
-    def _get_stuck(self, number: int, error: Exception) -> None:
-        """Send nothing more: the collectives that the others have begun are others than ours."""
-        assert self._sender is not None
-        self._is_stuck = True
-        reason = str(error).partition("\n")[0]
-        self._processes.get_stuck(
-            f"the communication hook {self._sender.name} failed twice for bucket {number}, for "
-            f"which the other processes have begun collectives ({type(error).__name__}: "
-            f"{reason})"
-        )
-
     def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        link = self._processes.buckets
+        link = self.processes.buckets
         if bucket.storage is not None and self._sender is not None:
-            is_last = bucket.number == self._last_dense
+            dense = [each.number for each in self._buckets if each.storage is not None]
+            is_last = bucket.number == dense[-1]
             return self._sender.send(bucket, bucket.storage, is_last=is_last).wait
         if bucket.storage is not None and self._in_rank_order:
             return functools.partial(_sum_in_order, link, tensor, bucket.name)
@@ -478,14 +448,13 @@ class Exchange:
         self, late: Sequence[int], extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Reduce gradients that came after their bucket was sent, in some process."""
-        scale = self.scale() / self._times
         result: dict[int, torch.Tensor] = {}
         for index in late:
             total = torch.zeros_like(originals[index], requires_grad=False)
-            if index in extra and scale:
-                total.add_(extra[index], alpha=scale)
+            if index in extra and self._share:
+                total.add_(extra[index], alpha=self._share)
             what = f"late gradients of parameter {index}"
-            self._processes.buckets.all_reduce(total, what=what).wait()
+            self.processes.buckets.all_reduce(total, what=what).wait()
             result[index] = total
         return result
 
@@ -498,21 +467,33 @@ class Exchange:
             try:
                 self._give_up()
             except BaseException as interrupt:
-                self._processes.report(interrupt, late=late)
+                self.processes.report(interrupt, late=late)
                 raise
-        self._processes.report(error, late=late)
+        self.processes.report(error, late=late)
 
     def _give_up(self) -> None:
         """Let the hook send zeros for what is left, since the others wait for them."""
         self._gives_up = True
         for bucket in self._buckets:
-            if self._processes.control.look() is not None:
+            if self.processes.control.look() is not None:
                 return
             if bucket.number not in self._loaded:
                 self._loaded[bucket.number] = bucket.load([], 0.0)
             # Even if it was loaded: that it could not be sent may be why zeros are.
             self._launch()
         self._wait_quietly()
+
+    def _get_stuck(self, number: int, error: Exception) -> None:
+        """Send nothing more: the collectives that the others have begun are others than ours."""
+        assert self._sender is not None
+        self._is_stuck = True
+        reason = str(error).partition("\n")[0]
+        stuck = RuntimeError(
+            f"the communication hook {self._sender.name} failed twice for bucket {number}, for "
+            f"which the other processes have begun collectives ({type(error).__name__}: "
+            f"{reason})"
+        )
+        self.processes.control.report(stuck, "backward", kind="stuck")
 
     def _wait_quietly(self) -> None:
         """Wait for what was sent, whose memory the next round uses; why it failed was told."""

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.errors import describe_names
+from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
-from dataparallel.graph.gradient_home import backward_passes
-from dataparallel.graph.original_hooks import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
@@ -51,11 +51,6 @@ if TYPE_CHECKING:
 class Reducer:
     """Reduces the gradients of all replicas. See Note [One round].
 
-    Example::
-
-        reducer = Reducer(trained_parameters(module), leaves, ReducerOptions())
-        gradients = reducer.reduce(lambda: torch.autograd.backward(outputs, output_grads))
-
     Args:
         trained: The parameters that the optimizer has.
         leaves: Per replica, what it computes with in their place.
@@ -65,10 +60,6 @@ class Reducer:
         nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
         hook: Sends buckets in place of an all-reduce. Default: there is none.
         optimizers: Take their steps in backward. Default: there are none.
-
-    Raises:
-        ValueError: Parameters differ between replicas. Whether they, or the policy, differ between
-            processes is found out when these are connected.
     """
 
     #: Why the last round that failed did, for logging data; empty if none has.
@@ -105,7 +96,7 @@ class Reducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._round: Round | None = None
         self._nesting = Nesting()
-        self._user_hooks = OriginalHooks(self._originals)
+        self._user_hooks = originals.OriginalHooks(self._originals)
         self._late: set[int] = set()
         #: Per parameter, 1 if some replica of this process had a gradient in the last round.
         self.used = bytearray(len(self._originals))
@@ -238,7 +229,6 @@ class Reducer:
         weight: float = 1.0,
         task: int = NO_TASK,
         last: bool = True,
-        passes: bool = False,
         ending: weakref.ref[Ending] | None = None,
         has_data: bool = True,
     ) -> Gradients:
@@ -250,10 +240,9 @@ class Reducer:
             weight: The weight of this process in an average over samples.
             task: Number of the engine's backward; an unfinished round of another one has failed.
             last: Whether this ends the round; other forwards of the same backward follow if not.
-            passes: Whether the engine adds what is returned to gradients of the originals.
             ending: The end of an outer backward, in which the forward ran, if there is one.
             has_data: False where this process takes part with zeros, for the sake of the others:
-                nothing is used, and what ``.grad`` holds stays its own and should be None.
+                outside of a backward, nothing is used, and what ``.grad`` holds should be None.
 
         Returns:
             Per parameter what is to be added to ``.grad`` of the original, None where nothing is.
@@ -263,55 +252,34 @@ class Reducer:
                 failed.
             BaseException: What ``backward`` raised. All gradients of the round are dropped.
         """
-        joins = self._nesting.enter(task, last=last, ending=ending)
-        ended = False
+        if not self._nesting.enter(task, last=last, ending=ending):
+            self._forget()
+        round_ = self._round
         try:
-            if not joins:
-                self._forget()
-            astray = [] if self._round is not None else self.buckets.take_astray()
-            round_ = self._round
-            try:
-                round_ = round_ or self._begin(
-                    synchronize=synchronize,
-                    weight=weight if has_data else 0.0,
-                    eager=last,
-                    passes=passes,
-                    has_data=has_data,
-                )
+            if round_ is None:
+                astray = self.buckets.take_astray()
+                round_ = self._begin(synchronize, weight, eager=last, has_data=has_data)
                 if astray:
                     raise self._stray(astray[0])
-                ended = self._run(round_, backward)
-            except BaseException as error:
-                ended = True
-                self._fail(round_, error, tells=synchronize)
-                raise
+                round_.begin()
+            backward()
+            if round_.failure is not None:
+                text = "another part of this backward failed, so its gradients were dropped"
+                raise RuntimeError(text) from round_.failure
+            if self._nesting.computed():
+                if round_.later:
+                    round_.pass_on()
+                else:
+                    self._end(round_)
             return round_.take_result()
+        except BaseException as error:
+            self._fail(round_, error, tells=synchronize)
+            raise
         finally:
-            self._nesting.leave(ended=ended)
+            self._nesting.leave()
 
-    def _run(self, round_: Round, backward: Callable[[], None]) -> bool:
-        """Run the backward of one cut; returns whether the round has ended with it."""
-        round_.set_aside()
-        backward()
-        if round_.failure is not None:
-            text = "another part of this backward failed, so its gradients were dropped"
-            raise RuntimeError(text) from round_.failure
-        if not self._nesting.computed():
-            return False
-        if round_.later:
-            round_.pass_on()
-            return False
-        self._finish(round_)
-        self._user_hooks.published(round_.in_place)
-        self._after(round_)
-        if round_.exchange is not None:
-            self._given(round_)
-        return True
-
-    def _begin(
-        self, *, synchronize: bool, weight: float, eager: bool, passes: bool, has_data: bool
-    ) -> Round:
-        accumulated = self.accumulations.of(backward_passes().home())
+    def _begin(self, synchronize: bool, weight: float, *, eager: bool, has_data: bool) -> Round:
+        accumulated = self.accumulations.of(originals.passes.home())
         if not has_data:
             # What this process has not reduced yet stays its own.
             accumulated = Accumulated(self._originals, summed=False)
@@ -325,13 +293,9 @@ class Reducer:
         exchange = None
         if self.processes is not None and synchronize:
             accumulated.notice_zeroed()
-            exchange = self._make_exchange(self.processes, weight)
-            exchange.begin()
+            exchange = self._make_exchange(self.processes, weight if has_data else 0.0)
         elif self.processes is not None:
             accumulated.before_unsynchronized()
-        hooked = self._user_hooks.with_gradient_hooks
-        # Hooks that see gradients before the engine would must see all of them, too.
-        seen = hooked and self._optimizers is None and (self.guard or self.buckets.any_viewed)
         if self.guard is not None:
             some_stay = self.trained.num_reduced < len(self.names)
             in_grad = accumulated.home.context_id is None
@@ -341,8 +305,9 @@ class Reducer:
                 stays=not synchronize and (accumulated.any or in_grad),
                 votes=exchange is not None and bool(self._hook or some_stay),
             )
-        with self.accumulations.moving(accumulated.home):
-            self.buckets.attach(accumulated, hooked, reduces=exchange is not None)
+        # What sees or uses gradients before the engine has them must have the user's hooks run.
+        early = self.guard is not None or self._optimizers is not None
+        seen = early and bool(self._user_hooks.with_gradient_hooks)
         strict = self.options.find_unused_parameters is not None
         self._round = round_ = Round(
             self._originals,
@@ -351,11 +316,10 @@ class Reducer:
             accumulated,
             self._user_hooks,
             self._timeline,
-            processes=self.processes,
             exchange=exchange,
             guard=self.guard,
             optimizers=self._optimizers,
-            later=passes and bool(exchange is not None or seen),
+            later=has_data and (exchange is not None or seen),
             late=self._late,
             refuses_late=strict and not self.options.static_graph,
             eager=eager,
@@ -365,35 +329,64 @@ class Reducer:
             ending = self._nesting.ending
             assert ending is not None
             lost = functools.partial(self._lost, weakref.ref(round_))
-            ending.watch(functools.partial(self._end, round_), lost)
+            ending.watch(functools.partial(self._end_later, round_), lost)
             self._user_hooks.wait(True)
         return round_
 
     def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
-        sender = self._hook and HookSender(self._hook, processes.control)
+        reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
+        for bucket in reduced:
+            bucket.renew()
         return Exchange(
             processes,
-            [bucket for bucket in self.buckets.all if bucket.reduces],
+            reduced,
             self.options.average,
             weight=weight,
-            sender=sender,
+            sender=self._hook and HookSender(self._hook, processes.control),
             in_rank_order=self.options.deterministic,
         )
 
-    def _finish(self, round_: Round) -> None:
+    def _end(self, round_: Round) -> None:
+        """All gradients have come: reduce and deliver them."""
         round_.collect()
         if round_.has_data:
             self.used = round_.used
             self._check_used()
         with self._timeline.span("reduce local"):
             nonfinite = round_.receive()
+        if round_.later:
+            round_.write()
+        exchange = round_.exchange
         if self.guard is not None:
-            if round_.exchange is not None:
+            if exchange is not None:
                 # Before all ranks tell each other what it has found, in the same order.
                 self._vote = round_.vote()
             self.guard.judge(nonfinite, round_)
-        if round_.reduces or self.processes is None:
+        if exchange is not None or self.processes is None:
             self._after_first()
+        round_.accumulated.after_delivery(synchronized=exchange is not None)
+        self._leave_round()
+        self.statistics.end()
+        self._at_end()
+        if round_.later:
+            with torch.enable_grad():
+                came = round_.in_place - round_.without_gradient
+                self._user_hooks.delivered(came, round_.accumulated.home)
+        if exchange is not None:
+            # Nothing can fail any more.
+            self._vote = round_.vote()
+            exchange.processes.progress.gave()
+
+    @torch.no_grad()
+    def _end_later(self, round_: Round) -> None:
+        """The whole backward has ended: so does the round."""
+        if round_ is not self._round:
+            return
+        try:
+            self._end(round_)
+        except BaseException as error:
+            self._fail(round_, error)
+            raise
 
     def _check_used(self) -> None:
         """Compare with the user's flags and with the first round."""
@@ -401,16 +394,16 @@ class Reducer:
         first, self._used_first = self._used_first, self._used_first or used
         if first is not None and self.can_set_static_graph is not False:
             self.can_set_static_graph = first == used
-        if self.options.static_graph and first not in (None, used):
-            pairs = zip(self.names, first or b"", used, strict=True)
-            raise RuntimeError(
-                "Your training graph has changed in this iteration, although static_graph=True "
-                "says that it never does: whether these parameters get a gradient differs from the "
-                f"first iteration: {describe_names(name for name, a, b in pairs if a != b)}. Leave "
-                "static_graph at False"
-            )
-        needs_all = self.options.find_unused_parameters is False
-        if needs_all and not self.options.static_graph and 0 in used:
+        if self.options.static_graph:
+            if first not in (None, used):
+                pairs = zip(self.names, first or b"", used, strict=True)
+                raise RuntimeError(
+                    "Your training graph has changed in this iteration, although static_graph=True "
+                    "says that it never does: whether these parameters get a gradient differs from "
+                    f"the first iteration: {describe_names(name for name, a, b in pairs if a != b)}"
+                    ". Leave static_graph at False"
+                )
+        elif self.options.find_unused_parameters is False and 0 in used:
             unused = [name for name, use in zip(self.names, used, strict=True) if not use]
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
@@ -428,51 +421,23 @@ class Reducer:
         count = self.trained.num_reduced
         order = list(dict.fromkeys(self._arriving))
         order += sorted(set(range(len(self.names))).difference(order), reverse=True)
-        reduced = [index for index in order if index < count]
+        reduced = torch.tensor([index for index in order if index < count], dtype=torch.int64)
         if self.processes is not None:
-            reduced = self.processes.order_of_rank_0(reduced)
-        self.order = reduced + [index for index in order if index >= count]
+            what = "the order in which gradients arrive"
+            self.processes.control.broadcast(reduced, 0, what=what).wait()
+        self.order = reduced.tolist() + [index for index in order if index >= count]
 
-    def _after(self, round_: Round) -> None:
-        """Note that a round has ended well."""
-        round_.accumulated.after_delivery()
+    def _leave_round(self) -> None:
+        """The round is over, well or with an error."""
         self.accumulations.after_round()
+        self._user_hooks.wait(False)
+        self._nesting.end()
         self._round = None
-        self.statistics.end()
-        self._at_end()
-
-    def _given(self, round_: Round) -> None:
-        """Nothing can fail any more: vote, and note that this process has its gradients."""
-        assert self.processes is not None
-        self._vote = round_.vote()
-        self.processes.progress.gave()
-
-    @torch.no_grad()
-    def _end(self, round_: Round) -> None:
-        """The whole backward has ended: so does the round."""
-        if round_ is not self._round:
-            return
-        try:
-            self._finish(round_)
-            round_.write()
-            self._user_hooks.wait(False)
-            self._nesting.end()
-            self._after(round_)
-            with torch.enable_grad():
-                came = round_.in_place - round_.without_gradient
-                self._user_hooks.delivered(came, round_.accumulated.home)
-            if round_.exchange is not None:
-                self._given(round_)
-        except BaseException as error:
-            self._nesting.end()
-            self._fail(round_, error)
-            raise
 
     def _lost(self, round_: weakref.ref[Round]) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
         lost = round_()
         if lost is not None and lost is self._round:
-            self._nesting.end()
             text = "the backward failed in a part of the graph outside of the wrapper's forward"
             self._fail(lost, self._user_hooks.failure or RuntimeError(text))
 
@@ -483,16 +448,17 @@ class Reducer:
         processes = self.processes if tells else None
         try:
             if round_ is None:
-                if processes is not None:
-                    processes.report_beginning(error)
+                # Of a collective that failed the others know.
+                is_known = isinstance(error, (CollectiveError, CollectiveTimeout))
+                if processes is not None and not is_known:
+                    processes.report(error)
             elif round_ is self._round:
                 round_.fail(error)
             elif round_.exchange is not None:
                 # The gradients are delivered, but others will learn that this process raised.
                 round_.exchange.abandon(error)
         finally:
-            self.accumulations.after_round()
-            self._round = None
+            self._leave_round()
         told = error if processes is None else processes.explained(error)
         if told is not error:
             raise told from error
@@ -561,14 +527,12 @@ class Nesting:
             self._computing -= 1
             return self._all_came and not self._computing
 
-    def leave(self, *, ended: bool) -> None:
-        """End what :meth:`enter` began; tell whether the round has ended, well or with an error."""
+    def leave(self) -> None:
+        """End what :meth:`enter` began."""
         with self._lock:
             self._inside -= 1
             if not self._inside:
                 self._computing = 0
-        if ended:
-            self.end()
 
     def end(self) -> None:
         """Note that the round has ended."""

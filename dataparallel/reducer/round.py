@@ -41,7 +41,7 @@ from torch import nn
 
 from dataparallel import devices as _devices
 from dataparallel.errors import describe_names
-from dataparallel.graph.original_hooks import OriginalHooks
+from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
 from dataparallel.reducer.exchange import Vote, late_error
@@ -51,7 +51,7 @@ from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange, ReducerProcesses
+    from dataparallel.reducer.exchange import Exchange
 
 
 @dataclass(eq=False)
@@ -64,7 +64,6 @@ class Round:
     accumulated: Accumulated
     user_hooks: OriginalHooks
     timeline: Timeline
-    processes: ReducerProcesses | None
     #: None in a round that is not reduced over processes.
     exchange: Exchange | None
     guard: Guard | None
@@ -86,31 +85,32 @@ class Round:
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
+        buckets = self.buckets
         # Sums that go through the engine, for hooks of the user, before they are sent.
-        hooked = self.user_hooks.with_gradient_hooks if self.later else ()
-        self._through = frozenset(hooked)
-        of = self.buckets.plan.bucket_of
-        self._left_to_the_end = frozenset(of(index) for index in self._through.union(self.late))
-        # What is not sent before the end of the whole backward.
-        held = self._left_to_the_end if self.buckets.ordered else range(len(self.buckets.all))
-        self._held = set(held if self.later else ())
+        self._through = self.user_hooks.with_gradient_hooks if self.later else set()
+        self._left_to_the_end = set(map(buckets.plan.bucket_of, self._through | self.late))
+        # What is not sent before the end of the whole backward. Nothing is stepped before, either,
+        # where a gradient may still come from outside.
+        self._held: set[int] = set()
+        if self.later:
+            at_once = buckets.ordered and self.exchange is not None
+            self._held |= self._left_to_the_end if at_once else set(range(len(buckets.all)))
         if self.exchange is not None:
             self._held.add(self.exchange.last)
         # One thread at a time takes gradients of a replica that is on one device only.
-        self.eager = self.eager and self.buckets.ordered and self.buckets.on_one_device
+        self.eager = self.eager and buckets.ordered and buckets.on_one_device
 
-        replicas = range(len(self.buckets.all[0].leaves))
+        self._num_replicas = len(buckets.all[0].leaves)
         self._lock = threading.Lock()
-        # Per replica, the bucket that is taken next, and the stream of its gradients.
-        self._next = [0 for _ in replicas]
-        self._streams: list[_devices.Stream | None] = [None for _ in replicas]
-        self._left_streams: list[_devices.Stream] = []
-        self._missing = [len(replicas)] * len(self.buckets.all)
-        self._rows: list[list[Gradients]] = [[[] for _ in replicas] for _ in self.buckets.all]
-        self._sums: list[Gradients] = [[] for _ in self.buckets.all]
-        self._passed: dict[int, torch.Tensor] = {}
-        self._stepped: set[int] = set()
-        # Gradients that came after their bucket was sent, by the index of the parameter.
+        # Per replica, the bucket that is taken next.
+        self._next = [0] * self._num_replicas
+        # Those of the replicas' gradients, then others that the end is behind.
+        self._streams: list[_devices.Stream | None] = [None] * self._num_replicas
+        # By bucket, what was taken of each replica; then the sums, as long as they are of use.
+        self._rows: dict[int, dict[int, Gradients]] = {}
+        self._sums: dict[int, Gradients] = {}
+        # What ``.grad`` held that is to be sent, and what came after its bucket was sent.
+        self._unreduced: dict[int, torch.Tensor] = {}
         self._extra: dict[int, torch.Tensor] = {}
         self._result: Gradients = [None] * len(self.originals)
         #: Per parameter, 1 if some replica of this process has a gradient.
@@ -119,25 +119,22 @@ class Round:
         self._outside = False
         self._vote: Vote | None = None
 
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced over processes."""
-        return self.exchange is not None
-
-    def set_aside(self) -> None:
+    def begin(self) -> None:
         """Set gradients from before the round aside; an error here is told to the other ranks."""
-        if self.accumulated.is_aside:
-            return
-        changed = self.accumulated.changed() if self.reduces else []
-        changed = [index for index in changed if index < self.buckets.num_reduced]
-        if changed:
-            raise RuntimeError(
-                "the gradients of these parameters have changed since they were reduced: "
-                f"{describe_names(self.names[index] for index in changed)}. With average='none' "
-                "the processes' gradients are added up, and nobody could tell what was changed "
-                "outside of the wrapper's backward from what is reduced already. Zero the "
-                "gradients before the next backward, or use average='processes'"
-            )
+        count = self.buckets.num_reduced
+        self._left_by_no_sync = self.accumulated.left_by_no_sync()
+        if self.exchange is not None:
+            changed = [index for index in self.accumulated.changed() if index < count]
+            if changed:
+                raise RuntimeError(
+                    "the gradients of these parameters have changed since they were reduced: "
+                    f"{describe_names(self.names[index] for index in changed)}. With "
+                    "average='none' the processes' gradients are added up, and nobody could tell "
+                    "what was changed outside of the wrapper's backward from what is reduced "
+                    "already. Zero the gradients before the next backward, or use "
+                    "average='processes'"
+                )
+            self._unreduced = self.accumulated.unreduced(count)
         if self.later:
             self.accumulated.put_aside()
 
@@ -157,24 +154,25 @@ class Round:
 
     def _take(self, replica: int, number: int, stream: _devices.Stream | None) -> None:
         self._next[replica] = number + 1
-        taken = self._rows[number][replica] = self.buckets.all[number].take(replica)
+        bucket = self.buckets.all[number]
+        taken = bucket.take(replica)
         if self.guard is not None:
-            self.guard.look_at_replica(replica, self.buckets.all[number], taken)
+            self.guard.look_at_replica(replica, bucket, taken)
         with self._lock:
             if stream is not None:
                 self._streams[replica] = stream
-            self._missing[number] -= 1
-            complete = self._missing[number] == 0
-        if complete:
-            rows, self._rows[number] = self._rows[number], []
-            self._complete(self.buckets.all[number], rows)
+            rows = self._rows.setdefault(number, {})
+            rows[replica] = taken
+            is_complete = len(rows) == self._num_replicas
+        if is_complete:
+            self._complete(bucket, [rows[i] for i in range(self._num_replicas)])
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
         for replica, number in enumerate(self._next):
             for left in range(number, len(self.buckets.all)):
                 self._take(replica, left, None)
-        for stream in (*self._streams, *self._left_streams):
+        for stream in self._streams:
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
         for bucket in self.buckets.all:
@@ -186,8 +184,8 @@ class Round:
         if self.guard is not None:
             for replica, taken in enumerate(rows):
                 self.guard.look_at_replica(replica, bucket, taken)
-        sums = self._hooked(bucket, local_sum(rows, bucket.home))
-        came = {i: grad for i, grad in zip(bucket.indices, sums, strict=True) if grad is not None}
+        sums = zip(bucket.indices, local_sum(rows, bucket.home), strict=True)
+        came = {index: grad for index, grad in sums if grad is not None}
         if self.refuses_late:
             raise RuntimeError(
                 "Expected to mark a variable ready only once, but these parameters got a gradient "
@@ -200,7 +198,7 @@ class Round:
         self.late.update(came)
         for index, grad in came.items():
             if index in self._through:
-                self._passed[index] = _sum(self._passed.get(index), grad)
+                self._result[index] = add(self._result[index], grad)
             else:
                 self._add(index, grad)
 
@@ -209,14 +207,17 @@ class Round:
         bucket = self.buckets.of(index)
         self.used[index] = 1
         if bucket.number in self._held:
-            bucket.add_outside(index, self._sums[bucket.number], grad)
+            sums, position = self._sums[bucket.number], bucket.indices.index(index)
+            sums[position] = add(sums[position], grad)
         else:
-            self._extra[index] = _sum(self._extra.get(index), grad)
+            before = self._extra.get(index)
+            self._extra[index] = grad if before is None else before + grad
 
     # --- summed ----------------------------------------------------------------------------------
 
-    def _complete(self, bucket: Bucket, rows: list[Gradients]) -> None:
+    def _complete(self, bucket: Bucket, rows: Sequence[Gradients]) -> None:
         """A bucket has come from all replicas: sum it up and send it."""
+        self._rows[bucket.number].clear()
         with contextlib.ExitStack() as streams:
             streams.enter_context(record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
@@ -228,38 +229,17 @@ class Round:
             if bucket.number not in self._held:
                 self._send(bucket)
 
-    def _sum(self, bucket: Bucket, rows: list[Gradients]) -> Gradients:
-        sums = bucket.add_up(rows)
-        used = [grad is not None for grad in sums]
-        if self._through:
-            self._pass_on(bucket, sums)
-        else:
-            sums = self._hooked(bucket, sums)
-        if self.exchange is not None or bucket.is_viewed:
-            sums = bucket.complete(sums, self.accumulated)
-        for index, has_gradient in zip(bucket.indices, used, strict=True):
-            self.used[index] |= has_gradient or self.accumulated.has_unreduced(index)
-        return sums
-
-    def _pass_on(self, bucket: Bucket, sums: Gradients) -> None:
-        """Take out the sums that go through the engine first."""
+    def _sum(self, bucket: Bucket, rows: Sequence[Gradients]) -> Gradients:
+        sums = local_sum(rows, bucket.home)
         for position, index in enumerate(bucket.indices):
             grad = sums[position]
+            self.used[index] |= grad is not None or index in self._left_by_no_sync
             if grad is not None and index in self._through:
-                # A view is written to with its bucket.
-                self._passed[index] = _sum(self._passed.get(index), grad.clone())
+                self._result[index] = add(self._result[index], grad)
                 sums[position] = None
-                bucket.clear(index)
-
-    def _hooked(self, bucket: Bucket, sums: Gradients) -> Gradients:
-        """What hooks of the user make of sums, if they run before the engine would run them."""
-        hooked = self.user_hooks.with_gradient_hooks
-        early = self.exchange is not None or bucket.is_viewed or self.guard is not None
-        if not early or not hooked or self._through:
-            return sums
-        if bucket.is_viewed:
-            sums = [None if grad is None else grad.clone() for grad in sums]
-        return self.user_hooks.run_all(bucket.indices, sums)
+            if index in self._unreduced:
+                sums[position] = add(sums[position], self._unreduced[index])
+        return sums
 
     # --- sent ------------------------------------------------------------------------------------
 
@@ -271,31 +251,22 @@ class Round:
         if self.exchange is not None and bucket.reduces:
             self.exchange.submit(bucket, sums)
         elif self.optimizers is not None:
-            self._step(bucket, sums)
-            self._stepped.add(bucket.number)
-            self._sums[bucket.number] = []
+            self._step(bucket, self._sums.pop(bucket.number))
 
     def pass_on(self) -> None:
-        """Give the engine the sums that go through it; others stay until the backward has ended."""
+        """Take what is for the engine first; other sums stay until the backward has ended."""
         self._take_rest()
         devices = {bucket.home for bucket in self.buckets.all}
-        self._left_streams += [_devices.current_stream(device) for device in devices]
-        passed, self._passed = self._passed, {}
-        self._result = [passed.get(index) for index in range(len(self.originals))]
+        self._streams += [_devices.current_stream(device) for device in devices]
 
     def collect(self) -> None:
-        """Take all that has come."""
+        """Take all that has come, from outside of the wrapper, too."""
         self._take_rest()
-        if self.later:
-            for index, grad in self.accumulated.take_outside().items():
-                self._add_outside(index, grad)
-
-    def _add_outside(self, index: int, grad: torch.Tensor) -> None:
-        """Add what has come from outside of the wrapper."""
-        if index not in self._through:
-            self._outside = True
-            self.late.add(index)
-        self._add(index, grad)
+        for index, grad in self.accumulated.take_outside().items() if self.later else ():
+            if index not in self._through:
+                self._outside = True
+                self.late.add(index)
+            self._add(index, grad)
 
     # --- received --------------------------------------------------------------------------------
 
@@ -304,7 +275,7 @@ class Round:
 
         Returns whether all ranks say that something is not finite, where they have to say it.
         """
-        stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) in self._stepped]
+        stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) not in self._sums]
         if stepped:
             raise RuntimeError(
                 "these parameters got a gradient after the optimizer had taken their step in "
@@ -333,7 +304,8 @@ class Round:
         if waits or votes or late or 0 in used[:count]:
             answer = self.vote(late).read()
             if answer.late and answer.in_time and not (waits or votes):
-                raise self._unreduced(answer.late)
+                exchange.processes.progress.late()
+                raise late_error(self.names[index] for index in answer.late)
             used[:count] = [
                 came or held for came, held in zip(answer.came, answer.held, strict=True)
             ]
@@ -345,66 +317,52 @@ class Round:
         for bucket in self.buckets.all:
             flat = flats[bucket.number] if bucket.reduces else None
             self._deliver(bucket, flat, used)
-        self.accumulated.after_synchronized()
         return nonfinite
 
     def vote(self, late: Collection[int] = ()) -> Vote:
         """The vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
-            assert self.processes is not None
+            assert self.exchange is not None
             count = self.buckets.num_reduced
-            # What an unused one holds may be this process's own.
-            held = (
-                bytes(self.accumulated.sent()[:count]) if 0 in self.used[:count] else bytes(count)
-            )
             self._vote = Vote(
-                self.processes.control,
+                self.exchange.processes.control,
                 bytes(self.used[:count]),
-                held,
+                # What an unused one holds may be this process's own.
+                bytes([index in self._unreduced for index in range(count)]),
                 late,
                 outside=self._outside or bool(late),
                 nonfinite=self.guard is not None and self.guard.votes and self.guard.found(),
             )
         return self._vote
 
-    def _unreduced(self, late: Sequence[int]) -> RuntimeError:
-        """The error where some rank, which did not wait for the vote, will not reduce the rest."""
-        assert self.processes is not None
-        self.processes.progress.late()
-        return late_error(self.names[index] for index in late)
-
     # --- delivered -------------------------------------------------------------------------------
 
     def _deliver(self, bucket: Bucket, flat: torch.Tensor | None, used: Sequence[int]) -> None:
-        """Take the gradients of a bucket to the originals, or note that the engine is to do it."""
-        if bucket.number in self._stepped:
-            bucket.release()
+        """Let the gradients of a bucket be the result, or step with them."""
+        if bucket.number not in self._sums:
+            # The optimizer has taken its step.
             return
-        sums, self._sums[bucket.number] = self._sums[bucket.number], []
-        grads = bucket.deliver(flat, sums, used, self._extra)
+        grads = self._sums.pop(bucket.number)
+        if flat is not None:
+            # What is in a context has memory of its own, since contexts live side by side.
+            as_views = bucket.is_viewed and self.accumulated.home.context_id is None
+            grads = bucket.received(flat, grads, used, as_views=as_views)
+        grads = bucket.with_late(grads, self._extra)
         if self.optimizers is not None:
             self._step(bucket, grads)
             return
-        if bucket.is_viewed:
-            self.in_place.update(index for index in bucket.indices if used[index])
-        sends = flat is not None and any(self.accumulated.sent())
         for index, grad in zip(bucket.indices, grads, strict=True):
-            if grad is None:
-                continue
-            if sends and self.accumulated.unreduced(index) is not None:
-                self.accumulated.replace(index, grad)
-                self.in_place.add(index)
-            else:
-                self._result[index] = grad
+            self._result[index] = grad
 
     @torch.no_grad()
     def _step(self, bucket: Bucket, grads: Gradients) -> None:
         """Put gradients into ``.grad``, and take the optimizer's step."""
         assert self.optimizers is not None
-        for original, grad in zip(bucket.originals, grads, strict=True):
+        home = self.accumulated.home
+        before = home.read(bucket.originals)
+        for original, held, grad in zip(bucket.originals, before, grads, strict=True):
             if grad is not None:
-                grad = grad.to(original.dtype)
-                original.grad = grad if original.grad is None else original.grad + grad
+                home.write(original, add(held, grad.to(original.dtype)))
         with self.timeline.span("optimizer", 0):
             self.optimizers.step(bucket.originals)
 
@@ -429,6 +387,10 @@ class Round:
             held = before[index]
             if held is None:
                 held = grad
+            elif index in self._unreduced:
+                # What is unreduced of it is a part of the result.
+                grad = self.accumulated.add_reduced(index, grad)
+                held = grad if self.buckets.of(index).is_viewed else held.copy_(grad)
             elif held.is_sparse and not grad.is_sparse:
                 held = grad + held
             else:
@@ -438,12 +400,8 @@ class Round:
 
     def withdraw(self) -> None:
         """Deliver nothing after all, and let there be no gradients from before the round either."""
-        home = self.accumulated.home
-        self.buckets.forget_views(home)
-        # What they were before the round is of no use any more.
-        home.settle()
         for original in self.originals:
-            home.write(original, None)
+            self.accumulated.home.write(original, None)
         self.accumulated.after_synchronized()
         self.take_result()
         self.in_place.clear()
@@ -460,18 +418,11 @@ class Round:
                 self.exchange.abandon(error)
         finally:
             self.drop()
-            self.buckets.forget_views(self.accumulated.home)
 
     def drop(self) -> None:
         """Forget all gradients of the round; ``.grad`` is as it was before."""
-        self._rows = [[] for _ in self.buckets.all]
+        self._rows.clear()
         for bucket in self.buckets.all:
-            bucket.drop()
+            bucket.take_late()
         self.accumulated.put_back()
         self.user_hooks.wait(False)
-
-
-def _sum(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
-    total = add(first, second)
-    assert total is not None
-    return total

@@ -238,9 +238,9 @@ class Caller(nn.Module):
         return output
 
 
-def calls_are_refused(replicas: int, view: bool) -> None:
+def calls_are_refused(replicas: int, nonfinite: str) -> None:
     module, bare = Caller(), Caller()
-    model = wrap(module, replicas, gradient_as_bucket_view=view)
+    model = wrap(module, replicas, nonfinite=nonfinite)
     for step in range(2):
         bare.zero_grad()
         bare(words(step, 0)).pow(2).mean().backward()
@@ -288,7 +288,8 @@ def one_replica_in_one_process_is_the_bare_module() -> None:
 
 
 def test_calls_in_forward(cluster: Cluster) -> None:
-    refused = [functools.partial(calls_are_refused, *o) for o in ((1, True), (2, False), (3, True))]
+    options = ((1, "raise"), (2, "ignore"), (3, "skip"))
+    refused = [functools.partial(calls_are_refused, *each) for each in options]
     others = (
         results_that_are_no_arguments_are_refused,
         a_tensor_from_outside_gets_its_gradient_once,
@@ -341,7 +342,7 @@ class _Calling(Net):
 def backwards_of_two_contexts_at_the_same_time() -> None:
     """An error in the second."""
     net, bare = _Calling(), Net()
-    model = wrap(net, 1, gradient_as_bucket_view=True)
+    model = wrap(net, 1, nonfinite="raise")
     errors: list[str] = []
 
     def other() -> None:

@@ -39,7 +39,7 @@ from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.devices import empty_cache
 from dataparallel.errors import add_note, listed
 from dataparallel.extras.balancing.speeds import fits
-from dataparallel.graph.gradient_home import IN_GRAD
+from dataparallel.graph.originals import IN_GRAD
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.accumulated import Accumulated

@@ -1,38 +1,108 @@
-"""Hooks that the user has registered on the originals.
+"""The originals in backward: where their gradients are, and the hooks of the user on them.
+
+Note [Gradients in a context]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A backward of ``dataparallel.distributed_autograd`` puts gradients into its context and never into
+``.grad``. What a wrapper does with the gradients of its parameters it then does with those in the
+context: it adds to them, sends what ``no_sync`` has left there, and knows nothing of other contexts
+and of ``.grad``. Which of the two it is, is asked once for each round, in the node that begins it.
+
+The parameters of the replicas are no concern of the context: the backward through the replicas is
+one of its own, and runs as if outside of the pass. So the pass does not go on from there to other
+workers: a wrapped module whose outputs lead to some raises an error at the end of its forward.
+
+The wrappers know nothing of contexts. ``dataparallel.distributed_autograd`` registers here, by
+:func:`use_passes`, what knows of them.
 
 Note [Hooks on the originals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A hook sees the gradient of this process, summed over its replicas, before it is reduced over the
 processes; as in torch's wrapper. Autograd's engine runs the hooks when it accumulates what the cut
-returns; where that is reduced over processes see also Note [Gradients from outside of the wrapper].
-With bucket views, and in a round that does not belong to a backward of the engine, the reducer runs
-them, and what the engine does afterwards must not run them again. Hooks that run after accumulation
-see the reduced gradient: if the round ends after the engine is done, the reducer runs them.
+returns; where the reducer is to have the gradient after that, see Note [Gradients from outside of
+the wrapper]. Hooks that run after accumulation see the reduced gradient: if the round ends after
+the engine is done, the reducer runs them.
 
 The engine also runs hooks of a parameter to which the cut, or a node of gradient edges, returns
-nothing, since it was not used or since its gradient is in ``.grad`` already. In a bare module that
-never happens, and hooks do not expect a gradient that is None. So each hook is put into a guard, in
-its own place.
+nothing, since it was not used or since the reducer has its gradient. In a bare module that never
+happens, and hooks do not expect a gradient that is None. So each hook is put into a guard, in its
+own place.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.graph.gradient_home import GradientHome
+
+
+class GradientHome:
+    """Gradients that are in ``.grad``."""
+
+    #: The id of the context that has the gradients; None for ``.grad``.
+    context_id: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there will be no more gradients here."""
+        return False
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradient of each parameter, None where there is none."""
+        return [parameter.grad for parameter in parameters]
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Set the gradient of a parameter, or say that the tensor it is was written to."""
+        parameter.grad = gradient
+
+    def lent(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
+        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
+        return contextlib.nullcontext()
+
+
+#: Outside of contexts.
+IN_GRAD = GradientHome()
+
+
+class BackwardPasses:
+    """What the wrappers ask about backwards; here, where there are none but torch's own."""
+
+    def home(self) -> GradientHome:
+        """Where the backward that runs in this thread leaves gradients."""
+        return IN_GRAD
+
+    def outside(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which backward leaves gradients in ``.grad``, whatever is around."""
+        return contextlib.nullcontext()
+
+    def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether a backward from the outputs of the replicas goes on to other workers."""
+        return False
+
+
+#: Whom to ask about backwards now.
+passes = BackwardPasses()
+
+
+def use_passes(others: BackwardPasses) -> None:
+    """Ask these from now on, since there are backwards that leave gradients elsewhere."""
+    global passes
+    passes = others
+
+
+# --- hooks ---------------------------------------------------------------------------------------
 
 
 class _Recorder:
     """The one hook that is not the user's; knows what becomes of an original's next gradient."""
 
     def __init__(self) -> None:
-        #: Whether it was put into ``.grad``, past the engine.
-        self.published = False
-        #: Whether there is one, for the hooks that run after accumulation.
+        #: Whether the engine has one, for the hooks that run after accumulation.
         self.arrives = False
         #: Whether these wait for the end of the round.
         self.waits = False
@@ -40,55 +110,41 @@ class _Recorder:
         self.failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
-        self.arrives = grad is not None or self.published
-        self.published = False
+        self.arrives = grad is not None
 
     def wait(self, waits: bool) -> None:
         # An error leads to all that it went through, and that to this hook.
         self.waits, self.failure = waits, None
-
-    def publish(self) -> None:
-        self.published = True
 
     def fail(self, error: BaseException) -> None:
         if self.waits:
             self.failure = error
 
 
+@dataclass(eq=False)
 class _GradientHook:
     """The guard of a hook that may change the gradient."""
 
-    def __init__(
-        self, hook: Callable[[torch.Tensor], torch.Tensor | None], recorder: _Recorder
-    ) -> None:
-        self.hook = hook
-        self._recorder = recorder
-        # Whether the engine is to leave it out.
-        self._has_run = False
-
-    def leave_out(self) -> None:
-        self._has_run = True
+    hook: Callable[[torch.Tensor], torch.Tensor | None]
+    recorder: _Recorder
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        has_run, self._has_run = self._has_run, False
-        if has_run or grad is None:
-            return None
         try:
-            return self.hook(grad)
+            return None if grad is None else self.hook(grad)
         except BaseException as error:
-            self._recorder.fail(error)
+            self.recorder.fail(error)
             raise
 
 
+@dataclass(eq=False)
 class _AccumulatedHook:
     """The guard of a hook that runs after accumulation."""
 
-    def __init__(self, hook: Callable[[torch.Tensor], None], recorder: _Recorder) -> None:
-        self.hook = hook
-        self._recorder = recorder
+    hook: Callable[[torch.Tensor], None]
+    recorder: _Recorder
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self._recorder.arrives and not self._recorder.waits:
+        if self.recorder.arrives and not self.recorder.waits:
             self.hook(parameter)
 
 
@@ -100,14 +156,10 @@ class OriginalHooks:
         self._recorders: dict[int, _Recorder] = {}
         #: Parameters with hooks that may change the gradient.
         self.with_gradient_hooks: set[int] = set()
-        # Those that have run in this round. After a round that fails the engine runs none of its
-        # hooks, so they are marked only at its end.
-        self._ran: list[_GradientHook] = []
 
     def guard(self) -> None:
         """Find hooks that are new; to be called before the engine runs them."""
-        self._ran.clear()
-        self.with_gradient_hooks.clear()
+        self.with_gradient_hooks = set()
         for index, original in enumerate(self._originals):
             before = torch_internals.backward_hooks(original)
             after = torch_internals.post_accumulate_grad_hooks(original)
@@ -132,25 +184,6 @@ class OriginalHooks:
         if any(isinstance(hook, _GradientHook) for hook in before.values()):
             self.with_gradient_hooks.add(index)
 
-    def run(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """What the hooks of a parameter make of its gradient; the engine runs them no more."""
-        if index not in self.with_gradient_hooks:
-            return grad
-        table = torch_internals.backward_hooks(self._originals[index])
-        for hook in list(table.values()):
-            if isinstance(hook, _GradientHook):
-                changed = hook.hook(grad)
-                grad = grad if changed is None else changed
-                self._ran.append(hook)
-        return grad
-
-    def run_all(
-        self, indices: Sequence[int], grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """:meth:`run` for those of several parameters that have a gradient."""
-        pairs = zip(indices, grads, strict=True)
-        return [None if grad is None else self.run(index, grad) for index, grad in pairs]
-
     @property
     def failure(self) -> BaseException | None:
         """What a hook has raised in this round, in the engine."""
@@ -170,10 +203,3 @@ class OriginalHooks:
                 if isinstance(hook, _AccumulatedHook):
                     with home.lent(original):
                         hook.hook(original)
-
-    def published(self, indices: Collection[int]) -> None:
-        """End a round in which gradients of some parameters were put into ``.grad`` already."""
-        for hook in self._ran:
-            hook.leave_out()
-        for index in self._recorders.keys() & indices:
-            self._recorders[index].publish()
