@@ -109,7 +109,7 @@ def _reduce(operation: str, tensor: Tensor, op: str, root: int | None, name: str
         parts = [torch.empty_like(sent) for _ in range(size if here else 0)]
         start = _gathering(_as_moved(sent), [_as_moved(part) for part in parts], root, group)
     elif root is None:
-        start = partial(_all_reduce, sent, of_torch, group)
+        start = partial(dist.all_reduce, sent, of_torch, group)
     else:
         start = partial(dist.reduce, sent, group=group, group_dst=root, op=of_torch)
 
@@ -166,15 +166,6 @@ def _plan(op: str, dtype: torch.dtype, backend: str) -> tuple[Reduction, Any]:
     like = torch.empty(0, dtype=dtype, device=_HOST)
     plan = plan_reduction("sum" if op == "avg" else op, like, backend)
     return plan, getattr(dist.ReduceOp, plan.op.upper())
-
-
-def _all_reduce(sent: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-    if sent.is_complex():
-        return dist.all_reduce(sent, op, group, async_op=async_op)
-    # What torch's function does after checks that are made here already.
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, async_op
-    return group.allreduce([sent], options)
 
 
 def _is_plain(wire: Wire, tensor: Tensor) -> bool:

@@ -96,7 +96,7 @@ class Endpoint:
                 return unseal(future.value(), None if context.released() else context)
             except Exception as error:
                 # Raised from here it would reach the caller as a RuntimeError, whatever it is.
-                return _Raised(_with_name(error, str(callee.name)))
+                return _Raised(error, str(callee.name))
 
         opened = answer.then(arrived)
         torch_internals.open_with(opened, _raise)
@@ -108,24 +108,20 @@ class Endpoint:
 
 
 class _Raised:
-    """An exception as the value of a future."""
+    """An exception as the value of a future, and the worker whose call has raised it."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, error: Exception, callee: str) -> None:
+        self.error, self.callee = error, callee
 
 
 def _raise(value: Any) -> None:
-    if isinstance(value, _Raised):
-        raise value.error
-
-
-def _with_name(error: Exception, callee: str) -> Exception:
-    """An error that names the worker: errors of functions do, those of the connection do not."""
+    if not isinstance(value, _Raised):
+        return
+    error, callee = value.error, value.callee
     if type(error) is not RuntimeError or callee in str(error):
-        return error
-    named = RuntimeError(f"a call of worker '{callee}' failed: {error}")
-    named.__cause__ = error
-    return named
+        raise error
+    # Errors of functions name the worker, those of the connection do not.
+    raise RuntimeError(f"a call of worker '{callee}' failed: {error}") from error
 
 
 def _open(envelope: Envelope) -> tuple[Endpoint, Context | None, tuple[Any, ...]]:

@@ -53,8 +53,7 @@ class LocalOptimizer:
                     shadow.grad = context.gradient(parameter)
                 self._optimizer.step()
             finally:
-                for shadow in self._shadows:
-                    shadow.grad = None
+                self._optimizer.zero_grad()
             # Calls that come next may use other streams.
             for device in {parameter.device for parameter in self._parameters}:
                 if devices.is_accelerator(device):

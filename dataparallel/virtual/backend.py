@@ -133,7 +133,7 @@ def _register(n: int) -> extension.Extension:
 
     loaded = load()
     loaded.initialize(n)
-    device_module.default_generators = tuple(loaded.default_generators())
+    device_module.use_generators(loaded.default_generators())
     backend_registration.rename_privateuse1_backend(_NAME)
     torch_internals.register_device_module(_NAME, device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

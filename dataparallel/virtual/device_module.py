@@ -222,6 +222,15 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 # --- random numbers --------------------------------------------------------------------------
 
 
+default_generators: tuple[torch.Generator, ...] = ()
+
+
+def use_generators(generators: Iterable[torch.Generator]) -> None:
+    """Let these be the generators of the devices."""
+    global default_generators
+    default_generators = tuple(generators)
+
+
 def _generator(device: DeviceLike) -> torch.Generator:
     return default_generators[_index(device)]
 
@@ -271,9 +280,6 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
     """Put every device's generator into its state."""
     for generator, state in zip(default_generators, new_states, strict=True):
         generator.set_state(state)
-
-
-default_generators: tuple[torch.Generator, ...] = ()
 
 
 # --- mixed precision -------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class _Saver:
             mine = {n: state.hashes[n] for part in own for n in references(state.trees[part])}
             all_of = self.peers.share("the comparison of tensors", lambda: mine)
             first = all_of[0].items()
-            state.shared |= {n for n, h in first if all(each.get(n) == h for each in all_of)}
+            state.shared.update(n for n, h in first if all(each.get(n) == h for each in all_of))
 
     # --- what it holds ---------------------------------------------------------------------------
 
@@ -352,22 +352,23 @@ class _Job:
         self._writer: Writer | None = None
         self._outcome = f"nothing was saved to {saver.directory}"
         is_first = self._peers.rank == 0
-        state.tensors = {
+        # What this process writes; on the host once it was copied.
+        self._tensors = {
             name: tensor
             for name, tensor in state.tensors.items()
             if is_first or name not in state.shared
         }
-        total = sum(tensor.nbytes for tensor in state.tensors.values())
+        total = sum(tensor.nbytes for tensor in self._tensors.values())
         self.saving = Saving(saver.directory, total)
 
     def copy(self, asynchronous: bool) -> None:
         """Bring to the host what this process writes; with copies of what may change."""
-        tensors, self._asynchronous = self._state.tensors, asynchronous
+        tensors, self._asynchronous = self._tensors, asynchronous
         try:
             if asynchronous:
-                self._state.tensors = self._saver.host_copies(tensors)
+                self._tensors = self._saver.host_copies(tensors)
             else:
-                self._state.tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+                self._tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         except Exception as error:
             # The others learn of it with the files.
             self._failed = error
@@ -392,7 +393,7 @@ class _Job:
         else:
             self.saving.end(self._number)
         finally:
-            self._state.tensors = {}
+            self._tensors = {}
 
     def _write(self) -> None:
         written = self._peers.share("writing the files", self._write_files)
@@ -432,7 +433,7 @@ class _Job:
         self._writer = Writer(self._saver.directory, self._number, self._peers.rank)
         files = []
         for shared in (True, False):
-            tensors = {n: t for n, t in state.tensors.items() if (n in state.shared) == shared}
+            tensors = {n: t for n, t in self._tensors.items() if (n in state.shared) == shared}
             files += self._writer.write(tensors, shared=shared, progress=self.saving.add)
         trees = {p: t for p, t in state.trees.items() if is_first or state.kinds[p] == "own"}
         return {"files": files, "trees": trees}
