@@ -142,7 +142,7 @@ class BackwardTwins:
 
 def ours(optimizer_class: type[Optimizer] = ADAMW, **arguments: Any) -> BackwardTwins:
     return BackwardTwins(
-        lambda m: InBackwardOptimizers.make(optimizer_class, m.parameters(), **arguments),
+        lambda m: InBackwardOptimizers(optimizer_class, m.parameters(), **arguments),
         lambda m: optimizer_class(m.parameters(), **arguments),
     )
 

@@ -104,7 +104,7 @@ def test_groups_are_kept_and_added() -> None:
         return [{"params": named[:3]}, {"params": named[3:5], "lr": 0.3, "weight_decay": 0.0}]
 
     twins = BackwardTwins(
-        lambda m: InBackwardOptimizers.make(ADAMW, groups(m), lr=0.01),
+        lambda m: InBackwardOptimizers(ADAMW, groups(m), lr=0.01),
         lambda m: ADAMW(groups(m), lr=0.01),
     )
     twins.step(without=[5])
@@ -175,7 +175,7 @@ def test_a_hook_of_all_optimizers_may_change_the_gradients_of_a_bucket() -> None
 
 def test_sparse_gradients() -> None:
     p, q = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
-    optimizers = InBackwardOptimizers.make(torch.optim.SGD, [p], lr=0.1)
+    optimizers = InBackwardOptimizers(torch.optim.SGD, [p], lr=0.1)
     plain = torch.optim.SGD([q], lr=0.1)
     for parameter in (p, q):
         nn.functional.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
@@ -330,11 +330,11 @@ def test_an_ordinary_optimizer_beside_them_changes_nothing(
 def test_what_cannot_be_stepped_in_parts_is_refused() -> None:
     parameters = list(build().parameters())
     with pytest.raises(ValueError, match=r"LBFGS\.step cannot be done in parts"):
-        InBackwardOptimizers.make(torch.optim.LBFGS, parameters)
+        InBackwardOptimizers(torch.optim.LBFGS, parameters)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        InBackwardOptimizers.make(ADAMW, parameters, lr=-1)
+        InBackwardOptimizers(ADAMW, parameters, lr=-1)
     with pytest.raises(TypeError, match="optimizer class such as"):
-        InBackwardOptimizers.make(build(), parameters)  # type: ignore[arg-type]
+        InBackwardOptimizers(build(), parameters)  # type: ignore[arg-type]
 
 
 def test_a_failed_step_leaves_the_other_buckets() -> None:

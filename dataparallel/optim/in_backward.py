@@ -7,11 +7,10 @@ reducer calls ``step(parameters)``. The optimizer steps them and sets their grad
 backward goes on with other buckets: gradients are never all alive, and the step costs no time of
 its own. A backward no longer needs the values of parameters whose gradients are complete.
 
-There are two kinds. Those that ``make`` returns step a bucket at once, so that torch's kernels for
-lists of tensors serve all of it; see Note [Parts of an optimizer].
-Those that ``of`` returns drive the optimizers that torch's ``_apply_optimizer_in_backward`` has
-left on the parameters, one for each parameter: they keep state and options, and whoever reads them
-there sees what was done.
+There are two kinds. Our own step a bucket at once, so that torch's kernels for lists of tensors
+serve all of it; see Note [Parts of an optimizer]. Those that ``of`` returns drive the optimizers
+that torch's ``_apply_optimizer_in_backward`` has left on the parameters, one for each parameter:
+they keep state and options, and whoever reads them there sees what was done.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from dataparallel import torch_internals
 from dataparallel.graph.originals import IN_GRAD, GradientHome
@@ -41,10 +39,7 @@ class StepsInBackward:
         raise NotImplementedError
 
     def _step(self, members: Mapping[Tensor, Any]) -> None:
-        """Step some of those that are held, and set their gradients to None.
-
-        Several may be stepped at the same time.
-        """
+        """Step some of those that are held, and set their gradients to None."""
         raise NotImplementedError
 
     def begin(self, *, synchronized: bool = True, home: GradientHome = IN_GRAD) -> None:
@@ -98,31 +93,18 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
 
     Example::
 
-        optimizers = InBackwardOptimizers.make(torch.optim.AdamW, net.parameters(), lr=1e-3)
+        optimizers = InBackwardOptimizers(torch.optim.AdamW, net.parameters(), lr=1e-3)
         optimizers.begin()
         criterion(net(x), y).backward()
         optimizers.step(list(net.parameters()))     # the reducer's work, bucket by bucket
         torch.save(optimizers.state_dict(), "optimizer.pt")
+
+    Args:
+        optimizer_class: For example ``torch.optim.AdamW``.
+        parameters: What the class takes as its first argument: parameters, named parameters or
+            dicts, one per group. Those that are left out are not stepped.
+        arguments: Keyword arguments of the class.
     """
-
-    @staticmethod
-    def make(
-        optimizer_class: type[Optimizer], parameters: ParamsT, **arguments: Any
-    ) -> InBackwardOptimizers:
-        """Step parameters with one optimizer per bucket.
-
-        Args:
-            optimizer_class: For example ``torch.optim.AdamW``.
-            parameters: What the class takes as its first argument: parameters, named parameters
-                or dicts, one per group. Those that are left out are not stepped.
-            arguments: Keyword arguments of the class.
-
-        Raises:
-            TypeError: ``optimizer_class`` is not an optimizer class.
-            ValueError: It is not known to be divisible (LBFGS, one that is not derived from
-                torch's), or refuses an argument.
-        """
-        return InBackwardOptimizers(optimizer_class, parameters, arguments)
 
     @staticmethod
     def of(parameters: Iterable[Tensor]) -> StepsInBackward | None:

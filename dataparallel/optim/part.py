@@ -43,7 +43,7 @@ class DividedOptimizer(Optimizer):
     optimizer_class: type[Optimizer]
 
     def __init__(
-        self, optimizer_class: type[Optimizer], parameters: ParamsT, arguments: Mapping[str, Any]
+        self, optimizer_class: type[Optimizer], parameters: ParamsT, **arguments: Any
     ) -> None:
         if not (inspect.isclass(optimizer_class) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(

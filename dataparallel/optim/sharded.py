@@ -101,7 +101,7 @@ class ShardedOptimizer(DividedOptimizer):
         self._place: dict[Tensor, int] = {}
         self._pools = WorkerPools()
         given = model.parameters() if params is None else params
-        super().__init__(optimizer_class, given, arguments)
+        super().__init__(optimizer_class, given, **arguments)
         self._follow()
         if self.state:
             # Some classes make it at once, where the parameters are.

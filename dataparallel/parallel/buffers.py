@@ -14,7 +14,8 @@ so its version counter is left alone, as torch does it, and that backward is no 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -34,8 +35,7 @@ from dataparallel.torch_internals import BufferCommHookLocation
 #: statistics of the whole batch, so that all replicas write the same.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
-#: Called with a state of the user's and the buffers by name; may return futures that are waited for
-#: at the end of backward.
+#: Called with a state of the user's and the buffers by name; may return futures to wait for.
 BufferCommHook: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Any]
 
 #: As in torch; more is sent in several messages.
@@ -53,17 +53,12 @@ def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
 
     Buffers that cannot be averaged (integers, other shapes) become those of replica 0.
     """
-    total = sum(samples)
     with torch.no_grad():
         for original in clones.written_buffers():
             written = [replica[id(original)] for replica in clones.counterparts]
-            if total and (original.is_floating_point() or original.is_complex()):
-                original.copy_(_mean(written, samples, original.device))
-            else:
-                original.copy_(written[0])
+            original.copy_(_mean(written, samples, original.device))
         for clone, name, values in clones.assigned_buffers():
-            averages = values[0].is_floating_point() or values[0].is_complex()
-            if total and averages and all(v.shape == values[0].shape for v in values):
+            if all(value.shape == values[0].shape for value in values):
                 clone._buffers[name] = _mean(values, samples, values[0].device)
 
 
@@ -71,6 +66,8 @@ def _mean(
     values: Sequence[torch.Tensor], samples: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     total = sum(samples)
+    if not total or not (values[0].is_floating_point() or values[0].is_complex()):
+        return values[0]
     shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
     return comm.reduce_add(shares, device)
 
@@ -89,7 +86,6 @@ class Buffers:
     def __init__(self) -> None:
         self.moment: BufferCommHookLocation | None = None
         self._hook: Callable[[dict[str, torch.Tensor]], Any] | None = None
-        self._futures: list[Any] = []
         self._processes: ReducerProcesses | None = None
 
     def follow(self, module: nn.Module, processes: ReducerProcesses | None) -> None:
@@ -107,17 +103,7 @@ class Buffers:
             raise TypeError(
                 f"a hook for buffers is called as hook(state, buffers), but got {function!r}"
             )
-        if not isinstance(location, BufferCommHookLocation):
-            raise TypeError(
-                "comm_hook_location is _BufferCommHookLocation.PRE_FORWARD or POST_FORWARD of "
-                f"torch.nn.parallel.distributed, but got {location!r}"
-            )
         self._hook, self.moment = functools.partial(function, state), location
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a hook brings the buffers together."""
-        return self._hook is not None
 
     def named(self) -> dict[str, torch.Tensor]:
         """The buffers that are sent; anew each time, since a module may assign others."""
@@ -125,30 +111,19 @@ class Buffers:
 
     def sync(self, source: int) -> None:
         """Bring the buffers together: by the hook, or those of rank ``source`` are sent to all."""
-        self.wait()
-        named = self.named()
+        named, processes = self.named(), self._processes
         counted = tuple(b for b in named.values() if not b.is_inference())
         with torch.no_grad(), torch_internals.keep_versions(counted):
             if self._hook is not None:
                 returned = self._hook(named)
                 one = isinstance(returned, torch_internals.Future)
-                self._futures += [returned] if one else returned or ()
-            elif self._processes is not None:
-                what = f"buffers of rank {source}"
-                broadcast(named, source, self._processes.buckets, what=what)
-        if self._processes is None:
-            # There may be no round at whose end it would be waited for.
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until what a hook has begun is done."""
-        futures, self._futures = self._futures, []
-        for future in futures:
-            if self._processes is None:
-                future.wait()
-            else:
-                link = self._processes.buckets
-                link.wait_for(future, what="a future of the hook for buffers")
+                for future in [returned] if one else returned or ():
+                    if processes is None:
+                        future.wait()
+                    else:
+                        processes.buckets.wait_for(future, what="a future of the hook for buffers")
+            elif processes is not None:
+                broadcast(named, source, processes.buckets, what=f"buffers of rank {source}")
 
     def send_states(self, source: int, *, buffers: bool) -> None:
         """Let all processes have the parameters of one, and its buffers if wanted."""
@@ -157,10 +132,22 @@ class Buffers:
         broadcast(self._states(buffers), source, self._processes.buckets, what=what)
 
     def check_states(self, *, buffers: bool) -> None:
-        """Raise a ValueError in all processes if they have different modules."""
+        """Raise a ValueError in all processes if names, shapes or dtypes differ; a collective."""
         assert self._processes is not None
+        states = self._states(buffers)
+        looks = [(name, f"{tuple(t.shape)} {t.dtype}") for name, t in states.items()]
         what = "the comparison of parameters and buffers"
-        check_same(self._states(buffers), self._processes.control, what=what)
+        gathered = gather_if_different(looks, self._processes.control, what=what)
+        if gathered is None:
+            return
+        ranks = {f"rank {rank}": dict(entries) for rank, entries in enumerate(gathered)}
+        found = [f"{name!r}: {text}" for name, text in differences(ranks).items()]
+        difference = lines(found) or "\n  only the order in which they are registered"
+        raise ValueError(
+            f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
+            "same model in every process; or let each process keep its own tensor with "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+        )
 
     def _states(self, buffers: bool) -> dict[str, torch.Tensor]:
         states = dict[str, torch.Tensor](self._module.named_parameters())
@@ -169,7 +156,7 @@ class Buffers:
         return {n: t for n, t in states.items() if n not in self.ignored}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_futures": [], "_processes": None}
+        return {**vars(self), "_processes": None}
 
 
 def broadcast(
@@ -190,7 +177,15 @@ def broadcast(
                     "it dense, or let each process keep its own with DistributedDataParallel."
                     f"_set_params_and_buffers_to_ignore_for_model(module, [{name!r}])"
                 )
-        for parts in _messages([part.detach() for part in found.values() if part.numel()]):
+        messages: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        sent = Counter[torch.device]()
+        # Those of large elements first: each then begins at a multiple of its elements' size.
+        for part in sorted(found.values(), key=lambda part: -part.element_size()):
+            sent[part.device] += part.nbytes
+            if part.numel():
+                message = (part.device, sent[part.device] // MESSAGE_BYTES)
+                messages.setdefault(message, []).append(part.detach())
+        for parts in messages.values():
             size = sum(part.nbytes for part in parts)
             flat = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
             pieces = torch.split(flat, [part.nbytes for part in parts])
@@ -203,34 +198,3 @@ def broadcast(
             link.broadcast(flat, source, what=what).wait()
             if link.rank != source:
                 torch_internals.foreach_copy_(parts, views)
-
-
-def _messages(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one device that travel together, those of large elements first.
-
-    Each then begins at a multiple of its elements' size.
-    """
-    places: dict[torch.device, list[torch.Tensor]] = {}
-    for part in sorted(parts, key=lambda part: -part.element_size()):
-        message = places.setdefault(part.device, [])
-        if message and sum(p.nbytes for p in message) + part.nbytes > MESSAGE_BYTES:
-            yield message
-            places[part.device] = message = []
-        message.append(part)
-    yield from places.values()
-
-
-def check_same(tensors: Mapping[str, torch.Tensor], link: ProcessLink, *, what: str) -> None:
-    """Raise a ValueError in all processes if names, shapes or dtypes differ; a collective call."""
-    looks = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
-    gathered = gather_if_different(list(looks.items()), link, what=what)
-    if gathered is None:
-        return
-    ranks = {f"rank {rank}": dict(entries) for rank, entries in enumerate(gathered)}
-    found = [f"{name!r}: {text}" for name, text in differences(ranks).items()]
-    difference = lines(found) or "\n  only the order in which they are registered"
-    raise ValueError(
-        f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
-        "same model in every process; or let each process keep its own tensor with "
-        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
-    )

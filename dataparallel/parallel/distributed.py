@@ -291,7 +291,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 spread=self._spread,
             )
             self.buffer_sync.follow(self.module, self._made.processes)
-            self._wait_for_buffers()
 
     def _renew(self, lost: Training) -> Training:
         """Make new links, and new buckets, since what was sent may still write to the old ones."""
@@ -308,11 +307,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         super()._use_runner(runner)
         if self._made is not None:
             self._made = self._made.on(runner)
-
-    def _wait_for_buffers(self) -> None:
-        """Let each round end when what a hook for buffers has begun has ended."""
-        if self.buffer_sync.has_hook:
-            self.reducer.call_at_end(self.buffer_sync.wait)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -554,7 +548,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if self.options.optimizers is not None:
             raise RuntimeError("the parameters of this wrapper are stepped in backward already")
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        made = InBackwardOptimizers.make(optimizer_class, trained, **arguments)
+        made = InBackwardOptimizers(optimizer_class, trained, **arguments)
         self._change(optimizers=made)
         return made
 
@@ -820,10 +814,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Let a hook bring the buffers of all processes together, in place of a broadcast.
 
         ``hook(state, buffers)`` gets the buffers by name, to be changed in place, before or after
-        each forward. It may return futures, which are waited for at the end of backward.
+        each forward. It may return futures, which are waited for at once.
         """
         self.buffer_sync.register(state, hook, comm_hook_location)
-        self._wait_for_buffers()
 
     # --- further names of torch's wrapper --------------------------------------------------------
 

@@ -115,7 +115,6 @@ class Reducer:
         self.guard = None
         if nonfinite.looks:
             self.guard = Guard(nonfinite, self._originals, self.names, places, processes)
-        self._at_end: Callable[[], None] = lambda: None
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -156,10 +155,6 @@ class Reducer:
     def use_hook(self, hook: ResolvedHook) -> None:
         """Let a communication hook send the buckets from now on."""
         self._hook = hook
-
-    def call_at_end(self, function: Callable[[], None]) -> None:
-        """Call a function when a round has ended well."""
-        self._at_end = function
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know."""
@@ -367,7 +362,6 @@ class Reducer:
         round_.accumulated.after_delivery(synchronized=exchange is not None)
         self._leave_round()
         self.statistics.end()
-        self._at_end()
         if round_.later:
             with torch.enable_grad():
                 came = round_.in_place - round_.without_gradient
