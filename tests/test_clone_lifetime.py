@@ -211,26 +211,32 @@ def test_parameters_made_in_a_forward_are_refused(slots: list[str]) -> None:
 
 
 def test_classes_that_are_hard_to_clone(slots: list[str]) -> None:
-    class Slotted(nn.Module):
-        __slots__ = ("extra",)
-
+    class Made(nn.Module):
         def __init__(self, size: int) -> None:
             super().__init__()
             self.layer = nn.Linear(size, size)
-            object.__setattr__(self, "extra", 2.0)
 
-        def __new__(cls, size: int) -> Slotted:
-            made: Slotted = super().__new__(cls)
+        def __new__(cls, size: int) -> Made:
+            made: Made = super().__new__(cls)
             return made
 
         def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.layer(x) * self.extra
+            output: Tensor = self.layer(x)
             return output
 
-    bare, inner = Slotted(4).double().to(slots[0]), Slotted(4).double().to(slots[0])
+    bare, inner = Made(4).double().to(slots[0]), Made(4).double().to(slots[0])
     inner.load_state_dict(bare.state_dict())
     x = torch.randn(8, 4, dtype=torch.double, device=slots[0])
     torch.testing.assert_close(DataParallel(inner, slots)(x), bare(x))
+
+
+def test_attributes_in_no_dictionary_are_refused(slots: list[str]) -> None:
+    class Slotted(nn.Module):
+        __slots__ = ("extra",)
+
+    model = DataParallel(nn.Sequential(nn.Identity(), Slotted()), slots)
+    with pytest.raises(TypeError, match=r"cannot replicate '1' \(Slotted\).*leave out __slots__"):
+        model(torch.randn(8, 4, device=slots[0]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -30,14 +30,13 @@ def synchronize(clones: ModuleClones, group: LocalGroup) -> None:
         clones: Refreshed clones; the change lasts until their next refresh.
         group: The replicas that have the batch.
     """
-    for module in clones.parts.modules:
+    for name, module in zip(clones.parts.names, clones.parts.modules, strict=True):
         if isinstance(module, nn.DataParallel):
             raise TypeError(
-                f"cannot synchronize batch norm over the replicas of {clones.name_of(module)!r} "
+                f"cannot synchronize batch norm over the replicas of {name!r} "
                 "within replicas; unwrap the inner module"
             )
         if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
-            name = clones.name_of(module)
             if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
                 raise TypeError(
                     f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "

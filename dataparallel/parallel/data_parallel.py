@@ -226,6 +226,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if _is_own(self.scatter, DataParallel.scatter):
             return self._chunks(inputs, kwargs, self.device_ids, must=must)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
+        if self._training is not None:
+            self._training.follow()
         return Chunks(args, keywords, self._sizes(args, keywords, must=must))
 
     def _chunks(
@@ -287,7 +289,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
-        return self._runner.show(self._runner.lend(module, len(device_ids), self._training))
+        training = self._training
+        if training is not None:
+            training.follow()
+        return self._runner.show(self._runner.lend(module, len(device_ids), training))
 
     def _replicas(self, num_replicas: int, training: Training | None) -> Lent:
         """The replicas of one forward."""

@@ -585,7 +585,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             training = self._renew(training)
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
-        leaves.carry()
+        leaves.values.carry()
         originals = dict(self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
         replicas = []

@@ -125,7 +125,6 @@ class Runner:
         """Clones of a criterion; the criterion itself where there is one replica."""
         if criterion is None or num_replicas == 1:
             return Lent([criterion] * num_replicas)
-        check_placement(criterion, self.devices[0])
         return self.lend(criterion, num_replicas)
 
     @contextlib.contextmanager
@@ -150,7 +149,7 @@ class Runner:
                     f"the forward created parameters: {listed(created)}; each replica would "
                     "have its own, so call the module once with an example before wrapping it"
                 )
-            if self._policy == "mean":
+            if self._policy == "mean" and len(self.devices) > 1:
                 merge_mean(clones, sizes)
             clones.commit()
         finally:
@@ -221,10 +220,6 @@ def run(
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
     refuse_transforms(len(model.device_ids))
-    if call.training is None:
-        check_placement(model.module, model.device_ids[0])
-    else:
-        call.training.check_placement()
     attempt = functools.partial(_run, model, call, inputs, kwargs)
     if model._splitter is None:
         return attempt()
@@ -243,6 +238,8 @@ def _run(
     if model._splitter is None or not model._splitter.is_repeating:
         timeline.call(chunks.sizes)
     direct = len(runner.devices) == 1 if training is None else training.direct
+    if direct and training is None:
+        check_placement(model.module, runner.devices[0])
     if direct and loss is None:
         with timeline.span("forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])

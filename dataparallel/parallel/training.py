@@ -180,7 +180,6 @@ class Training:
     def _place(self, runner: Runner) -> None:
         """Make what depends on the devices."""
         options, devices = self._options, runner.devices
-        self._home = devices[0]
         indices = self._trained.indices
         parameters = list(self._module.parameters())
         self._originals = [parameters[index] for index in indices]
@@ -197,7 +196,7 @@ class Training:
         self.clones = ModuleClones(
             self._module,
             devices,
-            "none" if self._policy == "mean" else "first",
+            "none" if self._policy == "mean" and len(devices) > 1 else "first",
             leaves=self.leaves,
             spread=self._spread,
         )
@@ -213,7 +212,8 @@ class Training:
         """The same on other devices from now on; the other processes need not know."""
         self._cuts.retire()
         other = copy.copy(self)
-        other.leaves = self.leaves.on(runner.devices)
+        dtype = self._options.mixed_precision.param_dtype
+        other.leaves = ReplicaParameters(list(self._module.parameters()), runner.devices, dtype)
         other.reducer.use_leaves(other._leaves_of_trained())
         other._place(runner)
         return other
@@ -222,15 +222,18 @@ class Training:
         """Whether leaves and reducer are right for a module and its parameters as they are now."""
         if self.direct or module is not self._module:
             return module is self._module
-        followed = self.clones.stands_for_module() and self.leaves.follow()
+        followed = self.clones.follow() and self.leaves.follow()
         return followed and not any([p.requires_grad for p in self._untrained])
 
-    # --- one forward -----------------------------------------------------------------------------
+    def follow(self) -> None:
+        """Look once more at the module, which code of the user's may have changed after `fits`."""
+        if not (self.direct or self.clones.follow()):
+            raise RuntimeError(
+                "parameters of the wrapped module were replaced while its forward was being "
+                "prepared; replace them between two forwards"
+            )
 
-    def check_placement(self) -> None:
-        """Raise a ValueError if the module is elsewhere; clones look when they are filled."""
-        if self.direct and not self._spread:
-            check_placement(self._module, self._home)
+    # --- one forward -----------------------------------------------------------------------------
 
     def begin(
         self, args: Sequence[Any], kwargs: Sequence[Any]

@@ -7,13 +7,13 @@ the original would compute on the wrong device.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -33,13 +33,10 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (dict, list, set)
 
 _MISSING = object()
-_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+_device = attrgetter("device")
+_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 # Types that cannot refer to anything; most attributes of a module are of one of them.
 _OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
-# Attributes of a function that torch.compile made, which lead to what was compiled.
-_COMPILED = frozenset(
-    {"__wrapped__", torch_internals.COMPILED_INLINE, torch_internals.COMPILED_ORIGINAL}
-)
 
 
 # --- the parts of a module -----------------------------------------------------------------------
@@ -54,32 +51,31 @@ class Parts:
 
     def __init__(self, root: nn.Module) -> None:
         self.modules: list[nn.Module] = []
+        self.names: list[str] = []
         #: Per module, the names of attributes that may lead to a tensor or a module.
         self.references: list[list[str]] = []
-        #: Indices of the modules that have attributes in no dictionary.
-        self.slotted: list[int] = []
         parameters: dict[int, torch.Tensor] = {}
         buffers: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
-        pending = [root]
+        pending: list[tuple[str, nn.Module]] = [("", root)]
         while pending:
-            module = pending.pop()
+            name, module = pending.pop()
             if id(module) in seen:
                 continue
-            if isinstance(module, torch.jit.ScriptModule):
-                _refuse_scripted(root)
+            if _is_closed(module):
+                _refuse_closed(root)
             seen.add(id(module))
             attributes = module.__dict__
-            if _slot_names(type(module)):
-                self.slotted.append(len(self.modules))
             self.modules.append(module)
+            self.names.append(name)
             for registry, found in (("_parameters", parameters), ("_buffers", buffers)):
                 found.update((id(t), t) for t in attributes[registry].values() if t is not None)
             self.references.append(
                 [n for n, value in attributes.items() if n not in REGISTRIES and may_refer(value)]
             )
-            children = attributes["_modules"].values()
-            pending.extend(child for child in reversed(children) if child is not None)
+            prefix = name and f"{name}."
+            children = reversed(attributes["_modules"].items())
+            pending.extend((prefix + key, child) for key, child in children if child is not None)
         self.parameters = list(parameters.values())
         self.buffers = [buffer for key, buffer in buffers.items() if key not in parameters]
         self._registered = parameters.keys() | buffers.keys()
@@ -99,60 +95,50 @@ class Parts:
         return list(found.values())
 
 
-def _refuse_scripted(root: nn.Module) -> NoReturn:
+def _is_closed(module: nn.Module) -> bool:
+    """Whether a module has parts that no other object can be given."""
+    slots = [base.__dict__.get("__slots__") for base in type(module).__mro__]
+    return any(slots) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _refuse_closed(root: nn.Module) -> NoReturn:
     found = [
         f"{name or 'the module itself'!r} ({type(module).__name__})"
         for name, module in root.named_modules()
-        if isinstance(module, torch.jit.ScriptModule)
+        if _is_closed(module)
     ]
     raise TypeError(
         f"cannot replicate {listed(found)}: scripted modules hold on to their own parameters, "
-        "so a clone cannot have others; wrap the module before it is scripted, or use "
-        "torch.compile"
+        "and classes with __slots__ to attributes, so a clone cannot have others; wrap the module "
+        "before it is scripted, or use torch.compile, and leave out __slots__"
     )
+
+
+def is_placed(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether :func:`check_placement` would find nothing; without the names, whose making costs."""
+    return set(map(_device, tensors)) <= {device} and _LAZY.isdisjoint(map(type, tensors))
 
 
 def check_placement(module: nn.Module, device: torch.device) -> None:
     """Raise a ValueError that names parameters and buffers that are not on ``device``."""
-    if _is_placed(module, device):
+    if is_placed([*module.parameters(), *module.buffers()], device):
         return
-    misplaced: list[str] = []
-    uninitialized: list[str] = []
-    for kind, tensors in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
-        for name, tensor in tensors:
-            if isinstance(tensor, _LAZY):
-                uninitialized.append(name)
-            elif tensor.device != device:
-                misplaced.append(f"{kind} {name!r} is on {tensor.device}")
+    tensors = [
+        *(("parameter", name, tensor) for name, tensor in module.named_parameters()),
+        *(("buffer", name, tensor) for name, tensor in module.named_buffers()),
+    ]
+    uninitialized = [name for _, name, tensor in tensors if type(tensor) in _LAZY]
     if uninitialized:
         raise ValueError(
             f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
             "call the module once with an example input first"
         )
+    misplaced = [f"{kind} {n!r} is on {t.device}" for kind, n, t in tensors if t.device != device]
     if misplaced:
         raise ValueError(
             f"the module must be on {device}, the first of its devices, but "
             f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
         )
-
-
-def _is_placed(module: nn.Module, device: torch.device) -> bool:
-    # At every forward, so without the names, whose making costs more than all the rest.
-    pending: list[nn.Module | None] = [module]
-    seen: set[nn.Module] = set()
-    while pending:
-        part = pending.pop()
-        if part is None or part in seen:
-            continue
-        seen.add(part)
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and (tensor.device != device or isinstance(tensor, _LAZY)):
-                return False
-        pending += part._modules.values()
-    return True
 
 
 # --- references ----------------------------------------------------------------------------------
@@ -166,7 +152,8 @@ def may_refer(value: Any) -> bool:
         return bool(value)
     if isinstance(value, types.FunctionType):
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__closure__ is not None or any(type(one) not in _OPAQUE for one in given)
+        closes = value.__closure__ is not None or bool(value.__dict__)
+        return closes or any(type(one) not in _OPAQUE for one in given)
     return isinstance(
         value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
     )
@@ -177,8 +164,8 @@ def substitute(value: Any, replace: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Any object; tensors and modules, bound methods, partial functions, functions (what
-            they close over, and defaults of arguments), weak references and containers of those are
-            followed, everything else is kept.
+            they close over, defaults of arguments, attributes), weak references and containers of
+            those are followed, everything else is kept.
         replace: Called with each tensor and module, also where a container has it several times.
 
     Returns:
@@ -220,7 +207,8 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         parts = [value.func, value.args, value.keywords]
         return parts, lambda new: kind(new[0], *new[1], **new[2])
     if isinstance(value, types.FunctionType):
-        parts = [*map(_content, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+        cells = map(_content, value.__closure__ or ())
+        parts = [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
         return parts, functools.partial(_rebuilt_function, value)
     # Of the same class: a WeakMethod refers to a method that nothing else holds.
     return [value()], lambda new: kind(new[0])
@@ -247,13 +235,14 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _rebuilt_function(value: types.FunctionType, new: list[Any]) -> types.FunctionType:
+    *contents, defaults, keywords, attributes = new
     cells = tuple(
         cell if part is _MISSING or part is _content(cell) else types.CellType(part)
-        for cell, part in zip(value.__closure__ or (), new[:-2], strict=True)
+        for cell, part in zip(value.__closure__ or (), contents, strict=True)
     )
-    result = types.FunctionType(value.__code__, value.__globals__, value.__name__, new[-2], cells)
-    result.__kwdefaults__ = new[-1]
-    result.__dict__.update(value.__dict__)
+    result = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    result.__kwdefaults__ = keywords
+    result.__dict__.update(attributes)
     return result
 
 
@@ -273,7 +262,7 @@ def fill(
     """
     attributes = module.__dict__.copy()
     for name in references:
-        attributes[name] = _with_parts_of(attributes[name], counterparts)
+        attributes[name] = with_counterparts(attributes[name], counterparts)
     for registry in REGISTRIES:
         parts = attributes[registry]
         if parts:
@@ -287,46 +276,8 @@ def fill(
             attributes[name] = OrderedDict()
     attributes[torch_internals.REPLICA_MARK] = True
     attributes["zero_grad"] = _refuse_zero_grad
-    if _slot_names(type(module)):
-        for name, value in slots_of(module).items():
-            object.__setattr__(clone, name, with_counterparts(value, counterparts))
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
-
-
-def _with_parts_of(value: Any, counterparts: Counterparts) -> Any:
-    """The same, and in a compiled function the attributes that lead to what was compiled.
-
-    Such a function closes over what was compiled, and so does its copy over the replica's. When it
-    is called within something bigger that is compiled, the attributes are followed instead.
-    """
-    copied = with_counterparts(value, counterparts)
-    if copied is not value and isinstance(copied, types.FunctionType):
-        attributes = copied.__dict__
-        for name in _COMPILED & attributes.keys():
-            attributes[name] = with_counterparts(attributes[name], counterparts)
-    return copied
-
-
-def slots_of(module: nn.Module) -> dict[str, Any]:
-    """What is in the attributes of a module that are in no dictionary."""
-    found = {}
-    for name in _slot_names(type(module)):
-        with contextlib.suppress(AttributeError):
-            found[name] = object.__getattribute__(module, name)
-    return found
-
-
-def _slots_in(kind: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in kind.__mro__:
-        declared = base.__dict__.get("__slots__", ())
-        names += [declared] if isinstance(declared, str) else declared
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-# At every forward for every module. Classes of modules are hashable, though torch declares else.
-_slot_names: Callable[[Any], tuple[str, ...]] = functools.cache(_slots_in)
 
 
 def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
@@ -341,7 +292,7 @@ def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
 
 def created_parameters(clone: nn.Module, before: Tables) -> list[str]:
     """Names of the parameters that the forward made and registered in a clone."""
-    _, parameters, _, modules, *_ = before
+    _, parameters, _, modules = before
     found = [
         name
         for name, part in clone.__dict__["_parameters"].items()
@@ -360,11 +311,11 @@ def take_back(module: nn.Module, clone: nn.Module, before: Tables, back: Counter
     Args:
         module: The original.
         clone: The clone of replica 0, after its forward.
-        before: Copies of its tables before it, and of what was in its slots.
+        before: Copies of its tables before it.
         back: From the id of a part of the clone to the original's.
     """
     attributes, assigned = module.__dict__, clone.__dict__
-    given, *registries, slots = before
+    given, *registries = before
     for name, value in assigned.items():
         if name not in REGISTRIES and value is not given.get(name, _MISSING):
             attributes[name] = with_counterparts(value, back)
@@ -379,6 +330,3 @@ def take_back(module: nn.Module, clone: nn.Module, before: Tables, back: Counter
                 attributes[registry][name] = back.get(id(part), part)
         for name in parts.keys() - assigned[registry].keys():
             attributes[registry].pop(name, None)
-    for name, value in slots_of(clone).items():
-        if value is not slots.get(name, _MISSING):
-            object.__setattr__(module, name, with_counterparts(value, back))

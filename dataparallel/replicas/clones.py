@@ -41,16 +41,10 @@ from dataparallel.replicas.clone import (
     check_placement,
     created_parameters,
     fill,
-    slots_of,
+    is_placed,
     take_back,
 )
-from dataparallel.replicas.values import (
-    Looks,
-    ReplicaParameters,
-    Sharing,
-    Values,
-    mark_as_parameters,
-)
+from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 _registries = itemgetter(*REGISTRIES)
 _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
@@ -89,11 +83,9 @@ class ModuleClones:
     ) -> None:
         self.module = module
         self._devices = tuple(devices)
-        self._leaves = leaves
-        self._spread = spread
+        self._leaves, self._spread = leaves, spread
         self._parameters = Values(devices) if leaves is None else leaves.values
-        self._buffers = Values(devices, buffer_sharing)
-        self._loose = Values(devices, "first")
+        self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
         self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told.
@@ -102,10 +94,6 @@ class ModuleClones:
         self._parts: Parts | None = None
         self._kinds: list[type[nn.Module]] = []
         self._look: _Look | None = None
-        # Its registries, and a look at those of parameters and of modules.
-        self._registries: list[dict[str, Any]] = []
-        self._registered: _Look | None = None
-        self._names: dict[int, str] = {}
         # The modules that are filled at each forward.
         self._intricate: list[int] = []
         self._drop()
@@ -114,14 +102,42 @@ class ModuleClones:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
         self._counterparts: list[dict[int, Any]] = []
-        # Per replica whose writes matter, all tables; of replica 0 also copies of them from before
-        # the forward, and what was in slots.
+        # Per replica whose writes matter, all tables; of replica 0 also copies from before the
+        # forward, four for each module.
         self._clone_looks: list[_Look] = []
         self._before: list[dict[str, Any]] = []
-        self._slots: dict[int, dict[str, Any]] = {}
         self._touched: bool | None = None
 
     # --- before a forward ------------------------------------------------------------------------
+
+    def follow(self) -> bool:
+        """Find out what the module consists of now; with leaves, at the begin of each forward.
+
+        Returns:
+            Whether the leaves, if there are any, are those for its parameters.
+
+        Raises:
+            RuntimeError: Tensors that are no parameters have taken the place of some.
+        """
+        if (
+            self._parts is None
+            or self._look is None
+            or list(map(type, self._parts.modules)) != self._kinds
+            or not self._look.is_same()
+        ):
+            self._drop()
+            self._parts = None
+            parts = Parts(self.module)
+            if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
+                _refuse_replaced(self.module)
+                return False
+            self._intricate = [index for index, names in enumerate(parts.references) if names]
+            self._kinds = list(map(type, parts.modules))
+            tables = _tables(parts.modules)
+            values = _joined(map(dict.values, tables[::4]))
+            self._look = _Look(tables, [v for v in values if isinstance(v, CONTAINERS)])
+            self._parts = parts
+        return True
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
         """Bring the clones up to date, or make new ones.
@@ -135,17 +151,15 @@ class ModuleClones:
             One clone per replica.
         """
         self.release()
+        if self._leaves is None or self._parts is None:
+            self.follow()
         self._num_replicas = num_replicas
-        if (
-            self._parts is None
-            or self._look is None
-            or list(map(type, self._parts.modules)) != self._kinds
-            or not self._look.is_same()
-        ):
-            self._find_parts()
         parts = self.parts
         indices: Sequence[int] = self._intricate
         if not self._filled:
+            home = self._devices[0]
+            if not (self._spread or is_placed([*parts.parameters, *parts.buffers], home)):
+                check_placement(self.module, home)
             indices = range(len(parts.modules))
             # Standing clones are filled for all slots, whether they take part or not.
             count = num_replicas if self._leaves is None else len(self._devices)
@@ -167,77 +181,34 @@ class ModuleClones:
         if parts.buffers:
             self._buffers.mark()
         self._is_forward = True
-        return [replica[id(self.module)] for replica in self.counterparts]
-
-    def stands_for_module(self) -> bool:
-        """Whether the leaves are those for the parameters that the module has now.
-
-        Raises:
-            RuntimeError: Tensors that are no parameters have taken the place of some.
-        """
-        assert self._leaves is not None
-        if self._parts is not None and self._registered is not None:
-            now = _joined(map(_registries, map(vars, self._parts.modules)))
-            if all(map(is_, now, self._registries)) and self._registered.is_same():
-                return True
-        if self._leaves.stands_for(Parts(self.module).parameters):
-            return True
-        _refuse_replaced(self.module)
-        return False
-
-    def _find_parts(self) -> None:
-        if self._leaves is not None and not self._spread:
-            check_placement(self.module, self._devices[0])
-        self._drop()
-        self._parts = None
-        parts = Parts(self.module)
-        if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
-            raise RuntimeError(
-                "parameters of the wrapped module were replaced while its forward was being "
-                "prepared; replace them between two forwards"
-            )
-        self._names = {}
-        referring = {index for index, names in enumerate(parts.references) if names}
-        self._intricate = sorted(referring.union(parts.slotted))
-        self._kinds = list(map(type, parts.modules))
-        tables = _tables(parts.modules)
-        values = _joined(map(dict.values, tables[::4]))
-        self._look = _Look(tables, [value for value in values if isinstance(value, CONTAINERS)])
-        self._registries = list(_joined(map(_registries, tables[::4])))
-        self._registered = _Look([*tables[1::4], *tables[3::4]])
-        self._parts = parts
+        return list(map(itemgetter(id(self.module)), self.counterparts))
 
     def _note_tables(self) -> None:
         self._clone_looks, self._before = [], []
-        modules = self.parts.modules
         for replica in self._counterparts[: 1 if self._leaves is None else None]:
-            clones = [replica[id(module)] for module in modules]
+            clones = [replica[id(module)] for module in self.parts.modules]
             tables = _tables(clones)
             self._clone_looks.append(_Look(tables, _joined(map(_hooks, map(vars, clones)))))
             self._before = self._before or list(map(dict.copy, tables))
-        forward = self._counterparts[0]
-        self._slots = {i: slots_of(forward[id(modules[i])]) for i in self.parts.slotted}
 
     # --- tensors of the replicas -----------------------------------------------------------------
 
     def _give_tensors(self, *, detach: bool) -> None:
-        parts = self.parts
-        training = self.module.training
-        looks: Looks = "later" if training == self._was_training else "now"
+        parts, training, count = self.parts, self.module.training, len(self._counterparts)
+        now = training != self._was_training
         self._was_training = training
-        count = len(self._counterparts)
-        values = self._parameters.update(parts.parameters, count, looks=looks)
+        values = self._parameters.update(parts.parameters, count, now=now)
         if self._leaves is None:
             self._set(parts.parameters, values, detach=detach)
         elif not self._filled:
             for replica, leaves in zip(self._counterparts, self._leaves.rows, strict=True):
                 replica.update(zip(map(id, parts.parameters), leaves, strict=True))
-        # A forward that trains writes buffers, some layers of torch without a trace.
-        always = training and is_accelerator(self._devices[0])
-        if self._spread:
-            self._counterparts[0].update((id(buffer), buffer) for buffer in parts.buffers)
-        elif parts.buffers:
-            values = self._buffers.update(parts.buffers, count, looks=looks, always=always)
+        if training and is_accelerator(self._devices[0]):
+            # A forward that trains writes buffers, some layers of torch without a trace.
+            self._buffers.forget()
+            self._loose.forget()
+        if parts.buffers:
+            values = self._buffers.update(parts.buffers, count, now=now)
             self._set(parts.buffers, values, detach=detach)
             if self._filled:
                 self._set_buffers()
@@ -246,8 +217,7 @@ class ModuleClones:
             # and one that a forward computed belongs to the graph of that forward.
             home = self._devices[0]
             loose = [t for t in parts.loose_tensors() if t.device == home and t.grad_fn is None]
-            values = self._loose.update(loose, len(self._counterparts), looks=looks, always=always)
-            self._set(loose, values, detach=detach)
+            self._set(loose, self._loose.update(loose, count, now=now), detach=detach)
 
     def _set(
         self, originals: list[torch.Tensor], values: list[list[torch.Tensor]], *, detach: bool
@@ -289,10 +259,10 @@ class ModuleClones:
         """Names of the parameters that the forward of replica 0 has made."""
         if not self._is_touched():
             return []
-        forward = self._counterparts[0]
+        forward, parts = self._counterparts[0], self.parts
         return [
-            f"{self.name_of(module)}.{name}".lstrip(".")
-            for index, module in enumerate(self.parts.modules)
+            f"{parts.names[index]}.{name}".lstrip(".")
+            for index, module in enumerate(parts.modules)
             for name in created_parameters(forward[id(module)], self._before_of(index))
         ]
 
@@ -333,14 +303,7 @@ class ModuleClones:
         """
         for replica, value in zip(self.counterparts, values, strict=True):
             replica[id(module)].__dict__[name] = value
-        index = next(i for i, part in enumerate(self.parts.modules) if part is module)
-        self._before_of(index)[0][name] = values[0]
-
-    def name_of(self, module: nn.Module) -> str:
-        """The qualified name of a module of the original."""
-        if not self._names:
-            self._names = {id(part): name for name, part in self.module.named_modules()}
-        return self._names[id(module)]
+        self._before_of(self.parts.modules.index(module))[0][name] = values[0]
 
     def commit(self) -> None:
         """Assign to the originals what replica 0 has assigned to itself.
@@ -377,8 +340,8 @@ class ModuleClones:
 
     @property
     def parts(self) -> Parts:
-        """The parts of the original at the last :meth:`refresh`."""
-        assert self._parts is not None, "refresh() comes first"
+        """The parts of the original, as :meth:`follow` has found them last."""
+        assert self._parts is not None, "follow() comes first"
         return self._parts
 
     def _is_touched(self) -> bool:
@@ -388,7 +351,7 @@ class ModuleClones:
         return self._touched
 
     def _before_of(self, index: int) -> list[dict[str, Any]]:
-        return [*self._before[4 * index : 4 * index + 4], self._slots.get(index, {})]
+        return self._before[4 * index : 4 * index + 4]
 
 
 def _refuse_replaced(module: nn.Module) -> None:

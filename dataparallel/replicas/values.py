@@ -53,13 +53,11 @@ from dataparallel.comm.checksum import checksum
 #: them, every other slot has memory of its own. ``"none"``: every slot has memory of its own.
 Sharing: TypeAlias = Literal["device", "first", "none"]
 
-#: Whether to compare values: not at all, as the device gets to it, or at once.
-Looks: TypeAlias = Literal["no", "later", "now"]
-
 # How many comparisons of one list of tensors the host waits for.
 _LOOKS_AT_ONCE = 8
 
 _kind = attrgetter("dtype", "shape", "requires_grad")
+_version = attrgetter("_version")
 
 
 class Steps:
@@ -84,23 +82,19 @@ class Steps:
         with self._lock:
             self.last = {id(tensor): self.last.get(id(tensor), 0) for tensor in tensors}
 
-    def is_elsewhere(self, tensor: torch.Tensor | None = None) -> bool:
-        """Whether another thread is in the middle of a step, of ``tensor`` or of whatever."""
+    def elsewhere(self) -> set[int]:
+        """The ids of tensors of which another thread is in the middle of a step."""
+        here = threading.get_ident()
         with self._lock:
-            busy = list(self._under_way.items())
-        return any(
-            tensor is None
-            or any(tensor is p for group in one.param_groups for p in group["params"])
-            for one, thread in busy
-            if thread != threading.get_ident()
-        )
+            busy = [one for one, thread in self._under_way.items() if thread != here]
+        return set().union(*map(_ids_in, busy))
 
     @classmethod
     def begin(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before a step: what another thread copies in the middle of it is then a change, too."""
+        cls._count(optimizer)
         with cls._lock:
             cls._under_way[optimizer] = threading.get_ident()
-        cls._count(optimizer)
 
     @classmethod
     def end(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -111,11 +105,15 @@ class Steps:
 
     @classmethod
     def _count(cls, optimizer: torch.optim.Optimizer) -> None:
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ids = _ids_in(optimizer)
         with cls._lock:
             number = next(cls._numbers)
             for steps in cls._alive:
                 steps.last.update(dict.fromkeys(steps.last.keys() & ids, number))
+
+
+def _ids_in(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 register_optimizer_step_pre_hook(Steps.begin)
@@ -125,32 +123,39 @@ register_optimizer_step_post_hook(Steps.end)
 class _Place:
     """The copies in one memory, and what the originals were when they were made."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.device = device
-        self.copies: list[Any] = [None] * count
-        self.traces: list[Any] = [None] * count
-        self.versions: list[int] = [0] * count
+    def __init__(self, device: torch.device, copies: list[Any]) -> None:
+        self.device, self.copies = device, copies
+        self.forget()
+        self._versions = [0] * len(copies)
+
+    def forget(self, indices: Iterable[int] | None = None) -> None:
+        """Let copies be stale, all or some."""
+        if indices is None:
+            self._traces: list[Any] = [None] * len(self.copies)
+        else:
+            for i in indices:
+                self._traces[i] = None
+
+    def drop(self) -> None:
+        """Let go of all copies, which are stale."""
+        self.copies = [None] * len(self.copies)
 
     def stale(self, traces: Sequence[Any]) -> set[int]:
         """Which copies are of other originals than those with these traces."""
-        pairs = zip(traces, self.traces, strict=True)
+        if self._traces == traces:
+            return set()
+        pairs = zip(traces, self._traces, strict=True)
         return {i for i, (now, before) in enumerate(pairs) if before != now}
 
     def written(self) -> set[int]:
         """Which copies somebody wrote, as batch norm does with the buffers of its replica."""
-        pairs = zip(self.copies, self.versions, strict=True)
+        pairs = zip(self.copies, self._versions, strict=True)
         return {i for i, (copy, v) in enumerate(pairs) if copy is not None and copy._version != v}
-
-    def drop(self) -> None:
-        """Let go of all copies."""
-        self.copies = [None] * len(self.copies)
-        self.traces = [None] * len(self.traces)
 
     def keep(self, index: int, copy: torch.Tensor, trace: Any) -> None:
         """A copy that was made or written just now."""
-        self.copies[index] = copy
-        self.traces[index] = trace
-        self.versions[index] = copy._version
+        self.copies[index], self._traces[index] = copy, trace
+        self._versions[index] = copy._version
 
 
 class Values:
@@ -172,15 +177,13 @@ class Values:
         dtype: torch.dtype | None = None,
         in_place: bool = False,
     ) -> None:
-        self._devices = tuple(devices)
-        self._sharing = sharing
-        self._dtype = dtype
-        self._in_place = in_place
+        self._devices, self._sharing = tuple(devices), sharing
+        self._dtype, self._in_place = dtype, in_place
         self._originals: list[torch.Tensor] = []
         self._steps = Steps()
-        self._places: dict[int, _Place] = {}
-        # By the number of slots: by the first in each memory with copies, all slots that use it.
-        self._copied: dict[int, dict[int, list[int]]] = {}
+        # Per slot its copies, None where it uses the originals.
+        self._places: list[_Place | None] = [None] * len(devices)
+        self._used: list[_Place] = []
         self._marked: tuple[list[int], dict[int, int]] = ([], {})
         # What the last comparison was with: which tensors, and the checksum of their copies.
         self._compared: list[int] = []
@@ -190,48 +193,54 @@ class Values:
         self._answers: deque[tuple[list[int], torch.Tensor, torch.Event]] = deque()
 
     def update(
-        self,
-        tensors: Sequence[torch.Tensor],
-        num_slots: int,
-        *,
-        looks: Looks = "later",
-        always: bool = False,
+        self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
     ) -> list[list[torch.Tensor]]:
         """The values of ``tensors``, all on one device, for the first slots.
 
         Args:
             tensors: The originals.
             num_slots: How many slots take part in this call.
-            looks: Whether to look for writes that left no other trace than the values.
-            always: Whether to copy even where no change is known.
+            now: Whether to wait for an answer if writes have left no other trace than the values.
 
         Returns:
             Per slot, one tensor for each original, without gradient history: the original itself
             or a copy. See Note [What counts as a change].
         """
-        result = list(map(list, [tensors] * num_slots))
-        if len(tensors) != len(self._originals) or not all(map(is_, tensors, self._originals)):
+        if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
             self._steps.follow(tensors)
-            self._places = {}
-            self._copied = {}
+            self._places = self._make_places() if tensors else [None] * len(self._devices)
+            self._used = list(filter(None, dict.fromkeys(self._places)))
             self._answers.clear()
-        if num_slots not in self._copied:
-            self._copied[num_slots] = self._copied_slots(num_slots)
-        if copied := self._copied[num_slots]:
-            for slot in copied:
-                if slot not in self._places:
-                    self._places[slot] = self._make_place(self._devices[slot])
-            self._fill([self._places[slot] for slot in copied], looks=looks, always=always)
-            for slot, users in copied.items():
-                for user in users:
-                    result[user] = list(self._places[slot].copies)
-        return result
+        slots = self._places[:num_slots]
+        places = list(filter(None, dict.fromkeys(slots)))
+        if places:
+            self._read_answers()
+            traces = self._traces()
+            stale = [place.stale(traces) | place.written() for place in places]
+            everything = set(range(len(tensors)))
+            same = sorted(everything.difference(*stale))
+            # Quantized tensors have no checksum.
+            same = [i for i in same if not tensors[i].is_quantized]
+            try:
+                if same and self._differ(places[0], same, traces, now=now):
+                    stale = [everything for _ in places]
+            except torch.OutOfMemoryError:
+                stale = [everything for _ in places]
+                for place in () if self._in_place else places:
+                    place.drop()
+            self._copy(places, stale, traces)
+        return [list(tensors if place is None else place.copies) for place in slots]
+
+    def carry(self) -> None:
+        """Copy again what changes that have left a trace have made stale, and nothing else."""
+        places, traces = self._used, self._traces()
+        self._copy(places, [place.stale(traces) for place in places], traces)
 
     def forget(self) -> None:
         """Copy everything next time; somebody may have written copies without a trace."""
-        for place in self._places.values():
-            place.traces = [None] * len(place.traces)
+        for place in self._used:
+            place.forget()
 
     def mark(self) -> None:
         """Begin to look for writes, by whichever slot."""
@@ -247,123 +256,105 @@ class Values:
         # Another thread may have begun a forward of other parameters meanwhile.
         if now == before or len(now) != len(before):
             return []
-        differ = [number for number, version in enumerate(before) if version != now[number]]
-        count = len(self._originals)
-        originals = [self._originals[i] for i in sorted({number % count for number in differ})]
+        count, elsewhere = len(self._originals), self._steps.elsewhere()
+        differ = {n % count for n, version in enumerate(before) if version != now[n]}
         return [
             original
-            for original in originals
+            for original in [self._originals[i] for i in sorted(differ)]
             if self._steps.last.get(id(original)) == steps.get(id(original))
-            and not self._steps.is_elsewhere(original)
+            and id(original) not in elsewhere
         ]
 
     def _versions(self) -> list[int]:
         tensors = list(self._originals)
-        for place in self._places.values():
-            tensors += place.copies
+        for place in self._used:
+            tensors += [copy for copy in place.copies if copy is not None]
         return versions(tensors)
 
     # --- copying ---------------------------------------------------------------------------------
 
-    def _copied_slots(self, num_slots: int) -> dict[int, list[int]]:
+    def _make_places(self) -> list[_Place | None]:
+        home = self._originals[0].device
+        uses_originals = self._sharing != "none" and self._dtype is None
         # A single replica may be on several devices itself.
-        alone = self._in_place and len(self._devices) == 1 and self._dtype is None
-        if alone or not self._originals:
-            return {}
-        source = self._originals[0].device
-        copied: dict[int, list[int]] = {}
-        seen: dict[torch.device, int] = {}
-        for slot, device in enumerate(self._devices[:num_slots]):
-            first = seen.setdefault(device, slot)
-            own = device == source and self._sharing != "none" and self._dtype is None
-            if own and (first == slot or self._sharing == "device"):
-                continue
-            copied.setdefault(first if self._sharing == "device" else slot, []).append(slot)
-        return copied
+        alone = uses_originals and len(self._devices) == 1
+        first: dict[torch.device, _Place | None] = {}
+        places: list[_Place | None] = []
+        for device in self._devices:
+            if device in first and self._sharing == "device":
+                place = first[device]
+            elif alone or (uses_originals and device == home and device not in first):
+                place = None
+            else:
+                place = _Place(device, self._make_copies(device))
+            first.setdefault(device, place)
+            places.append(place)
+        return places
 
-    def _make_place(self, device: torch.device) -> _Place:
-        place = _Place(device, len(self._originals))
-        if self._in_place:
-            there = None if len(self._devices) == 1 else device
-            with torch.inference_mode(False), torch.no_grad():
-                place.copies = [
-                    torch.empty_like(original, dtype=self.dtype_of(original), device=there)
-                    for original in self._originals
-                ]
-        return place
+    def _make_copies(self, device: torch.device) -> list[Any]:
+        if not self._in_place:
+            return [None] * len(self._originals)
+        there = None if len(self._devices) == 1 else device
+        with torch.inference_mode(False), torch.no_grad():
+            return [
+                torch.empty_like(original, dtype=self.dtype_of(original), device=there)
+                for original in self._originals
+            ]
 
     def dtype_of(self, original: torch.Tensor) -> torch.dtype:
         """The dtype of the values of ``original``."""
-        converts = self._dtype is not None and original.is_floating_point()
-        return self._dtype if converts and self._dtype else original.dtype
-
-    def _fill(self, places: Sequence[_Place], *, looks: Looks, always: bool) -> None:
-        everything = set(range(len(self._originals)))
-        traces = self._traces()
-        if looks != "no":
-            self._read_answers()
-        stale = [everything if always else place.stale(traces) for place in places]
-        if looks != "no":
-            stale = [s.union(place.written()) for place, s in zip(places, stale, strict=True)]
-            same = sorted(everything.difference(*stale))
-            if same and self._differ(places, same, traces, now=looks == "now"):
-                stale = [everything for _ in places]
-        due = [place for place, indices in zip(places, stale, strict=True) if indices]
-        if due:
-            self._reference = None
-            # Made in inference mode a copy could never take part in training afterwards.
-            with torch.inference_mode(False), torch.no_grad():
-                self._copy(due, sorted(set().union(*stale)), traces)
+        return self._dtype if self._dtype and original.is_floating_point() else original.dtype
 
     def _traces(self) -> list[Any]:
-        steps = self._steps.last
-        return [_trace(original, steps[id(original)]) for original in self._originals]
+        """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
+        originals, last = self._originals, self._steps.last
+        steps = [last[id(original)] for original in originals]
+        return list(zip(states(originals), versions(originals), steps, strict=True))
 
-    def _copy(self, places: Sequence[_Place], indices: list[int], traces: Sequence[Any]) -> None:
+    def _copy(
+        self, places: Sequence[_Place], stale: Sequence[set[int]], traces: Sequence[Any]
+    ) -> None:
+        indices = sorted(set().union(*stale))
+        if not indices:
+            return
+        self._reference = None
+        due = [place for place, some in zip(places, stale, strict=True) if some]
         originals = [self._originals[i] for i in indices]
-        if self._in_place:
-            for place in places:
-                copies = [place.copies[i] for i in indices]
-                torch_internals.foreach_copy_(copies, [o.detach() for o in originals])
+        # Made in inference mode a copy could never take part in training afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._in_place:
+                made = [[place.copies[i] for i in indices] for place in due]
+                for copies in made:
+                    torch_internals.foreach_copy_(copies, [o.detach() for o in originals])
+            else:
+                made = _copies(originals, [place.device for place in due])
+            for place, copies in zip(due, made, strict=True):
                 for i, copy in zip(indices, copies, strict=True):
                     place.keep(i, copy, traces[i])
-            return
-        made = _copies(originals, [place.device for place in places])
-        for place, copies in zip(places, made, strict=True):
-            for i, copy in zip(indices, copies, strict=True):
-                place.keep(i, copy, traces[i])
 
     # --- writes that leave no trace --------------------------------------------------------------
 
     def _differ(
-        self, places: Sequence[_Place], indices: list[int], traces: Sequence[Any], *, now: bool
+        self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool
     ) -> bool:
-        """Whether copies have to be made anew; also where there is no memory to compare them."""
-        try:
-            return self._look(places[0], indices, traces, now=now)
-        except torch.OutOfMemoryError:
-            if not self._in_place:
-                for place in places:
-                    place.drop()
-            return True
+        """Whether originals were written through ``.data`` since ``place`` was filled, if known.
 
-    def _look(self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool) -> bool:
-        """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
+        Raises:
+            torch.OutOfMemoryError: There is no memory to compare them.
+        """
         originals = [self._originals[i].detach() for i in indices]
-        ours, theirs = _comparable(originals), _comparable([place.copies[i] for i in indices])
-        home = originals[0].device
+        copies, home = [place.copies[i] for i in indices], originals[0].device
         if self._reference is None or indices != self._compared:
             self._compared = indices
-            self._reference = checksum(theirs, ours).to(home, non_blocking=True)
+            self._reference = checksum(copies, originals).to(home, non_blocking=True)
         if self._dtype is not None:
-            ours = [o.to(copy.dtype) for o, copy in zip(ours, theirs, strict=True)]
-        differs = (checksum(ours, theirs) != self._reference).any()
+            originals = [o.to(copy.dtype) for o, copy in zip(originals, copies, strict=True)]
+        differs = (checksum(originals, copies) != self._reference).any()
         self._looks += 1
         if now or self._looks <= _LOOKS_AT_ONCE or not devices.is_accelerator(home):
             return bool(differs)
         # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
-        is_quiet = not self._steps.is_elsewhere()
-        if is_quiet and self._traces() == traces:
+        if not self._steps.elsewhere() and self._traces() == traces:
             self._answers.append((indices, *devices.to_host_later(differs)))
         return False
 
@@ -376,8 +367,8 @@ class Values:
                 written.update(indices)
         if written:
             self._answers.clear()
-            for place in self._places.values():
-                place.traces = [None if i in written else t for i, t in enumerate(place.traces)]
+            for place in self._used:
+                place.forget(written)
             warnings.warn(
                 "a parameter or buffer of the wrapped module was written through .data, which "
                 "leaves no trace: replicas on other devices computed with the values before in "
@@ -405,8 +396,7 @@ class ReplicaParameters:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._originals = list(originals)
-        self._dtype = dtype
-        self._state = self._state_of_originals()
+        self._states, self._layouts = states(originals), list(map(_layout, originals))
         #: What the leaves are filled with.
         self.values = Values(devices, dtype=dtype, in_place=True)
         #: Per replica its leaves, in the order of the originals.
@@ -415,9 +405,9 @@ class ReplicaParameters:
             for replica in self.values.update(self._originals, len(devices))
         ]
 
-    def on(self, devices: Sequence[torch.device]) -> ReplicaParameters:
-        """Other leaves for the same parameters, on these devices, the first as before."""
-        return ReplicaParameters(self._originals, devices, self._dtype)
+    def stands_for(self, originals: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters for which the leaves were made."""
+        return _are_same(originals, self._originals)
 
     def follow(self) -> bool:
         """Let the leaves be what the originals are now: frozen or not, and in the same memory.
@@ -425,61 +415,50 @@ class ReplicaParameters:
         Returns:
             Whether they can be; not if an original has another dtype, shape or device.
         """
-        before, now = self._state, self._state_of_originals()
-        if now == before:
+        now = states(self._originals)
+        if now == self._states:
             return True
-        if not all(map(self._can_follow, self.rows[0], self._originals)):
+        if list(map(_layout, self._originals)) != self._layouts:
             return False
         values = self.values.update(self._originals, len(self.rows))
-        self._state = now
+        self._states = now
         for leaves, replica in zip(self.rows, values, strict=True):
-            for index, original in enumerate(self._originals):
-                leaf, value = leaves[index], replica[index]
-                if leaf.requires_grad != original.requires_grad:
-                    leaf.requires_grad_(original.requires_grad)
+            for leaf, value, original in zip(leaves, replica, self._originals, strict=True):
+                leaf.requires_grad_(original.requires_grad)
                 if leaf.data_ptr() != value.data_ptr():
                     # Keeps its version counter, which is the original's.
                     leaf.data = value.data
-                given, taken = before[-1].get(index, {}), now[-1].get(index, {})
-                for name in given.keys() - taken.keys() & vars(leaf).keys():
-                    delattr(leaf, name)
-                if given != taken:
-                    _take_attributes(leaf, original)
+                vars(leaf).clear()
+                _take_attributes(leaf, original)
         return True
 
-    def stands_for(self, originals: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters for which the leaves were made."""
-        return len(originals) == len(self._originals) and all(map(is_, originals, self._originals))
 
-    def carry(self) -> None:
-        """Bring the leaves up to date after changes that have left a trace, and no others."""
-        self.values.update(self._originals, len(self.rows), looks="no")
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
-    def _state_of_originals(self) -> tuple[Any, ...]:
-        """What changes when an original does, other than its values."""
-        originals = self._originals
-        return (
-            list(map(_kind, originals)),
-            list(map(torch.Tensor.data_ptr, originals)),
-            list(map(torch.Tensor.stride, originals)),
-            {i: _attributes(original) for i, original in enumerate(originals) if vars(original)},
-        )
 
-    def _can_follow(self, leaf: torch.Tensor, original: torch.Tensor) -> bool:
-        return (
-            original.device == leaf.device
-            and leaf.dtype == self.values.dtype_of(original)
-            and leaf.shape == original.shape
-            and leaf.stride() == original.stride()
-        )
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each tensor was written; -1 for those that have no counter."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def states(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Per tensor, what changes when it does, other than its values."""
+    where: list[Any]
+    try:
+        where = list(map(torch.Tensor.data_ptr, tensors))
+        where = list(zip(where, map(torch.Tensor.stride, tensors), strict=True))
+    except RuntimeError:
+        where = list(map(_place_of, tensors))
+    attributes = map(_attributes, tensors) if any(map(vars, tensors)) else itertools.repeat(None)
+    return list(zip(map(_kind, tensors), where, attributes, strict=False))
 
 
 def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -490,16 +469,14 @@ def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.T
             if type(value) is not nn.Parameter:
                 alias.__class__ = type(value)
             marked.append(alias)
-        for name, attribute in vars(value).items():
-            setattr(alias, name, attribute)
+        vars(alias).update(vars(value))
     torch_internals.mark_as_parameters(marked)
 
 
-def _trace(tensor: torch.Tensor, step: int) -> Any:
-    """What is equal as long as nothing has left a trace of changing a tensor."""
-    # Sparse tensors have no address, and those made in inference mode have no version.
-    where = (tensor.data_ptr(), tensor.stride()) if tensor.layout == torch.strided else None
-    return (where, versions([tensor]), _kind(tensor), step, _attributes(tensor))
+def _place_of(tensor: torch.Tensor) -> Any:
+    # A sparse tensor has no address, and no checksum: it counts as changed each time.
+    is_dense = tensor.layout == torch.strided
+    return (tensor.data_ptr(), tensor.stride()) if is_dense else object()
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, _Identity]:
@@ -524,17 +501,6 @@ class _Identity:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _comparable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The strided tensors among some, or in them: those that have a checksum."""
-    parts: list[torch.Tensor] = []
-    for tensor in tensors:
-        if tensor.layout == torch.sparse_coo:
-            parts += [torch_internals.sparse_indices(tensor), torch_internals.sparse_values(tensor)]
-        elif tensor.layout == torch.strided and not tensor.is_quantized:
-            parts.append(tensor)
-    return parts
 
 
 def _copies(
