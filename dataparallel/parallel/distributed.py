@@ -369,7 +369,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             self._connect()
             self._progress.check()
         if reduces:
-            training.reducer.statistics.begin()
+            statistics = training.reducer.statistics
+            number = next(statistics.numbers)
+            if number >= statistics.due:
+                statistics.begin(number)
         return training
 
     def _connect(self) -> None:

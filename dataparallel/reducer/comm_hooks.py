@@ -21,8 +21,7 @@ import functools
 import importlib
 import threading
 import time
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -70,18 +69,13 @@ class GradBucket:
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        storage: BucketStorage,
-        *,
-        is_last: bool,
-        in_memory_order: bool,
+        self, bucket: Bucket, storage: BucketStorage, *, is_last: bool, in_memory_order: bool
     ) -> None:
         self._bucket = bucket
         self._views = storage.views
         # A hook may resize what it gets. Another tensor over the same storage keeps the owner's
         # own one in shape, and the views remain valid: they look the memory up in the storage.
-        self._first = self._buffer = storage.flat.view(storage.flat.shape)
+        self._buffer = storage.flat.view(storage.flat.shape)
         self._is_last = is_last
         # PowerSGD views gradients as matrices, which only contiguous tensors allow: it gets their
         # entries in the order of memory, which is not the parameter's in every layout.
@@ -112,18 +106,21 @@ class GradBucket:
         """One view of the buffer per parameter, in the parameter's shape and layout.
 
         Raises:
-            ValueError: The buffer was replaced by one from which they cannot be cut.
+            ValueError: The buffer was replaced by one that is not contiguous.
         """
-        given, needed = self._buffer, sum(view.numel() for view in self._views)
-        if given.dim() != 1 or given.numel() < needed or not given.is_contiguous():
+        sizes = [view.numel() for view in self._views]
+        if not self._buffer.is_contiguous():
             raise ValueError(
-                f"the buffer of {self} was replaced by one of shape {tuple(given.shape)} and stride"
-                f" {given.stride()}; pass a contiguous tensor of shape ({needed},) to set_buffer"
+                f"the buffer of {self} was replaced by one of stride {self._buffer.stride()}; pass "
+                f"a contiguous tensor of shape ({sum(sizes)},) to set_buffer"
             )
-        start = given.storage_offset() - self._first.storage_offset()
+        # A hook may have resized it.
+        parts = torch.split(self._buffer[: sum(sizes)], sizes)
+        if self._in_memory_order:
+            return [part.view(view.shape) for part, view in zip(parts, self._views, strict=True)]
         return [
-            given.as_strided(view.shape, self._strides(view), start + view.storage_offset())
-            for view in self._views
+            part.as_strided(view.shape, view.stride())
+            for part, view in zip(parts, self._views, strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -133,11 +130,6 @@ class GradBucket:
     def names(self) -> list[str]:
         """The names of the parameters, in the order of :meth:`parameters`."""
         return list(self._bucket.names)
-
-    def _strides(self, view: torch.Tensor) -> Sequence[int]:
-        if self._in_memory_order:
-            return torch.empty(view.shape, device="meta").stride()
-        return view.stride()
 
     def __repr__(self) -> str:
         return f"bucket {self.index()} ({describe_names(self.names())})"
@@ -209,85 +201,71 @@ class HookSender:
         self.name = hook.name
         self._hook = hook
         self._control = control
-        self._previous: PendingHook | None = None
+        self._timeout = control.timeout
+        # Waits for the last bucket, where the hook gets one at a time.
+        self._settle_previous: Callable[[], None] | None = None
 
-    def send(self, bucket: Bucket, storage: BucketStorage, *, is_last: bool) -> PendingHook:
-        """Call the hook for a bucket; what it launches goes on when this returns."""
-        hook, previous = self._hook, self._previous
-        self._previous = None
-        if previous is not None:
+    def send(
+        self, bucket: Bucket, storage: BucketStorage, *, is_last: bool
+    ) -> Callable[[], torch.Tensor]:
+        """Call the hook for a bucket; what is returned waits for the bucket's new content."""
+        hook, settle_previous = self._hook, self._settle_previous
+        self._settle_previous = None
+        if settle_previous is not None:
             # If it has failed, this is told later: the other processes, where it may have not, wait
-            # for the next bucket.
-            previous.settle()
+            # for this bucket.
+            settle_previous()
         given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=hook.is_power_sgd)
-        future: object = _in_hook(given, lambda: hook.function(hook.state, given))
+        future: Any = _in_hook(given, functools.partial(hook.function, hook.state, given))
         if not isinstance(future, torch_internals.Future):
             raise TypeError(
                 f"the communication hook {hook.name} must return a torch.futures.Future of the "
                 f"new content of {given}, but returned a {type(future).__name__}; return "
                 "work.get_future(), or put a tensor into a future with set_result"
             )
-        begun = typing.cast("torch.futures.Future[Any]", future)
-        pending = PendingHook(hook.name, given, begun, storage.flat, self._control)
-        if hook.one_bucket_at_a_time and not is_last:
-            self._previous = pending
-        return pending
-
-
-class PendingHook:
-    """What a hook has begun for one bucket."""
-
-    def __init__(
-        self,
-        name: str,
-        bucket: GradBucket,
-        future: torch.futures.Future[Any],
-        flat: torch.Tensor,
-        control: ProcessLink,
-    ) -> None:
-        self._what = f"the communication hook {name} for {bucket} in rank {control.rank}"
-        self._bucket = bucket
-        self._future = future
-        self._flat = flat
-        self._control = control
-        self._timeout = control.timeout
-        self._over = over = threading.Event()
+        over = threading.Event()
         # A future's own wait has no timeout.
         future.add_done_callback(lambda _: over.set())
+        settle = functools.partial(self._settle, over, given)
+        if hook.one_bucket_at_a_time:
+            self._settle_previous = settle
 
-    def wait(self) -> torch.Tensor:
-        """The new content of the bucket, ready on the current streams of this thread."""
-        self.settle()
-        # Returns at once, and orders the current streams of this thread behind the result.
-        return self._accepted(_in_hook(self._bucket, self._future.wait))
+        def wait() -> torch.Tensor:
+            settle()
+            # Returns at once, and orders the current streams of this thread behind the result.
+            return self._accepted(_in_hook(given, future.wait), given, storage.flat)
 
-    def settle(self) -> None:
-        """Wait until there is a value or an error, which :meth:`wait` will tell."""
-        # Whoever waits again, after a failure, does not wait for as long again.
-        timeout, self._timeout = self._timeout, 0.0
-        deadline = time.monotonic() + timeout
-        while not self._over.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
+        return wait
+
+    def _settle(self, over: threading.Event, bucket: GradBucket) -> None:
+        """Wait until there is a value or an error."""
+        what = f"the communication hook {self.name} for {bucket} in rank {self._control.rank}"
+        deadline = time.monotonic() + self._timeout
+        while not over.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
+                timeout, self._timeout = self._timeout, 0.0
                 raise TimeoutError(
-                    f"{self._what} did not complete its future within {timeout:g} s; make sure "
-                    "that every process runs the hook for the same buckets and that set_result or "
+                    f"{what} did not complete its future within {timeout:g} s; make sure that "
+                    "every process runs the hook for the same buckets and that set_result or "
                     "set_exception is called in any case, or ask for a longer timeout"
                 )
             failure = self._control.look()
             if failure is not None:
-                raise CollectiveError(f"{self._what} was not waited for any more: {failure}")
+                raise CollectiveError(f"{what} was not waited for any more: {failure}")
 
-    def _accepted(self, value: object) -> torch.Tensor:
+    def _accepted(self, value: Any, bucket: GradBucket, flat: torch.Tensor) -> torch.Tensor:
+        """The value of a future, as the bucket's new content."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
-            value = value[0]
-        flat = self._flat
-        if isinstance(value, torch.Tensor) and flat.is_complex() and not value.is_complex():
+            (value,) = value
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and flat.is_complex() and value.shape == (*flat.shape, 2):
             # The work of a collective gives complex numbers back as pairs of real ones.
-            value = torch.view_as_complex(value) if value.shape == (*flat.shape, 2) else value
-        if not isinstance(value, torch.Tensor) or _form(value) != _form(flat):
+            value = torch.view_as_complex(value)
+        if not is_tensor or _form(value) != _form(flat):
             raise ValueError(
-                f"{self._what} must give a tensor like bucket.buffer(), {_content(flat)}, or a "
-                f"list of one, but its future has {_content(value)}"
+                f"the communication hook {self.name} must give a tensor like bucket.buffer(), "
+                f"{_content(flat)}, or a list of one, but the future of {bucket} has "
+                f"{_content(value) if is_tensor else f'a {type(value).__name__}'}"
             )
         return value.contiguous() if value.dtype == flat.dtype else flat.copy_(value)
 
@@ -297,10 +275,8 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return kind, tensor.shape, tensor.device, tensor.layout
 
 
-def _content(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, {value.layout}"
+def _content(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
 
 
 def _in_hook(bucket: GradBucket, function: Callable[[], Any]) -> Any:

@@ -432,7 +432,7 @@ class Exchange:
         if bucket.storage is not None and self._sender is not None:
             dense = [each.number for each in self._buckets if each.storage is not None]
             is_last = bucket.number == dense[-1]
-            return self._sender.send(bucket, bucket.storage, is_last=is_last).wait
+            return self._sender.send(bucket, bucket.storage, is_last=is_last)
         if bucket.storage is not None and self._in_rank_order:
             return functools.partial(_sum_in_order, link, tensor, bucket.name)
         pending = link.all_reduce(tensor, what=bucket.name)

@@ -104,9 +104,7 @@ def ignored_names(module: nn.Module) -> set[str]:
     given = {name.removeprefix(".") for name in getattr(module, IGNORED_NAMES, ())}
     if not given:
         return given
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        names.setdefault(id(buffer), []).append(name)
-    return {name for each in names.values() if given.issuperset(each) for name in each}
+    parameters = module.named_parameters(remove_duplicate=False)
+    named = [*parameters, *module.named_buffers(remove_duplicate=False)]
+    kept = {id(tensor) for name, tensor in named if name not in given}
+    return {name for name, tensor in named if name in given and id(tensor) not in kept}

@@ -361,7 +361,8 @@ class Reducer:
             self._after_first()
         round_.accumulated.after_delivery(synchronized=exchange is not None)
         self._leave_round()
-        self.statistics.end()
+        if self.statistics.measures:
+            self.statistics.end()
         if round_.later:
             with torch.enable_grad():
                 came = round_.in_place - round_.without_gradient

@@ -19,6 +19,7 @@ waits.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter, deque
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+from dataparallel.comm.bucket_plan import BucketPlan
 from dataparallel.reducer.buckets import make_plan
 from dataparallel.threads.timeline import Span, Timeline
 
@@ -61,18 +63,21 @@ class Statistics:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self.sample_rate = 100
-        #: Number of the current iteration, from 1; 0 before the first.
-        self.iteration = 0
+        self._sample_rate = 100
+        #: The number of each iteration is taken from here, and it begins here from ``due`` on.
+        self.numbers = itertools.count(1)
+        self.due = 1
+        #: Whether spans are recorded, until the round ends here.
+        self.measures = False
         #: What torch calls the iteration: the last that was sampled before the current one.
         self.reported = 0
-        self._is_sampled = False
-        self._sample: list[Span] | None = None
+        self._sampled = 0
+        self._sample: list[Span] = []
         self._unread: deque[list[Span]] = deque()
         self._latest: dict[str, int] = {}
         self._sums: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._num_sampled = 0
+        self._num_read = 0
 
     def set_sample_rate(self, sample_rate: int) -> None:
         """Sample one in so many iterations, from the next one on and after the first ten."""
@@ -81,44 +86,40 @@ class Statistics:
                 f"the sample rate is a number of iterations, 1 or more, but got {sample_rate!r}; "
                 "1 samples every iteration, and a large number none after the first ten"
             )
-        self.sample_rate = sample_rate
+        self._sample_rate, self.due = sample_rate, 0
 
-    def begin(self) -> None:
-        """An iteration begins, with the forward of a step that will be reduced."""
-        if self._is_sampled:
-            self.reported = self.iteration
-            # If there was no backward, what is known of the forward counts.
-            self.end()
-        if self._unread:
-            self._read(wait=False)
-        self.iteration += 1
-        number = self.iteration
-        self._is_sampled = number <= _ALWAYS_SAMPLED or number % self.sample_rate == 0
-        if self._is_sampled:
-            self._sample = []
+    def begin(self, number: int) -> None:
+        """An iteration begins that may be sampled, or follows one that was."""
+        self.reported = self._sampled
+        # If there was no backward, what is known of the forward counts.
+        self.end()
+        self._read(wait=False)
+        if number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0:
+            self._sampled, self.due = number, number + 1
             self._timeline.subscribe(self._listen)
+            self.measures = True
+        else:
+            self.due = number + self._sample_rate - number % self._sample_rate
 
     def _listen(self, span: Span) -> None:
-        if (sample := self._sample) is not None:
-            sample.append(span)
+        self._sample.append(span)
 
     def end(self) -> None:
         """The round has ended; nothing more is measured in this iteration."""
-        if self._sample is not None:
+        if self.measures:
             self._unread.append(self._sample)
             self.abandon()
 
     def abandon(self) -> None:
         """Forget the current iteration, which has failed."""
-        if self._sample is not None:
-            self._sample = None
-            self._timeline.unsubscribe(self._listen)
+        self.measures, self._sample = False, []
+        self._timeline.unsubscribe(self._listen)
 
     def read(self) -> dict[str, int]:
         """What was measured, in nanoseconds; waits until the accelerators have come that far."""
         self._read(wait=True)
         means = {f"avg_{name}": total // self._counts[name] for name, total in self._sums.items()}
-        return {**self._latest, **means, "num_sampled": self._num_sampled}
+        return {**self._latest, **means, "num_sampled": self._num_read}
 
     def _read(self, *, wait: bool) -> None:
         while self._unread:
@@ -131,7 +132,7 @@ class Statistics:
             measures, times = _measures(self._unread.popleft())
             self._sums.update(measures)
             self._counts.update(measures.keys())
-            self._num_sampled += 1
+            self._num_read += 1
             self._latest = {**measures, **times}
 
 
@@ -191,18 +192,18 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
-    statistics, options, plan = reducer.statistics, reducer.options, reducer.buckets.plan
+    options, plan, sends = reducer.options, reducer.buckets.plan, reducer.processes is not None
     *places, output = [torch.device(device).index for device in devices]
     count = reducer.trained.num_reduced
-    sends = reducer.processes is not None
-    initial = make_plan(reducer.trained, options, None, sends=sends)
-    num_initial, num_reduced = (
-        sum(bucket[0] < count for bucket in made.buckets) for made in (initial, plan)
-    )
+    parameters = reducer.trained.parameters[:count]
     cap = options.bucket_bytes(sends=sends)
+
+    def sizes(plan: BucketPlan) -> str:
+        pairs = zip(plan.buckets, plan.bytes, strict=True)
+        return _text(size for bucket, size in pairs if bucket[0] < count)
+
     found: dict[str, LoggingValue] = {
-        **_facts_of_module(module, reducer.trained.parameters[:count]),
-        **_facts_of_group(group),
+        **_facts(module, parameters, group),
         **more,
         "num_replicas": len(places),
         "device_ids": _text(index for index in places if index is not None),
@@ -211,25 +212,22 @@ def logging_data(
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
         "static_graph": int(options.static_graph),
         "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
-        "bucket_sizes": _text(initial.bytes[:num_initial]),
-        "initial_bucket_size_limits": _text(initial.limits[:num_initial]),
+        "bucket_sizes": sizes(make_plan(reducer.trained, options, None, sends=sends)),
         "has_rebuilt_buckets": int(reducer.buckets.ordered),
-        "sample_rate": statistics.sample_rate,
         # Torch looks when a forward begins, and so does not count the iteration after that.
-        "iteration": statistics.reported,
-        **statistics.read(),
+        "iteration": reducer.statistics.reported,
+        **reducer.statistics.read(),
     }
     if reducer.buckets.ordered:
-        rebuilt = plan.buckets[:num_reduced]
+        rebuilt = [" ".join(map(str, bucket)) for bucket in plan.buckets if bucket[0] < count]
         found |= {
             "prev_iteration_grad_ready_order_indices": _text(i for i in reducer.order if i < count),
-            "rebuilt_bucket_sizes": _text(plan.bytes[:num_reduced]),
-            "rebuilt_bucket_size_limits": _text(plan.limits[:num_reduced]),
-            "rebuilt_per_bucket_param_indices": _text(" ".join(map(str, b)) for b in rebuilt),
+            "rebuilt_bucket_sizes": sizes(plan),
+            "rebuilt_per_bucket_param_indices": _text(rebuilt),
         }
     if reducer.num_rounds:
-        pairs = zip(reducer.trained.parameters[:count], reducer.used, strict=False)
-        found["num_buckets_reduced"] = num_reduced
+        pairs = zip(parameters, reducer.used, strict=False)
+        found["num_buckets_reduced"] = sum(bucket[0] < count for bucket in plan.buckets)
         found["unused_parameter_size"] = sum(p.nbytes for p, used in pairs if not used)
     if reducer.can_set_static_graph is not None:
         found["can_set_static_graph"] = int(reducer.can_set_static_graph)
@@ -238,28 +236,23 @@ def logging_data(
     return found
 
 
-def _facts_of_module(
-    module: nn.Module, parameters: Sequence[nn.Parameter]
+def _facts(
+    module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
 ) -> dict[str, LoggingValue]:
-    layers = nn.SyncBatchNorm, SyncBatchNorm
+    backend = "" if group is None else dist.get_backend(group)
+    variables = (*_ENVIRONMENT, *_BACKEND_ENVIRONMENT.get(backend, ()))
+    batch_norms = nn.SyncBatchNorm, SyncBatchNorm
     return {
         "module_name": type(module).__name__,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
-        "has_sync_bn": int(any(isinstance(part, layers) for part in module.modules())),
+        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
         "dtypes": _text(sorted({_CPP_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-    }
-
-
-def _facts_of_group(group: dist.ProcessGroup | None) -> dict[str, LoggingValue]:
-    backend = "" if group is None else dist.get_backend(group)
-    names = (*_ENVIRONMENT, *_BACKEND_ENVIRONMENT.get(backend, ()))
-    return {
         "world_size": 1 if group is None else dist.get_world_size(group),
         "rank": 0 if group is None else dist.get_rank(group),
         "backend_name": backend,
-        **{name.lower(): os.environ.get(name, "N/A") for name in names},
+        **{name.lower(): os.environ.get(name, "N/A") for name in variables},
     }
 
 
