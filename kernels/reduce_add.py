@@ -65,7 +65,7 @@ def reduce_add(
     Args:
         inputs: At least one tensor, all of one shape and dtype. Inputs on other devices must be
             ready on the current stream of the result's device, and you must keep them until the sum
-            is computed; :func:`dataparallel.comm.reduce_add` takes care of both.
+            is computed.
         scale: Factor of the sum; 1 for integers. Default: 1.
         out: The tensor for the sum; may be one of the inputs. Default: a new tensor on the device
             of the first input.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from dataparallel import compute_bucket_assignment_by_size
-from dataparallel.comm.bucket_plan import NO_LIMIT, BucketPlan, plan_buckets
+from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -91,10 +91,13 @@ def test_indices_may_be_those_of_a_larger_list() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (([], [1]), "tensors is empty; pass at least one tensor"),
-        (([tensor(1)], []), "bucket_size_limits is empty; pass at least one limit"),
-        (([tensor(1)], [1], [True] * 2), "expect_sparse_gradient has 2 entries, but there are 1"),
-        (([tensor(1)], [1], None, [0, 1]), "tensor_indices has 2 entries, but there are 1"),
+        (([], [1]), "at least one tensor .* there are 0 tensors and 1 limits"),
+        (([tensor(1)], []), "one limit in bytes, but there are 1 tensors and 0 limits"),
+        (
+            ([tensor(1)], [1], [True] * 2),
+            "are 1 tensors, and expect_sparse_gradient .* has 2",
+        ),
+        (([tensor(1)], [1], None, [0, 1]), "there are 1 tensors, and .*tensor_indices .* has 2"),
         (
             ([torch.eye(2), torch.eye(2).to_sparse(), torch.eye(2).to_sparse_coo()], [1]),
             r"No support for sparse tensors.* tensors\[1\] \(torch.sparse_coo\), tensors\[2\]",
@@ -127,9 +130,8 @@ def test_one_parameter() -> None:
 def test_the_record() -> None:
     made = plan([8, 8, 16, 16, 4], expect_sparse=[False, True, False, False, False])
     assert made == BucketPlan(
-        buckets=((4,), (2, 3), (1,), (0,)), limits=(20, 20, NO_LIMIT, 8), bytes=(4, 32, 8, 8)
+        buckets=((4,), (2, 3), (1,), (0,)), limits=(20, 20, 0, 8), bytes=(4, 32, 8, 8)
     )
-    assert len(made) == 4
     assert [made.bucket_of(index) for index in range(5)] == [3, 2, 1, 1, 0]
     with pytest.raises(AttributeError, match="cannot assign to field"):
         made.limits = ()  # type: ignore[misc]
@@ -225,7 +227,7 @@ def test_properties_of_a_plan(
         assert size == sum(sizes)
         assert len({(given[i].dtype, given[i].device) for i in bucket}) == 1
         sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
-        assert sparse == [limit == NO_LIMIT] or not any(sparse)
+        assert sparse == [limit == 0] or not any(sparse)
         # Full only with its last tensor.
         assert len(bucket) == 1 or sum(sizes[:-1]) < limit
 

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from dataparallel import comm, virtual
-from dataparallel.kernels.backend import registered
 from tests.comm_cases import (
-    counting_copies,
     in_order,
     laid_out,
     make,
     same,
     sparse,
 )
-from tests.kernels.virtual_backend import VirtualBackend
 
 # The function has the name of its module.
 reference = importlib.import_module("dataparallel.kernels.reference.reduce_add")
@@ -152,19 +149,18 @@ def test_sparse_broadcast_scatter_and_gather() -> None:
         ([], "at least one tensor, got none"),
         (
             [torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2, 2)],
-            r"input 1 has size \(3,\) but input 0 has size \(2,\); "
-            r"input 3 has size \(2, 2\) but input 0",
+            r"input 0 is torch.float32 \(2,\) and input 1 torch.float32 \(3,\)",
         ),
         (
             [torch.ones(2), torch.ones(2).double()],
-            "input 1 has dtype torch.float64 but input 0 has dtype torch.float32",
+            r"input 0 is torch.float32 \(2,\) and input 1 torch.float64 \(2,\)",
         ),
     ],
 )
 def test_reduce_add_refuses(inputs: list[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         comm.reduce_add(inputs)
-    with pytest.raises(ValueError, match=message if inputs else "at least one replica, got none"):
+    with pytest.raises(ValueError, match=message):
         comm.reduce_add_coalesced([[tensor] for tensor in inputs])
 
 
@@ -215,42 +211,7 @@ def test_every_way_to_a_sum_leads_to_the_same_bits(
             whole, part = comm.reduce_add_coalesced(pairs, destination)
             assert same(whole, expected, destination)
             assert same(part, expected[:7], destination)
-    with registered([VirtualBackend()]):
-        assert same(comm.reduce_add(on(*apart), "virtual:3"), expected, "virtual:3")
     turned = [term.mT for term in on("cpu")]
     mixed = [turned[0], *(term.contiguous() for term in turned[1:])]
     assert same(comm.reduce_add(turned), expected.mT, "cpu")
     assert same(comm.reduce_add(mixed), expected.mT, "cpu")
-
-
-def test_a_kernel_adds_where_the_terms_are() -> None:
-    """No term is copied; strides are kept, whatever those of the terms are."""
-    apart = [f"virtual:{i}" for i in range(3)]
-    shapes = [tensor for tensor in laid_out("cpu") if tensor.dim()]
-    with registered([VirtualBackend()]), counting_copies() as copied:
-        for model in shapes:
-            terms = [(model * (i + 1)).to(device) for i, device in enumerate(apart)]
-            terms[1] = terms[1].contiguous()
-            total = comm.reduce_add(terms, "virtual:1")
-            assert same(total, model * 6, "virtual:1")
-            assert total.stride() == torch.empty_like(terms[0]).stride()
-            assert copied == []
-        comm.broadcast(torch.ones(2, device="virtual:1"), apart)
-        comm.reduce_add([torch.ones(2, dtype=torch.complex64, device=device) for device in apart])
-        assert len(copied) == 4
-
-
-def test_which_sums_a_kernel_serves() -> None:
-    def copies(terms: list[torch.Tensor], destination: str) -> int:
-        with counting_copies() as copied:
-            comm.reduce_add(terms, destination)
-        return len(copied)
-
-    pair = [torch.ones(2, device=f"virtual:{i}") for i in range(2)]
-    assert copies(pair, "virtual:0") == 1
-    with registered([VirtualBackend()]):
-        assert copies(pair, "virtual:2") == 0
-        assert copies(pair, "cpu") == 2
-        assert copies([pair[0], torch.ones(2)], "virtual:0") == 1
-        assert copies([term.bool() for term in pair], "virtual:0") == 1
-        assert copies([term.to_sparse() for term in pair], "virtual:0") == 1

@@ -47,7 +47,7 @@ def _collectives(
     return (
         processes.buckets.launched.total() - sent,
         processes.control.launched.total() - said,
-        len(model.reducer.buckets.plan),
+        len(model.reducer.buckets.all),
     )
 
 
@@ -84,7 +84,7 @@ def _collectives_of_late_gradients(rank: int, world_size: int) -> tuple[int, int
     return (
         processes.buckets.launched.total() - sent,
         processes.control.launched.total() - said,
-        len(model.reducer.buckets.plan),
+        len(model.reducer.buckets.all),
     )
 
 

@@ -337,7 +337,7 @@ def _no_memory(rank: int, world_size: int) -> tuple[list[str], int, list[Any]]:
     finally:
         setattr(buckets, "BucketStorage", storage)  # noqa: B010
     grads_now = [p.grad.tolist() for p in net.parameters() if p.grad is not None]
-    return found, len(model.reducer.buckets.plan), grads_now
+    return found, len(model.reducer.buckets.all), grads_now
 
 
 def test_no_memory_for_buckets_in_the_agreed_order(cluster: Cluster) -> None:

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from dataparallel.kernels.backend import registered
 from dataparallel.reducer.buckets import local_sum
 from tests.comm_cases import in_order, sparse
-from tests.kernels.virtual_backend import VirtualBackend
 
 CPU = torch.device("cpu")
 
@@ -87,24 +85,6 @@ def test_gradients_are_kept_in_float32_until_all_are_added(
         for name, grad in got.items():
             assert grad is not None and torch.equal(grad, expected[name]), name
     model.close()
-
-
-def test_views_of_several_devices_are_added_where_they_are() -> None:
-    backend = VirtualBackend()
-    devices = [f"virtual:{i}" for i in range(3)]
-    x = torch.randn(6, 6)
-    results = []
-    for backends in ([], [backend]):
-        module = SometimesUsed().to(devices[0])
-        model = dp.DistributedDataParallel(module, devices, gradient_as_bucket_view=True)
-        with registered(backends):
-            results.append([gradients(module, model(x)) for _ in range(3)])
-        model.close()
-    assert "reduce_add_f32_4" in backend.launches
-    for before, after in zip(*results, strict=True):
-        for name in before:
-            mine, theirs = before[name], after[name]
-            assert mine is not None and theirs is not None and torch.equal(mine, theirs), name
 
 
 def test_sums_take_the_memory_of_the_first_replica() -> None:

@@ -7,17 +7,14 @@ gradient holds up those behind it, so they are in the order in which they are co
 backward has shown that order, gradients are taken to arrive from the last parameter to the first.
 
 Two buckets should be small: the first, so that communication begins early, and the last, since
-nothing is left to hide it. Torch gives the smaller limit to one of them. As long as the order of
-arrival is not known, it fills buckets from the first parameter on and then reverses their list: the
-last bucket has the smaller limit. Afterwards it fills them in the order of arrival: the first has
-it. The plan here does the same. A limit is where a bucket ends that has reached it, so a bucket can
-be much larger.
+nothing is left to hide it. Torch gives the smaller limit to one of them, and so does the plan here:
+to the last as long as the order of arrival is not known, where buckets are filled from the first
+parameter on and their list is then reversed; afterwards to the first.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,38 +24,46 @@ import torch
 
 from dataparallel.errors import listed
 
-#: The limit of a bucket that has none: that of a gradient which is expected to be sparse.
-NO_LIMIT = 0
-
 _Group: TypeAlias = tuple[torch.dtype, torch.device]
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Buckets in the order in which they are launched. See Note [Order of buckets].
+class Filled(NamedTuple):
+    """The indices of tensors in a bucket, and the bytes with which it is full; 0 for a sparse."""
 
-    Attributes:
-        buckets: Indices of parameters, bucket by bucket; each index is in exactly one.
-        limits: Per bucket, the bytes with which it was full; 0 for a gradient that is expected to
-            be sparse, which is alone in its bucket.
-        bytes: Per bucket, the bytes of its parameters.
+    indices: list[int]
+    limit: int
+
+
+def fill(
+    tensors: Iterable[tuple[int, torch.Tensor]],
+    limits: Sequence[int],
+    sparse: Collection[int] = (),
+) -> list[Filled]:
+    """The buckets that became full, in this order, then the others in the order of their ends.
+
+    Each dtype and device has buckets of its own, which take the limits one after another, and the
+    last one for all further buckets. The tensor with which a bucket has reached its limit is the
+    last one in it. Indices in ``sparse`` are alone.
     """
-
-    buckets: tuple[tuple[int, ...], ...]
-    limits: tuple[int, ...]
-    bytes: tuple[int, ...]
-
-    def __len__(self) -> int:
-        """Number of buckets."""
-        return len(self.buckets)
-
-    @functools.cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
-
-    def bucket_of(self, index: int) -> int:
-        """The number of the bucket that has the parameter ``index``."""
-        return self._numbers[index]
+    full: list[Filled] = []
+    filling: dict[_Group, tuple[Filled, int]] = {}
+    num_full: Counter[_Group] = Counter()
+    for index, tensor in tensors:
+        if index in sparse:
+            full.append(Filled([index], 0))
+            continue
+        group = (tensor.dtype, tensor.device)
+        limit = limits[min(num_full[group], len(limits) - 1)]
+        # Taken out and put in again, a group comes behind those that had their last tensor before.
+        bucket, size = filling.pop(group, (Filled([], limit), 0))
+        bucket.indices.append(index)
+        size += tensor.numel() * tensor.element_size()
+        if size >= limit:
+            full.append(bucket)
+            num_full[group] += 1
+        else:
+            filling[group] = (bucket, size)
+    return [*full, *[bucket for bucket, _ in filling.values()]]
 
 
 def compute_bucket_assignment_by_size(
@@ -94,16 +99,27 @@ def compute_bucket_assignment_by_size(
 
     Source: ``compute_bucket_assignment_by_size`` in torch's ``reducer.cpp``.
     """
-    _refuse_none_and_sparse(tensors)
-    if not bucket_size_limits:
-        raise ValueError("bucket_size_limits is empty; pass at least one limit in bytes")
-    given = {"expect_sparse_gradient": expect_sparse_gradient, "tensor_indices": tensor_indices}
-    for name, entries in given.items():
+    if not tensors or not bucket_size_limits:
+        raise ValueError(
+            f"pass at least one tensor and one limit in bytes, but there are {len(tensors)} "
+            f"tensors and {len(bucket_size_limits)} limits"
+        )
+    for entries in (expect_sparse_gradient, tensor_indices):
         if entries and len(entries) != len(tensors):
             raise ValueError(
-                f"{name} has {len(entries)} entries, but there are {len(tensors)} tensors; "
-                "pass one entry per tensor"
+                f"there are {len(tensors)} tensors, and expect_sparse_gradient and tensor_indices "
+                f"have one entry per tensor, but one of them has {len(entries)}"
             )
+    faults = [
+        f"tensors[{position}] ({tensor.layout})"
+        for position, tensor in enumerate(tensors)
+        if tensor.layout not in (torch.strided, torch.jagged)
+    ]
+    if faults:
+        raise ValueError(
+            f"No support for sparse tensors, but sparse are {listed(faults)}; a dense parameter "
+            "may have sparse gradients, which are announced by expecting them"
+        )
     indices = tensor_indices or range(len(tensors))
     sparse = {index for index, flag in enumerate(expect_sparse_gradient or ()) if flag}
     buckets = fill(zip(indices, tensors, strict=True), bucket_size_limits, sparse)
@@ -112,57 +128,24 @@ def compute_bucket_assignment_by_size(
     return [bucket.indices for bucket in buckets], [bucket.limit for bucket in buckets]
 
 
-def _refuse_none_and_sparse(tensors: Sequence[torch.Tensor]) -> None:
-    if not tensors:
-        raise ValueError("tensors is empty; pass at least one tensor")
-    sparse = [
-        f"tensors[{position}] ({tensor.layout})"
-        for position, tensor in enumerate(tensors)
-        if tensor.layout not in (torch.strided, torch.jagged)
-    ]
-    if sparse:
-        raise ValueError(
-            f"No support for sparse tensors, but sparse are {listed(sparse)}; a dense parameter "
-            "may have sparse gradients, which are announced by expecting them"
-        )
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which they are launched. See Note [Order of buckets]."""
 
+    #: Indices of parameters, bucket by bucket; each index is in exactly one.
+    buckets: tuple[tuple[int, ...], ...]
+    #: Per bucket, the bytes with which it was full; 0 for a gradient that is expected to be sparse.
+    limits: tuple[int, ...]
+    #: Per bucket, the bytes of its parameters.
+    bytes: tuple[int, ...]
 
-class Filled(NamedTuple):
-    """A bucket, and the bytes with which it is full."""
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
 
-    indices: list[int]
-    limit: int
-
-
-def fill(
-    tensors: Iterable[tuple[int, torch.Tensor]],
-    limits: Sequence[int],
-    sparse: Collection[int] = (),
-) -> list[Filled]:
-    """The buckets that became full, in this order, then the others in the order of their ends.
-
-    Each dtype and device has buckets of its own, which take the limits one after another, and the
-    last one for all further buckets. Indices in ``sparse`` are alone.
-    """
-    full: list[Filled] = []
-    filling: dict[_Group, tuple[Filled, int]] = {}
-    num_full: Counter[_Group] = Counter()
-    for index, tensor in tensors:
-        if index in sparse:
-            full.append(Filled([index], NO_LIMIT))
-            continue
-        group = (tensor.dtype, tensor.device)
-        limit = limits[min(num_full[group], len(limits) - 1)]
-        # Taken out and put in again, a group comes behind those that had their last tensor before.
-        bucket, size = filling.pop(group, (Filled([], limit), 0))
-        bucket.indices.append(index)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit:
-            full.append(bucket)
-            num_full[group] += 1
-        else:
-            filling[group] = (bucket, size)
-    return [*full, *map(operator.itemgetter(0), filling.values())]
+    def bucket_of(self, index: int) -> int:
+        """The number of the bucket that has the parameter ``index``."""
+        return self._numbers[index]
 
 
 def plan_buckets(
@@ -190,9 +173,8 @@ def plan_buckets(
         limits, sequence = list(cap_bytes), arrival
     buckets: list[Filled] = []
     for part in parts or [range(len(parameters))]:
-        found = fill(
-            ((index, parameters[index]) for index in sequence if index in part), limits, sparse
-        )
+        members = [(index, parameters[index]) for index in sequence if index in part]
+        found = fill(members, limits, sparse)
         buckets += sorted(found, key=lambda bucket: max(when[index] for index in bucket.indices))
     return BucketPlan(
         buckets=tuple(tuple(bucket.indices) for bucket in buckets),

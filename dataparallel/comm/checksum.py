@@ -36,7 +36,7 @@ def checksum(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
         return fingerprint(tensors)
     if not tensors:
         return torch.zeros(_COLUMNS, dtype=torch.int32)
-    large = [_aligned_bytes(tensor) for tensor in tensors if tensor.nbytes >= _LARGE]
+    large = [bytes_of(tensor) for tensor in tensors if tensor.nbytes >= _LARGE]
     small = [bytes_of(tensor) for tensor in tensors if tensor.nbytes < _LARGE]
     total = torch.zeros(_COLUMNS, dtype=torch.int32, device=tensors[0].device)
     for part in (*large, *([torch.cat(small)] if small else [])):
@@ -45,21 +45,16 @@ def checksum(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
     return total
 
 
-def _aligned_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    data = bytes_of(tensor)
-    # Four bytes can be read as one number only from an address that is a multiple of four.
-    return data.clone() if data.storage_offset() % 4 else data
-
-
 def _sums_of(data: torch.Tensor) -> torch.Tensor:
+    # Four bytes can be read as one number only from an address that is a multiple of four.
+    data = data.clone() if data.storage_offset() % 4 else data
     words = data[: data.numel() // 4 * 4].view(torch.int32)
     rows = words.numel() // _COLUMNS
     matrix = words[: rows * _COLUMNS].view(rows, _COLUMNS)
     # The upper bits once more: sums are modulo 2**32, so an even number of flipped signs, which are
     # the top bits of floats, would add up to nothing.
     sums = matrix.sum(0, dtype=torch.int32) + (matrix >> 16).sum(0, dtype=torch.int32).mul_(5)
-    rest = words[rows * _COLUMNS :]
+    rest, tail = words[rows * _COLUMNS :], data[words.numel() * 4 :]
     sums[: rest.numel()] += rest
-    tail = data[words.numel() * 4 :]
     sums[-1 - tail.numel() : -1] += tail
     return sums

@@ -13,12 +13,6 @@ Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end. O
 show whether terms are added in one pass over memory or one after the other, and each addition would
 cost half a digit or more of the few that there are. Sums of two come out alike in any case, and
 sparse tensors are added as torch adds them.
-
-Note [Streams of a sum over devices]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A kernel that reads the memory of other devices runs on the current stream of its own device. What
-it reads is computed, and may be changed or freed afterwards, on the current streams of the others.
-So its stream waits for theirs before it, and theirs wait for its stream after it.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from dataparallel import kernels
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.errors import listed
 from dataparallel.kernels.backend import backend_of
-from dataparallel.kernels.dtypes import SUFFIXES, wide
+from dataparallel.kernels.dtypes import wide
 from dataparallel.torch_internals import foreach_add, foreach_add_, has_nccl
 
 DEFAULT_BUFFER_SIZE = 10485760
@@ -316,13 +310,7 @@ def reduce_add(
     Raises:
         ValueError: There is no input, sizes or dtypes disagree, or ``destination`` doesn't exist.
     """
-    column = list(inputs)
-    if not column:
-        raise ValueError("reduce_add needs at least one tensor, got none")
-    _check_terms(column)
-    target = column[0].device if destination is None else _devices.parse_device(destination)
-    total: torch.Tensor = sums_of([column], target)[0]
-    return total
+    return reduce_add_coalesced([[term] for term in inputs], destination)[0]
 
 
 def reduce_add_coalesced(
@@ -350,15 +338,21 @@ def reduce_add_coalesced(
     """
     replicas = [list(tensors) for tensors in inputs]
     if not replicas:
-        raise ValueError("reduce_add_coalesced needs the tensors of at least one replica, got none")
+        raise ValueError("reduce_add_coalesced needs at least one tensor, got none")
     counts = [len(replica) for replica in replicas]
     if len(set(counts)) > 1:
         raise ValueError(f"each replica must give as many tensors, but the replicas give {counts}")
     if not replicas[0]:
         return ()
     columns = list(zip(*replicas, strict=True))
-    for column in columns:
-        _check_terms(column)
+    for first, *others in columns:
+        for i, term in enumerate(others, start=1):
+            if (term.shape, term.dtype) != (first.shape, first.dtype):
+                raise ValueError(
+                    "tensors to add must have one size and dtype, but input 0 is "
+                    f"{first.dtype} {tuple(first.shape)} and input {i} {term.dtype} "
+                    f"{tuple(term.shape)}"
+                )
     target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
     return tuple(sums_of(columns, target, buffer_size=buffer_size))
 
@@ -381,24 +375,27 @@ def sums_of(
     together: dict[Any, list[int]] = {}
     given: list[list[torch.Tensor]] = []
     for i, column in enumerate(columns):
-        terms, places, is_dense = [], [], True
+        terms, places, layouts = [], [], set()
         for term in column:
             if term is not None:
                 terms.append(term)
                 places.append(term.device)
-                is_dense = is_dense and term.layout == torch.strided
+                layouts.add(term.layout)
+        if len(layouts) > 1:
+            terms = [term if term.layout == torch.strided else term.to_dense() for term in terms]
         given.append(terms)
         if len(terms) > 1:
-            together.setdefault(tuple(places) if is_dense else i, []).append(i)
+            where = tuple(places) if torch.strided in layouts else i
+            together.setdefault(where, []).append(i)
         elif terms:
             moves = places[0] != target or terms[0].requires_grad
             sums[i] = copy_to(terms[0], target) if moves else terms[0]
-    for places, members in together.items():
+    for where, members in together.items():
         group = [given[i] for i in members]
-        if isinstance(places, int):
-            totals = [_add_apart(group[0], target)]
-        elif set(places) == {target}:
-            totals = _add_here(group, in_place)
+        if isinstance(where, int):
+            totals = _add(group, target, in_place=False)
+        elif set(where) == {target}:
+            totals = _add_here(group, target, in_place)
         else:
             totals = _add_packed(group, target, in_place, buffer_size)
         for i, total in zip(members, totals, strict=True):
@@ -406,29 +403,22 @@ def sums_of(
     return sums
 
 
-def _add_here(columns: Sequence[Sequence[torch.Tensor]], in_place: bool) -> list[torch.Tensor]:
-    """Sums of dense tensors of one device; one call for many small tensors."""
-    alone: dict[int, torch.Tensor] = {}
-    if len(columns[0]) > 2:
-        for i, column in enumerate(columns):
-            first = column[0]
-            is_large = first.nbytes >= LARGE_BYTES and backend_of(first.device) is not None
-            if is_large or type_of_sum(first, len(column)) != first.dtype:
-                # In one pass over memory.
-                alone[i] = kernels.reduce_add(column, out=first if in_place else None)
-    together = [column for i, column in enumerate(columns) if i not in alone]
-    totals: list[torch.Tensor] = []
-    if together:
-        totals, *rows = map(list, zip(*together, strict=True))
-        for row in rows:
-            if in_place:
-                foreach_add_(totals, row)
-            else:
-                totals, in_place = list(foreach_add(totals, row)), True
-    if not alone:
-        return totals
-    others = iter(totals)
-    return [alone[i] if i in alone else next(others) for i in range(len(columns))]
+def _add_here(
+    columns: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool
+) -> list[torch.Tensor]:
+    """Sums of dense tensors of one device: of many large ones by a kernel, in one pass."""
+    if len(columns[0]) == 2 or backend_of(target) is None:
+        return _add(columns, target, in_place)
+    sums = {
+        i: kernels.reduce_add(column, out=column[0] if in_place else None)
+        for i, column in enumerate(columns)
+        if column[0].nbytes >= LARGE_BYTES
+    }
+    small = [i for i in range(len(columns)) if i not in sums]
+    if small:
+        totals = _add([columns[i] for i in small], target, in_place)
+        sums.update(zip(small, totals, strict=True))
+    return [sums[i] for i in range(len(columns))]
 
 
 def _add_packed(
@@ -442,93 +432,59 @@ def _add_packed(
     for members in _plan_groups([column[0] for column in columns], buffer_size):
         group = [columns[i] for i in members]
         if len(group) == 1:
-            totals = [_add_apart(group[0], target, in_place)]
+            totals = _add(group, target, in_place)
         else:
             firsts = [column[0] for column in group]
             strides = [packed_strides(first) for first in firsts]
             flat = [pack(row, strides) for row in zip(*group, strict=True)]
-            totals = unpack(_add_apart(flat, target), firsts, strides)
+            totals = unpack(_add([flat], target, in_place=False)[0], firsts, strides)
         sums.update(zip(members, totals, strict=True))
     return [sums[i] for i in range(len(columns))]
 
 
-def _add_apart(
-    terms: Sequence[torch.Tensor], target: torch.device, in_place: bool = False
-) -> torch.Tensor:
-    """The sum of at least two tensors of one size and dtype, wherever they are."""
-    first = terms[0]
-    layouts = {term.layout for term in terms}
-    if len(layouts) > 1:
-        terms = [term if term.layout == torch.strided else term.to_dense() for term in terms]
-        return _add_apart(terms, target)
-    is_dense = layouts == {torch.strided}
-    own = in_place and first.device == target
-    if is_dense and can_add(terms, target):
-        strides = packed_strides(first)
-        flat = [memory_order(term, strides) for term in terms]
-        total = _add_from_afar(flat, target).as_strided(first.shape, strides)
-        return first.copy_(total) if own else total
+def _add(
+    columns: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool
+) -> list[torch.Tensor]:
+    """Sums of columns that are on the same devices in each row; one call for all of a row."""
+    count = len(columns[0])
+    totals: list[torch.Tensor] = []
+    is_new = False
     # One copy at a time is queued and then added: each overlaps with the addition before it, and no
     # more than two of them are alive. The sum takes the memory of a copy where it can.
-    total = copy_to(first, target)
-    kept = type_of_sum(first, len(terms))
-    is_new = own or total.dtype != kept or first.device != target
-    total = total.to(kept)
-    for term in terms[1:]:
-        copy = copy_to(term, target)
-        if is_new:
-            total = total.add_(copy)
-        elif is_dense and term.device != target and total.stride() == copy.stride():
+    for row in map(list, zip(*columns, strict=True)):
+        arrives = row[0].device != target
+        if arrives:
+            row = [copy_to(term, target) for term in row]
+        if not totals:
+            totals, is_new = row, in_place or arrives
+            if count > 2:
+                totals = [term.to(type_of_sum(term, count)) for term in row]
+        elif is_new:
+            foreach_add_(totals, row)
+        elif arrives and all(map(_lie_alike, totals, row)):
             # Addition commutes, so that this is first + second in the last bit too.
-            total = copy.add_(total)
+            foreach_add_(row, totals)
+            totals, is_new = row, True
         else:
-            total = total + copy
-        is_new = True
-    return first.copy_(total) if own and kept != first.dtype else total.to(first.dtype)
+            totals, is_new = list(foreach_add(totals, row)), True
+    for i, (column, total) in enumerate(zip(columns, totals, strict=True)):
+        first = column[0]
+        if total.dtype != first.dtype:
+            over = in_place and first.device == target
+            totals[i] = first.copy_(total) if over else total.to(first.dtype)
+    return totals
 
 
-def can_add(terms: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether a kernel on ``device`` adds dense tensors where they are."""
-    backend = backend_of(device)
-    return backend is not None and all(
-        term.dtype in SUFFIXES and backend.can_read(device, term.device) for term in terms
-    )
-
-
-def _add_from_afar(terms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A sum of which :func:`can_add` holds; see Note [Streams of a sum over devices]."""
-    out = torch.empty_like(terms[0], device=device)
-    here = _devices.current_stream(device)
-    others = dict.fromkeys(term.device for term in terms if term.device != device)
-    streams = [_devices.current_stream(other) for other in others]
-    for there in streams:
-        _devices.wait_stream(here, there)
-    kernels.reduce_add(terms, out=out)
-    for there in streams:
-        _devices.wait_stream(there, here)
-    return out
+def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.layout, first.dtype) != (torch.strided, second.dtype):
+        return False
+    return first.stride() == second.stride()
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
     """The type in which a sum of ``count`` terms is kept."""
     # A sum of two is rounded once in any case.
     return wide(term.dtype) if count > 2 and term.layout == torch.strided else term.dtype
-
-
-def _check_terms(terms: Sequence[torch.Tensor]) -> None:
-    first = (terms[0].shape, terms[0].dtype)
-    if all([(term.shape, term.dtype) == first for term in terms]):
-        return
-    faults = [
-        f"input {i} has {name} {value} but input 0 has {name} {expected}"
-        for i, term in enumerate(terms)
-        for name, value, expected in (
-            ("size", tuple(term.shape), tuple(first[0])),
-            ("dtype", term.dtype, first[1]),
-        )
-        if value != expected
-    ]
-    raise ValueError(f"tensors to add must have one size and dtype: {listed(faults, '; ')}")
 
 
 # --- scatter and gather --------------------------------------------------------------------------
@@ -706,13 +662,11 @@ def _write(
     out: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The tensors of ``out``, with some content."""
-    faults = [
-        f"out[{i}] has shape {tuple(target.shape)} but its content has shape {tuple(content.shape)}"
-        for i, (target, content) in enumerate(zip(out, contents, strict=True))
-        if target.shape != content.shape
-    ]
-    if faults:
-        raise ValueError(listed(faults, "; "))
-    for target, content in zip(out, contents, strict=True):
+    for i, (target, content) in enumerate(zip(out, contents, strict=True)):
+        if target.shape != content.shape:
+            raise ValueError(
+                f"out[{i}] has shape {tuple(target.shape)} but its content has shape "
+                f"{tuple(content.shape)}"
+            )
         target.detach().copy_(copy_to(content, target.device))
     return tuple(out)

@@ -271,7 +271,7 @@ def _log_plan(plan: BucketPlan, names: Sequence[str], why: str) -> None:
     if debug_level() == "OFF" or not _log.isEnabledFor(logging.INFO):
         return
     count, size = sum(map(len, plan.buckets)), sum(plan.bytes) / 1024
-    _log.info("%d parameters, %.1f KiB, in %d buckets %s", count, size, len(plan), why)
+    _log.info("%d parameters, %.1f KiB, in %d buckets %s", count, size, len(plan.buckets), why)
     for number, (bucket, num_bytes) in enumerate(zip(plan.buckets, plan.bytes, strict=True)):
         shown = describe_names(f"{index} ({names[index]})" for index in bucket)
         _log.info("bucket %d, %.1f KiB: %s", number, num_bytes / 1024, shown)

@@ -22,7 +22,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.large = nn.Linear(300, 256)
+        self.large = nn.Linear(600, 256)
         self.norm = nn.LayerNorm(256)
         self.unused = nn.Linear(3, 3)
         self.last = nn.Linear(256, 3, bias=False)
@@ -41,7 +41,7 @@ def train(wrapper: Any, num_replicas: int, dtype: torch.dtype, **options: Any) -
     results: list[Any] = []
     for size in (7, 8, 2):
         optimizer.zero_grad()
-        output = model(torch.randn(size, 300).to(dtype))
+        output = model(torch.randn(size, 600).to(dtype))
         output.float().pow(2).mean().backward()
         optimizer.step()
         results.append(output.detach())
@@ -102,7 +102,7 @@ def test_training_over_processes(cluster: Cluster, view: bool) -> None:
 
 
 def test_collectives_of_replicas_launch_kernels(host_kernels: HostBackend) -> None:
-    terms = [torch.randn(33).bfloat16() for _ in range(3)]
+    terms = [torch.randn(2**17).bfloat16() for _ in range(3)]
     with registered([]):
         expected = comm.reduce_add(terms)
     assert torch.equal(comm.reduce_add(terms), expected)
