@@ -32,7 +32,7 @@ from dataparallel.parallel.data_parallel import data_parallel as data_parallel  
 from dataparallel.parallel.distributed import (  # noqa: E402
     DistributedDataParallel as DistributedDataParallel,
 )
-from dataparallel.parallel.mixed_precision import MixedPrecision as MixedPrecision  # noqa: E402
+from dataparallel.parallel.training import MixedPrecision as MixedPrecision  # noqa: E402
 from dataparallel.replicas.replicate import replicate as replicate  # noqa: E402
 from dataparallel.threads.apply import Replica as Replica  # noqa: E402
 from dataparallel.threads.apply import current_replica as current_replica  # noqa: E402

@@ -558,12 +558,6 @@ def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     return handles.get(parameter, ())
 
 
-def overlapped_optimizer(kind: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``_register_fused_optim`` of torch's DistributedDataParallel makes of an optimizer."""
-    overlap: Any = importlib.import_module("torch.distributed.algorithms._optimizer_overlap")
-    return overlap._as_overlapped_optim(kind, parameters, *args, **kwargs)
-
-
 # --- process groups --------------------------------------------------------------------------
 
 

@@ -18,11 +18,10 @@ from tests.cluster import Cluster
 from tests.ddp_buffer_cases import OPTIONS, Shift, State, assert_equal, batch, make_net, wrap
 
 
-def test_two_names_of_one_option_are_not_taken() -> None:
-    with pytest.warns(FutureWarning, match="forward_sync_buffers counts, which is True"):
-        model = dp.DistributedDataParallel(
-            nn.Linear(2, 2), ["cpu"], broadcast_buffers=False, forward_sync_buffers=True
-        )
+def test_of_two_names_of_one_option_the_newer_counts() -> None:
+    model = dp.DistributedDataParallel(
+        nn.Linear(2, 2), ["cpu"], broadcast_buffers=False, forward_sync_buffers=True
+    )
     assert model.forward_sync_buffers and model.broadcast_buffers
     model.broadcast_buffers = False
     assert not model.forward_sync_buffers

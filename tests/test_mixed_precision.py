@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -127,16 +125,3 @@ def test_gradients_are_sent_in_the_reduce_dtype(cluster: Cluster) -> None:
         for grad, first, second in zip(grads, *each, strict=True):
             assert grad is not None and grad.dtype == torch.float32
             torch.testing.assert_close(grad.double(), (first + second) / 2, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("config", [torch.float16, "bf16"])
-def test_another_object_is_refused(config: Any) -> None:
-    with pytest.raises(TypeError, match="mixed_precision must have param_dtype, reduce_dtype"):
-        dp.DistributedDataParallel(make_net(), ["cpu"], mixed_precision=config)
-
-
-def test_a_dtype_that_is_no_float_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"param_dtype must be a floating-point dtype, but got"):
-        dp.DistributedDataParallel(
-            make_net(), ["cpu"], mixed_precision=dp.MixedPrecision(torch.int32)
-        )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel import virtual
 from dataparallel.monitor import StepMonitor
 from dataparallel.threads.timeline import Timeline
 from tests.cluster import Cluster
@@ -122,22 +121,14 @@ def test_a_backward_from_before() -> None:
     assert_close(grads[0], grads[1])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("index", "error", "text"),
-    [
-        (0, ValueError, "replica 0 on cpu cannot be dropped"),
-        (2, ValueError, "there is no replica 2 to drop: the wrapper has 2, and those from 1 to 1"),
-        (-1, ValueError, "there is no replica -1"),
-        (True, TypeError, "index is the number of a replica, an int, but got True"),
-        ("1", TypeError, "but got '1'"),
-    ],
-)
-def test_wrong_index(index: Any, error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize("index", [0, 2, -1, "1"])
+def test_wrong_index(index: Any) -> None:
     model = dataparallel.DataParallel(make_net(), ["cpu", "cpu"])
-    with pytest.raises(error, match=text):
+    text = f"2 replicas, of which all but replica 0 on cpu can be dropped.* but got {index!r}"
+    with pytest.raises(ValueError, match=text):
         model.drop_replica(index)
     model.drop_replica(1)
-    with pytest.raises(ValueError, match="the wrapper has replica 0 only"):
+    with pytest.raises(ValueError, match="there are 1 replicas"):
         model.drop_replica(1)
 
 
@@ -145,12 +136,6 @@ def test_wrong_device() -> None:
     model = dataparallel.DataParallel(make_net().to("virtual:0"), ["virtual:0"])
     with pytest.raises(ValueError, match="virtual:9"):
         model.add_replica("virtual:9")
-    virtual.set_memory_limit(1, 0)
-    try:
-        with pytest.raises(RuntimeError, match="cannot be added on virtual:1, which does not work"):
-            model.add_replica("virtual:1")
-    finally:
-        virtual.set_memory_limit(1, None)
     assert len(model.device_ids) == 1
     spread = nn.Sequential(nn.Linear(2, 2).to("virtual:0"), nn.Linear(2, 2).to("virtual:2"))
     with pytest.raises(ValueError, match="layers of the module are on several devices"):

@@ -93,14 +93,6 @@ def test_signatures_and_pickles_remain() -> None:
     assert next(iter(inspect.signature(dp.MixedPrecision).parameters)) == "param_dtype"
 
 
-def test_a_warning_of_the_constructor_is_about_the_line_that_calls_it() -> None:
-    with pytest.warns(FutureWarning, match="both broadcast_buffers and") as caught:
-        dp.DistributedDataParallel(
-            nn.Linear(2, 2), ["cpu"], broadcast_buffers=True, forward_sync_buffers=True
-        )
-    assert caught[0].filename == __file__
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

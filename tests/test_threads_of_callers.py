@@ -164,26 +164,7 @@ def _weighted(rank: int, world_size: int) -> Tensor | None:
     return net.weight.grad
 
 
-def test_a_weight_is_for_the_next_forward_of_its_thread(cluster: Cluster) -> None:
+def test_a_weight_is_for_the_next_forward_that_is_reduced(cluster: Cluster) -> None:
     for gradient in cluster.run(_weighted, 2):
         assert gradient is not None
         torch.testing.assert_close(gradient, torch.tensor([[(3 * 1.0 + 1 * 2.0) / 4]]))
-
-
-def _in_a_block(rank: int, world_size: int) -> tuple[float, float]:
-    model = dp.DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu", "cpu"])
-    x = torch.full((4, 1), 1.0 + rank)
-
-    def gradient() -> float:
-        model(x).mean().backward()
-        weight: Any = model.module.weight
-        found, weight.grad = weight.grad, None
-        return float(found)
-
-    with ThreadPoolExecutor(1) as pool, model.no_sync():
-        other = pool.submit(gradient).result(30)
-        return other, gradient()
-
-
-def test_no_sync_is_for_the_forwards_of_its_thread(cluster: Cluster) -> None:
-    assert cluster.run(_in_a_block, 2) == [(1.5, 1.0), (1.5, 2.0)]

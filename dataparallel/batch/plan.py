@@ -31,12 +31,10 @@ class BatchSplitter(Protocol):
     def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
         """How many samples each slot gets."""
 
-    def attempt(self, call: Callable[[], T], modules: Sequence[nn.Module | None], inputs: Any) -> T:
-        """Run a forward, once more with other chunks if there was too little memory."""
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether the forward under way is not the first attempt."""
+    def attempt(
+        self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
+    ) -> T:
+        """Run ``call(is_first=True)``; again with other chunks if there was too little memory."""
 
 
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".

@@ -39,14 +39,12 @@ from dataparallel.devices import (
     parse_device,
     parse_devices,
     parse_output_device,
-    synchronize,
 )
 from dataparallel.errors import chosen, suggesting
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import Loss, Weight, arguments, prepare
 from dataparallel.parallel.prefix import StateNames
-from dataparallel.parallel.signature import with_signature_of_module
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
 from dataparallel.threads.compile import untraced
@@ -59,6 +57,25 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
+
+
+class _BoundForward(functools.partial[Any]):
+    """A wrapper's ``forward`` that shows which arguments the module takes, as trainers ask."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].module.forward)
+
+
+class _Forward:
+    """What the class has in place of its function ``forward``; a descriptor, as functions are."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
 
 
 @suggesting
@@ -122,8 +139,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     module: ModuleT
     # Attributes of `options` that are the wrapper's, too.
     _SHOWN_OPTIONS: frozenset[str] = frozenset()
-    # Whether a single replica gets all arguments as they are, and may be on several devices itself.
-    _SPLITS_FOR_ONE = True
+    # Whether a single replica may be on several devices itself.
+    _MAY_SPREAD = False
 
     def __init__(
         self,
@@ -165,14 +182,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.timeline = Timeline(devices)
         self._runner = Runner(devices, self.buffer_policy, self.timeline)
         self._splitter: BatchSplitter | None = None
-        self._is_whole = len(devices) == 1 and not self._SPLITS_FOR_ONE
-        self._spread = self._is_whole and is_spread(module)
+        self._spread = self._MAY_SPREAD and len(devices) == 1 and is_spread(module)
         if not self._spread:
             place(module, devices)
 
     # --- forward ---------------------------------------------------------------------------
 
-    @with_signature_of_module
+    @_Forward
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run the replicas, gather their outputs.
@@ -212,18 +228,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
         kwargs: Mapping[str, Any] | None,
         device_ids: Sequence[DeviceLike],
     ) -> Any:
-        """Split the arguments; override to split in another way.
-
-        Returns:
-            A sequence of positional arguments and one of keyword arguments, each with one entry
-            per replica that takes part.
-        """
+        """Positional and keyword arguments of each replica; override to split in another way."""
         chunks = self._chunks(inputs, kwargs or {}, parse_devices(device_ids))
         return chunks.args, chunks.kwargs
 
     def _split(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], *, must: bool) -> Chunks:
         """The chunks of one forward; with ``must`` their samples have to be known."""
-        if _is_own(self.scatter, DataParallel.scatter):
+        if getattr(self.scatter, "__func__", None) is DataParallel.scatter:
             return self._chunks(inputs, kwargs, self.device_ids, must=must)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
         if self._training is not None:
@@ -238,8 +249,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         *,
         must: bool = False,
     ) -> Chunks:
-        if self._is_whole:
-            device = None if self._spread else self.device_ids[0]
+        if len(devices) == 1:
+            device = None if self._spread else devices[0]
             args, keywords = [move(inputs, device)], [move(dict(kwargs), device)]
             return Chunks(args, keywords, self._sizes(args, keywords, must=must))
         chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
@@ -296,7 +307,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def _replicas(self, num_replicas: int, training: Training | None) -> Lent:
         """The replicas of one forward."""
-        if _is_own(self.replicate, DataParallel.replicate):
+        if getattr(self.replicate, "__func__", None) is DataParallel.replicate:
             return self._runner.lend(self.module, num_replicas, training)
         devices = self.device_ids[:num_replicas]
         return self._runner.recognize(self.replicate(self.module, devices))
@@ -314,10 +325,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs of the replicas together; override to do it in another way."""
-        if self._is_whole:
-            if output_device == "each" or self._spread:
-                return list(outputs) if output_device == "each" else outputs[0]
-            return move(outputs[0], output_device)
+        if len(self.device_ids) == 1:
+            return self._whole(outputs, output_device)
         scalars: Any = self.scalars
         if scalars == "mean" or callable(scalars):
             if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in flatten(outputs)[0]):
@@ -329,9 +338,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
             scalars = "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
+    def _whole(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """The output of a single replica."""
+        if output_device == "each":
+            return list(outputs)
+        return move(outputs[0], None if self._spread else output_device)
+
     def _join(self, outputs: list[Any], sizes: Sequence[int], joining: Joining) -> Any:
         """What the caller of one forward gets."""
-        if self._is_whole or not _is_own(self.gather, DataParallel.gather):
+        is_own = getattr(self.gather, "__func__", None) is DataParallel.gather
+        if len(self.device_ids) == 1 or not is_own:
             return self.gather(outputs, self.output_device)
         several = len(outputs) > 1 and self.output_device != "each"
         result = gather(
@@ -430,9 +446,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def drop_replica(self, index: int) -> None:
         """Train with one replica less from the next forward on; the others take its samples.
 
-        Results stay exact, see Note [Other replicas]. Replicas after it move up by one. Other
-        processes need not do the same. It comes between two steps: the backward of a forward before
-        it is an error in :class:`DistributedDataParallel`.
+        Results stay exact. Replicas after it move up by one. Other processes need not do the same.
+        It comes between two steps: the backward of a forward before it is an error in
+        :class:`DistributedDataParallel`.
 
         Example::
 
@@ -444,32 +460,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 module's own parameters and the state of the optimizer are on its device.
 
         Raises:
-            TypeError: ``index`` is no integer.
             ValueError: There is no such replica, or it is replica 0.
         """
         number = len(self.device_ids)
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"index is the number of a replica, an int, but got {index!r}")
-        if index == 0:
+        if index not in range(1, number):
             raise ValueError(
-                f"replica 0 on {self.device_ids[0]} cannot be dropped: the module's parameters and "
-                "the state of the optimizer are on its device. Drop another one, or move the "
-                "module and wrap it anew"
-            )
-        if not 0 < index < number:
-            raise ValueError(
-                f"there is no replica {index} to drop: the wrapper has {number}, and those from 1 "
-                f"to {number - 1} can be dropped"
-                if number > 1
-                else f"there is no replica {index} to drop: the wrapper has replica 0 only"
+                f"there are {number} replicas, of which all but replica 0 on {self.device_ids[0]} "
+                "can be dropped: it has the module's parameters and the state of the optimizer on "
+                f"its device; but got {index!r}"
             )
         self._keep_replicas([i for i in range(number) if i != index])
 
     def add_replica(self, device: DeviceLike) -> None:
         """Train with one replica more from the next forward on.
 
-        Results stay exact, see Note [Other replicas]. It is the last replica. Other processes need
-        not do the same. It comes between two steps, as :meth:`drop_replica` does.
+        It is the last replica. As :meth:`drop_replica`, it comes between two steps.
 
         Example::
 
@@ -483,31 +488,19 @@ class DataParallel(nn.DataParallel[ModuleT]):
         Raises:
             TypeError: ``device`` is of another type.
             ValueError: There is no such device, or the module is on several devices itself.
-            RuntimeError: The device does not work.
         """
-        place = parse_device(device)
         if self._spread:
             raise ValueError(
                 "the layers of the module are on several devices, so it is one replica and there "
                 "can be no other"
             )
-        try:
-            # A device that does not work, or is full, says so before the wrapper changes.
-            torch.ones(1, device=place).add_(1)
-            synchronize(place)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"a replica cannot be added on {place}, which does not work: {error}"
-            ) from error
-        self._keep_replicas(range(len(self.device_ids)), [place])
+        self._keep_replicas(range(len(self.device_ids)), [parse_device(device)])
 
     def _keep_replicas(self, kept: Sequence[int], new: Sequence[torch.device] = ()) -> None:
         """Let the replicas be some of those that there are, and new ones after them."""
-        before = [torch.device(device) for device in self.device_ids]
-        devices = [*(before[index] for index in kept), *new]
-        self._use_runner(Runner(devices, self.buffer_policy, self.timeline))
+        devices = [*(self.device_ids[index] for index in kept), *new]
         self.device_ids = devices
-        self._is_whole = len(devices) == 1 and not self._SPLITS_FOR_ONE
+        self._use_runner(Runner(devices, self.buffer_policy, self.timeline))
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
 
     def _use_runner(self, runner: Runner) -> None:
@@ -534,11 +527,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._splitter = None
         self.timeline = Timeline(self.device_ids)
         self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
-
-
-def _is_own(method: Any, known: Callable[..., Any]) -> bool:
-    """Whether a step of a wrapper is ours, and not overridden by the user."""
-    return getattr(method, "__func__", None) is known
 
 
 @suggesting

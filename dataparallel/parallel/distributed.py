@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
+from threading import RLock
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
@@ -27,19 +28,17 @@ from dataparallel.parallel.buffers import (
     BufferPolicy,
     Buffers,
 )
-from dataparallel.parallel.copied_state import CopiedState
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import UnevenInputs
 from dataparallel.parallel.loss import Loss
-from dataparallel.parallel.mixed_precision import MixedPrecision
-from dataparallel.parallel.process_choice import (
-    chosen_buffers,
-    chosen_caps,
-    chosen_devices,
-    chosen_group,
-)
 from dataparallel.parallel.step import Call, Runner
-from dataparallel.parallel.training import Options, Training
+from dataparallel.parallel.training import (
+    HIDDEN_OPTIONS,
+    MixedPrecision,
+    Options,
+    Training,
+    find_group,
+)
 from dataparallel.reducer.comm_hooks import resolve_hook
 from dataparallel.reducer.exchange import Progress
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
@@ -47,33 +46,15 @@ from dataparallel.reducer.options import AverageKind, ignored_names
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas
+from dataparallel.replicas.replicate import is_spread
 from dataparallel.torch_internals import BufferCommHookLocation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# The wrapper whose forward runs here; replicas' threads see it, too.
-_active: ContextVar[Any] = ContextVar("active_wrapper", default=None)
-
-
-class _OfThread(threading.local):
-    """What one thread has said of its forwards."""
-
-    #: The weight of the next one in an average; None adds up its chunks'.
-    weight: float | None = None
-    #: Within `no_sync()`, whether backward is reduced; None outside of it.
-    synchronizes: bool | None = None
-
-    def say(self, *, synchronizes: bool | None) -> None:
-        """Whether backward is reduced."""
-        self.synchronizes = synchronizes
-
-    def weigh(self, weight: float | None) -> None:
-        """The weight of the next forward."""
-        self.weight = weight
-
+_log = logging.getLogger("dataparallel")
 
 #: What belongs to one wrapper alone, and a copy makes anew.
-_NOT_COPIED = ("_made", "_forwards", "_own", "_uneven", "_progress", "device_mesh")
+_NOT_COPIED = ("_made", "_forwards", "_uneven", "_progress", "device_mesh")
 
 
 @suggesting
@@ -154,18 +135,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     #: As in torch; so much is sent at once at most, where parameters or buffers are broadcast.
     broadcast_bucket_size = MESSAGE_BYTES
 
-    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
-        "delayed",
-        "hook",
-        "optimizers",
-        "separate",
-    }
-    _SPLITS_FOR_ONE = False
-    _synchronizes = True
+    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - HIDDEN_OPTIONS
+    _MAY_SPREAD = True
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
-    # Whether this is loaded from a pickle that could not hold the process group of the wrapper.
-    _lost_group = False
     # Why the processes can never reduce together again; empty if they can.
     _stuck = ""
     #: Whether buffers are sent before forwards.
@@ -208,9 +181,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         split_lists: bool = False,
     ) -> None:
         options = Options(
-            process_group=chosen_group(process_group, device_mesh),
+            process_group=find_group(process_group, device_mesh),
             separate=process_group is False,
-            bucket_cap_mb=chosen_caps(bucket_cap_mb, bucket_cap_mb_list),
+            bucket_cap_mb=bucket_cap_mb if bucket_cap_mb_list is None else bucket_cap_mb_list,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
@@ -223,7 +196,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         )
         super().__init__(
             module,
-            chosen_devices(device_ids, module, options.process_group),
+            _default_devices(module, options.process_group) if device_ids is None else device_ids,
             output_device,
             dim,
             buffers=buffers,
@@ -234,12 +207,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         )
         self._start(options, device_mesh, broadcast_buffers, forward_sync_buffers, init_sync)
 
-    def _begin_life(self) -> None:
-        """Make what no copy takes over."""
-        self._forwards, self._own = threading.RLock(), _OfThread()
-        self._uneven, self._progress = UnevenInputs(self), Progress()
-        Joinable.__init__(self)
-
     def _start(
         self,
         options: Options,
@@ -249,21 +216,34 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         init_sync: bool,
     ) -> None:
         """See that all processes train the same; a collective call."""
-        module = self.module
+        options.check_alone()
         if device_mesh is not None:
             # As in torch, there is no such attribute otherwise.
             self.device_mesh = device_mesh
-        self.forward_sync_buffers = chosen_buffers(broadcast_buffers, forward_sync_buffers)
-        options.mixed_precision.convert_buffers(module)
-        self.options = replace(options, optimizers=InBackwardOptimizers.of(module.parameters()))
+        sends = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.forward_sync_buffers = sends is not False
+        options.mixed_precision.convert_buffers(self.module)
+        optimizers = InBackwardOptimizers.of(self.module.parameters())
+        self.options = replace(options, optimizers=optimizers)
         self._begin_life()
-        _refuse_frozen(module)
+        _refuse_frozen(self.module)
         self.buffer_sync = Buffers()
-        self._training.connect()
-        if init_sync and self._training.processes is not None:
-            both = self.forward_sync_buffers or forward_sync_buffers is not None
-            self.buffer_sync.check_states(buffers=both)
-            self.buffer_sync.send_states(0, buffers=both)
+        processes = self._training.processes
+        if processes is not None:
+            processes.connect()
+            if init_sync:
+                both = self.forward_sync_buffers or forward_sync_buffers is not None
+                self.buffer_sync.check_states(buffers=both)
+                self.buffer_sync.send_states(0, buffers=both)
+
+    def _begin_life(self) -> None:
+        """Make what no copy takes over."""
+        self._forwards, self._uneven, self._progress = RLock(), UnevenInputs(self), Progress()
+        #: Whether the backward of the next forward is reduced over processes.
+        self.require_backward_grad_sync = True
+        # Of the next forward that is reduced, in an average; None adds up its chunks' weights.
+        self._weight: float | None = None
+        Joinable.__init__(self)
 
     # --- what it is trained with -----------------------------------------------------------------
 
@@ -277,26 +257,24 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         assert self._made is not None
         return self._made
 
-    def _build(self) -> None:
-        """Make everything anew, for other processes, options or parameters."""
-        with self._forwards:
-            self._close_training()
-            self._made = Training(
-                self.module,
-                self.buffer_policy,
-                self.options,
-                self._runner,
-                self.timeline,
-                self._progress,
-                spread=self._spread,
-            )
-            self.buffer_sync.follow(self.module, self._made.processes)
+    def _build(self, lost: Training | None = None) -> Training:
+        """Make everything anew, for other processes, options or parameters.
 
-    def _renew(self, lost: Training) -> Training:
-        """Make new links, and new buckets, since what was sent may still write to the old ones."""
-        self._build()
-        self._training.reducer.go_on_from(lost.reducer)
-        return self._training
+        Buckets, too, since what was sent over links that are ``lost`` may still write to the old.
+        """
+        with self._forwards:
+            self._drop_training()
+            made = Training(self)
+            if lost is not None:
+                made.reducer.go_on_from(lost.reducer)
+            self.buffer_sync.follow(self.module, made.processes)
+            self._made = made
+            return made
+
+    def _drop_training(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
     def _change(self, **options: Any) -> None:
         """Take other options, which need everything made anew."""
@@ -306,12 +284,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _use_runner(self, runner: Runner) -> None:
         super()._use_runner(runner)
         if self._made is not None:
-            self._made = self._made.on(runner)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The processes."""
-        return self.options.process_group
+            self._made.use_devices(self)
 
     @property
     def reducer(self) -> Reducer:
@@ -322,17 +295,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @contextmanager
     def _begin(self, loss: Loss | None = None) -> Iterator[Call]:
-        weight = self._own.weight
-        if weight is not None:
-            self._own.weigh(None)
         # The clones are there once, so forwards of several threads come one after another.
         with nullcontext() if self._training.direct else self._forwards:
             buffers, uneven, options = self.buffer_sync, self._uneven, self.options
-            synchronizes = self.require_backward_grad_sync
+            synchronizes, weight = self.require_backward_grad_sync, None
             reduces = synchronizes and torch.is_grad_enabled()
-            joins = torch_internals.join_config(self).enable
             if reduces:
-                _refuse_outer(self)
+                weight, self._weight = self._weight, None
+            joins = torch_internals.join_config(self).enable
+            outer = torch_internals.active_torch_wrapper()
+            if outer is not None and reduces:
+                _refuse_outer(outer, self)
             training = self._up_to_date(reduces=reduces, joins=joins)
             if joins:
                 uneven.notify()
@@ -343,9 +316,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 uneven.tell(reduces=reduces)
             counts = options.average == "samples" and options.world_size > 1
             weighs = counts and reduces and weight is None
-            call = Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
-            with self._inside_ddp_forward(), training.telling("forward", reduces=reduces):
-                yield call
+            try:
+                yield Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
+            except BaseException as error:
+                if reduces:
+                    training.tell(error)
+                raise
             if sends and buffers.moment != PRE_FORWARD:
                 buffers.sync(uneven.source())
             self.require_forward_param_sync = reduces
@@ -355,18 +331,19 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         training, sends = self._training, self.buffer_sync.moment is not None
         self._check_can_go_on(training)
         needs_others = reduces or joins or (sends and self.will_sync_module_buffers())
-        is_lost = training.processes is not None and training.is_lost(needs_others=needs_others)
-        if is_lost:
-            training = self._renew(training)
+        if training.processes is not None and training.is_lost(needs_others=needs_others):
+            training = self._build(lost=training)
         elif not training.fits(self.module):
             # Nothing collective has happened, but that those which have joined hear of an error.
             count = self._uneven.notify()
-            with training.telling("forward", reduces=True):
+            try:
                 self._uneven.refuse_other_parameters(count)
-            self._build()
-            training = self._training
+            except RuntimeError as error:
+                training.tell(error)
+                raise
+            training = self._build()
         if needs_others and training.processes is not None:
-            self._connect()
+            training.processes.connect()
             self._progress.check()
         if reduces:
             statistics = training.reducer.statistics
@@ -374,17 +351,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if number >= statistics.due:
                 statistics.begin(number)
         return training
-
-    def _connect(self) -> None:
-        """Make the links to other processes where there are none; a collective call then."""
-        if self._lost_group and self._training.processes is not None:
-            raise RuntimeError(
-                "this wrapper was loaded from a pickle, which does not hold the process group that "
-                f"it was saved with, and the default group has {self.options.world_size} "
-                "processes; call update_process_group(group) in all processes of the group over "
-                "which its gradients are to be reduced, or evaluate its .module"
-            )
-        self._training.connect()
 
     def _check_can_go_on(self, training: Training) -> None:
         """Refuse what could not be done together with the other processes, in all of them."""
@@ -400,54 +366,24 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 "process, and wrap .module again"
             )
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        """The wrapper whose forward runs in this thread, or for which a replica runs in it."""
-        return _active.get()
-
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        token = _active.set(self)
-        try:
-            yield
-        finally:
-            _active.reset(token)
-
     # --- what its users say ----------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients of forwards within a ``with`` block to this process.
 
-        They are reduced over processes with those of the first backward after the block, as in
-        torch. Gradients are summed over the local replicas in any case.
+        They are reduced over processes with those of the first backward after the block. Gradients
+        are summed over the local replicas in any case.
         """
         self._read_vote()
-        before = self._own.synchronizes
-        self._own.say(synchronizes=False)
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._own.say(synchronizes=before)
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of this thread's next forward is reduced over processes.
-
-        Within :meth:`no_sync` it is a matter of the thread, and what is assigned ends with it.
-        """
-        within = self._own.synchronizes
-        return self._synchronizes if within is None else within
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        if self._own.synchronizes is None:
-            self._synchronizes = value
-        else:
-            self._own.say(synchronizes=value)
+            self.require_backward_grad_sync = before
 
     def set_weight(self, weight: float) -> None:
-        """Give this process's weight in ``average="samples"`` for this thread's next forward.
+        """Give this process's weight in ``average="samples"`` for the next forward that is reduced.
 
         Example::
 
@@ -473,7 +409,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 f"a weight must be finite and not negative, but got {weight}; pass the number of "
                 "samples or tokens of this process"
             )
-        self._own.weigh(float(weight))
+        self._weight = float(weight)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
@@ -547,20 +483,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There are such optimizers already.
             ValueError: The wrapper looks for gradients that are not finite.
         """
-        self.options.nonfinite.refuse_steps_in_backward()
         if self.options.optimizers is not None:
             raise RuntimeError("the parameters of this wrapper are stepped in backward already")
         trained = [p for p in self.module.parameters() if p.requires_grad]
         made = InBackwardOptimizers(optimizer_class, trained, **arguments)
         self._change(optimizers=made)
         return made
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        """Take an optimizer's steps in a hook; see :meth:`step_in_backward` for another way."""
-        overlapped = torch_internals.overlapped_optimizer(optim, optim_params, *args, **kwargs)
-        overlapped.register_ddp(self)
 
     def _set_static_graph(self) -> None:
         """Do as with ``static_graph=True``, before the first backward and in every process."""
@@ -585,16 +513,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         training = self._training
         self._check_can_go_on(training)
         if training.is_lost(needs_others=True):
-            training = self._renew(training)
+            training = self._build(lost=training)
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.values.carry()
         originals = dict(self.module.named_parameters())
-        buffers = dict(self.module.named_buffers())
         replicas = []
-        for i in range(len(self.device_ids)):
-            replica: dict[str, torch.Tensor] = {**originals, **buffers}
-            for (name, original), leaf in zip(originals.items(), leaves.rows[i], strict=True):
+        for row in leaves.rows:
+            replica: dict[str, torch.Tensor] = {**originals, **dict(self.module.named_buffers())}
+            for (name, original), leaf in zip(originals.items(), row, strict=True):
                 same = leaf.dtype == original.dtype
                 replica[name if same else f"{name} as {leaf.dtype}"] = leaf
             replicas.append(replica)
@@ -604,19 +531,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Reduce over other processes from now on; every process of the new group calls it."""
-        self._lost_group = False
         self._progress.settle()
-        self._change(process_group=chosen_group(process_group, None), separate=False)
-        self._training.connect()
+        self._change(process_group=find_group(process_group), separate=False)
+        if self._training.processes is not None:
+            self._training.processes.connect()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """As :meth:`update_process_group`; nothing in a process that is not in the group."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.update_process_group(new_process_group)
-
-    def reset_state(self) -> None:
-        """Forget a backward that was left unfinished by an error."""
-        self.reducer.reset()
 
     @property
     def num_skipped(self) -> int:
@@ -624,57 +547,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         An optimizer does not tell whether it has changed anything. A learning rate schedule that
         is not to go on with a skipped step compares this number.
-
-        Example::
-
-            model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"], nonfinite="skip")
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-            skipped = model.num_skipped
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            if model.num_skipped == skipped:
-                scheduler.step()
         """
         return self.options.nonfinite.num_skipped
-
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """Clip the gradients of all parameters of the module together, in place.
-
-        The same as ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)``. Nothing is sent:
-        after a synchronized backward gradients are the same in all processes.
-
-        Example::
-
-            model = DistributedDataParallel(nn.Linear(3, 1), ["cpu"], nonfinite="skip")
-            model(torch.ones(2, 3)).sum().backward()
-            total = model.clip_grad_norm(1.0)
-
-        Args:
-            max_norm: The largest norm that gradients may have together.
-            norm_type: The order of the norm; infinity for the largest element. Default: 2.
-            error_if_nonfinite: Whether a norm that is not finite is an error. Default: False.
-            foreach: Whether torch takes all gradients at once. Default: where it has kernels for
-                that.
-
-        Returns:
-            The norm that all gradients had together, 0-d, on the device of the first of them.
-
-        Raises:
-            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` was passed.
-        """
-        total: Tensor = torch.nn.utils.clip_grad_norm_(
-            self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
-        )
-        return total
-
-    clip_grad_norm_ = clip_grad_norm
 
     # --- the vote --------------------------------------------------------------------------------
 
@@ -722,14 +596,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                     optimizer.step()
                     optimizer.zero_grad()
 
-        An optimizer with a state (momentum, Adam) needs ``step``: parameters are equal at the end
-        anyway, but the state of an optimizer that has made fewer steps is not, and from the next
-        step on the processes would go apart. Without it, make a new optimizer after the block, or
-        use one that joins itself, with torch's ``Join([model, optimizer])``.
-
-        What a process computed under ``no_sync()`` after its last reduced backward is applied
-        nowhere: it stays in its ``.grad``, as in torch. Call ``zero_grad()`` after the block, or
-        let the last backward of each process be a reduced one.
+        An optimizer with a state (momentum, Adam) needs ``step``: where it has made fewer steps,
+        its state is another one, and the processes would go apart after the block. Or use one that
+        joins itself, with torch's ``Join([model, optimizer])``. What a process computed under
+        ``no_sync()`` after its last reduced backward stays in its ``.grad``, as in torch.
 
         Args:
             divide_by_initial_world_size: Whether gradients are always divided by the number of all
@@ -739,9 +609,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             throw_on_early_termination: Whether all processes raise a RuntimeError as soon as one
                 has no more. Default: False.
             step: Called in a process that has no more after each backward of the others whose
-                gradients are reduced, with these alone in ``.grad``. It does what the loop does
-                after each of them: clipping, the optimizer's step, that of a scheduler. Default:
-                nothing is called.
+                gradients are reduced, with these alone in ``.grad``, to do what the loop does
+                then: clipping, the optimizer's step. Default: nothing is called.
 
         Returns:
             The context manager for the training loop. Each forward in it is followed by one
@@ -753,9 +622,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: At its end, or in a forward, with ``throw_on_early_termination``.
             CollectiveTimeout: Another process did not come in time.
         """
-        if self._training.processes is None or not enable:
+        processes = self._training.processes
+        if processes is None or not enable:
             return nullcontext()
-        self._connect()
+        processes.connect()
         if not throw_on_early_termination:
             self._uneven.refuse_shared_statistics()
         return self._uneven.block(
@@ -814,11 +684,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         hook: BufferCommHook,
         comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let a hook bring the buffers of all processes together, in place of a broadcast.
-
-        ``hook(state, buffers)`` gets the buffers by name, to be changed in place, before or after
-        each forward. It may return futures, which are waited for at once.
-        """
+        """Let ``hook(state, buffers)`` bring the buffers of all processes together, in place."""
         self.buffer_sync.register(state, hook, comm_hook_location)
 
     # --- further names of torch's wrapper --------------------------------------------------------
@@ -874,18 +740,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Measure the first ten iterations, and then one in so many; 1 or more."""
         self.reducer.statistics.set_sample_rate(sample_rate)
 
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise a RuntimeError if the last backward failed outside of the replicas."""
-        if self.reducer.unfinished:
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration before starting a new "
-                "one: the last backward began a round and did not end it, since it failed outside "
-                "of the replicas; call reset_state() and repeat it"
-            )
-
     # --- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -895,32 +749,36 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         like making it.
         """
         super().close()
-        self._close_training()
-
-    def _close_training(self) -> None:
-        made, self._made = self._made, None
-        if made is not None:
-            made.close()
+        self._drop_training()
 
     def __getstate__(self) -> dict[str, Any]:
-        # See Note [Copies of a wrapper].
+        # See Note [Copies of a wrapper] in training.py.
+        if self.options.hook is not None:
+            _log.warning(
+                "the communication hook %s is not in a copy of the wrapper, which reduces "
+                "gradients as without a hook; call its register_comm_hook()",
+                self.options.hook.name,
+            )
         state = super().__getstate__()
-        # As in torch: the copy belongs to the default group of the process that makes it.
         for name in (*_NOT_COPIED, torch_internals.JOIN_CONFIG):
             state.pop(name, None)
-        return {
-            **state,
-            "options": replace(self.options, process_group=None, hook=None),
-            "_copied": CopiedState(self.process_group, self.options.hook, is_lost=self._lost_group),
-        }
+        return {**state, "options": replace(self.options, hook=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        copied = state.pop("_copied")
         super().__setstate__(state)
-        self.options = replace(self.options, process_group=copied.group, hook=copied.hook)
-        self._lost_group = copied.is_lost
         self._begin_life()
+
+
+def _default_devices(
+    module: nn.Module, group: dist.ProcessGroup | None
+) -> Sequence[DeviceLike] | None:
+    """The module's own device if others use the machine or it has several; None for all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    others = group is not None and (int(local) if local else dist.get_world_size(group)) > 1
+    if not others and not is_spread(module):
+        return None
+    first = next(module.parameters(), None)
+    return [torch.device("cpu") if first is None else first.device]
 
 
 def _refuse_frozen(module: nn.Module) -> None:
@@ -933,16 +791,13 @@ def _refuse_frozen(module: nn.Module) -> None:
         )
 
 
-def _refuse_outer(model: nn.Module) -> None:
+def _refuse_outer(outer: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:
     """Raise a RuntimeError in the forward of a ``DistributedDataParallel`` of torch around this.
 
     Its hooks on the parameters do not see the gradients that this wrapper delivers. At the end of
     backward it writes what it has seen over them: zeros. In a single process it does not.
     """
-    outer = torch_internals.active_torch_wrapper()
-    if outer is None or outer.process_group.size() == 1:
-        return
-    if any(part is model for part in outer.modules()):
+    if outer.process_group.size() > 1 and any(part is model for part in outer.modules()):
         raise RuntimeError(
             "torch's DistributedDataParallel is around this wrapper, and would set all gradients "
             "to zero; leave that one out, since this wrapper reduces gradients over the processes "

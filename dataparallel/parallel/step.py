@@ -18,7 +18,7 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.batch.gather import Joining, join_scalars
-from dataparallel.batch.scatter import SharedObjects, move
+from dataparallel.batch.scatter import SharedObjects
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
@@ -28,6 +28,7 @@ from dataparallel.parallel.buffers import BufferPolicy, merge_mean
 from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
+from dataparallel.replicas.values import Sharing
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.compile import CompiledCalls
 from dataparallel.threads.context import one_thread, refuse_transforms
@@ -46,16 +47,12 @@ _MAX_IDLE = 8
 
 
 class Lent(NamedTuple):
-    """The replicas of one forward, and what keeps them, if they are clones of ours.
-
-    Attributes:
-        replicas: One module per replica.
-        clones: What keeps them; None where the user or nobody does.
-        returns: Whether the clones go back to the runner.
-    """
+    """The replicas of one forward, and what keeps them."""
 
     replicas: Sequence[Any]
+    #: None where the user or nobody keeps them.
     clones: ModuleClones | None = None
+    #: Whether the clones go back to the runner.
     returns: bool = False
 
 
@@ -109,7 +106,12 @@ class Runner:
         standing = None if training is None else training.clones
         if standing is not None and standing.module is not module:
             standing = None
-        clones = standing or self._borrow(module)
+        clones = standing or _take(self._idle, lambda clones: clones.module is module)
+        if clones is None:
+            # A mean is written to the original, which must not be what a replica saved for
+            # backward.
+            sharing: Sharing = "none" if self._policy == "mean" else "first"
+            clones = ModuleClones(module, self.devices, sharing)
         try:
             replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
             if self._policy == "sync":
@@ -164,54 +166,43 @@ class Runner:
 
     def recognize(self, replicas: Sequence[Any]) -> Lent:
         """What was handed out as these replicas; nobody's clones if it was something else."""
-        for lent in list(self._shown):
-            if replicas and replicas[0] is lent.replicas[0]:
-                with contextlib.suppress(ValueError):
-                    self._shown.remove(lent)
-                    return lent._replace(replicas=replicas)
-        return Lent(replicas)
+        found = _take(self._shown, lambda lent: replicas and replicas[0] is lent.replicas[0])
+        return Lent(replicas) if found is None else found._replace(replicas=replicas)
 
-    def _borrow(self, module: nn.Module) -> ModuleClones:
-        for clones in list(self._idle):
-            if clones.module is module:
-                with contextlib.suppress(ValueError):
-                    self._idle.remove(clones)
-                    return clones
-        # A mean is written to the original, which must not be what a replica saved for backward.
-        return ModuleClones(module, self.devices, "none" if self._policy == "mean" else "first")
+
+def _take(items: deque[T], fits: Callable[[T], object]) -> T | None:
+    """Take the first item that fits out of what several threads may take from."""
+    for item in filter(fits, list(items)):
+        with contextlib.suppress(ValueError):
+            items.remove(item)
+            return item
+    return None
 
 
 class Chunks(NamedTuple):
-    """The arguments of the replicas in one forward.
-
-    Attributes:
-        args, kwargs: Positional and keyword arguments per replica.
-        sizes: Number of samples per replica.
-        shared: Objects that all replicas get; None without any.
-    """
+    """The arguments of the replicas in one forward."""
 
     args: Sequence[Any]
     kwargs: Sequence[Mapping[str, Any]]
+    #: Number of samples per replica.
     sizes: tuple[int, ...]
+    #: Objects that all replicas get; None without any.
     shared: SharedObjects | None = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one forward is told besides its inputs.
+    """What one forward is told besides its inputs."""
 
-    Attributes:
-        training: What the wrapper is trained with; None without a reducer.
-        weight: What this process counts in an average; None adds up its chunks.
-        weighs: Whether it matters what its chunks count.
-        synchronize: Whether the backward is reduced over processes.
-        loss: What each replica computes from its output. Default: nothing.
-    """
-
+    #: What the wrapper is trained with; None without a reducer.
     training: Training | None = None
+    #: What this process counts in an average; None adds up its chunks.
     weight: float | None = None
+    #: Whether it matters what its chunks count.
     weighs: bool = False
+    #: Whether the backward is reduced over processes.
     synchronize: bool = True
+    #: What each replica computes from its output, if anything.
     loss: Loss | None = None
 
 
@@ -220,22 +211,27 @@ def run(
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
     refuse_transforms(len(model.device_ids))
-    attempt = functools.partial(_run, model, call, inputs, kwargs)
     if model._splitter is None:
-        return attempt()
+        return _run(model, call, inputs, kwargs)
     criterion = None if call.loss is None else call.loss.module
+    attempt = functools.partial(_run, model, call, inputs, kwargs)
     return model._splitter.attempt(attempt, (model.module, criterion), (inputs, kwargs))
 
 
 def _run(
-    model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: DataParallel[Any],
+    call: Call,
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    is_first: bool = True,
 ) -> Any:
     """All of a forward that is repeated where a replica has too little memory."""
     runner, timeline, loss, training = model._runner, model.timeline, call.loss, call.training
     with timeline.span("scatter"), runner.quiet():
         must = call.weighs and not (loss is None and callable(model.scalars))
         chunks = model._split(inputs, kwargs, must=must)
-    if model._splitter is None or not model._splitter.is_repeating:
+    if is_first:
         timeline.call(chunks.sizes)
     direct = len(runner.devices) == 1 if training is None else training.direct
     if direct and training is None:
@@ -243,8 +239,7 @@ def _run(
     if direct and loss is None:
         with timeline.span("forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])
-        each = model.output_device == "each"
-        result = [output] if each else move(output, model.output_device)
+        result = model._whole([output], model.output_device)
     else:
         result = _run_replicas(model, call, chunks, direct=direct)
     if timeline.is_active and (training is None or direct):

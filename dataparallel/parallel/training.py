@@ -1,14 +1,25 @@
-"""What a distributed wrapper is trained with: leaves, reducer, links and standing clones."""
+"""What a distributed wrapper trains with: options, leaves, reducer, links and standing clones.
+
+Note [Copies of a wrapper]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A copy takes what describes the wrapper, and makes everything else anew at its first forward: the
+replicas, and the links to other processes if that forward needs them. All processes come to that
+forward; none of them has to come to the copying, which communicates with nobody.
+
+A copy within the process has the same process group. A pickle cannot hold it: who loads one gets
+the default group. No copy has gradients, since torch copies parameters without them, nor the
+communication hook, whose state belongs to the buckets of one wrapper.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +30,66 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import report
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.devices import is_accelerator
+from dataparallel.errors import suggesting
 from dataparallel.graph import originals
 from dataparallel.graph.cut import Cuts
 from dataparallel.optim.in_backward import StepsInBackward
-from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
-from dataparallel.parallel.mixed_precision import FULL, MixedPrecision
-from dataparallel.parallel.step import Runner
 from dataparallel.reducer.comm_hooks import ResolvedHook
-from dataparallel.reducer.exchange import Progress, ReducerProcesses, is_late
+from dataparallel.reducer.exchange import ReducerProcesses, is_late
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, trained_parameters
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.values import ReplicaParameters
-from dataparallel.threads.timeline import Timeline
+
+if TYPE_CHECKING:
+    from dataparallel.parallel.distributed import DistributedDataParallel
+
+_log = logging.getLogger("dataparallel")
 
 
-def default_group() -> dist.ProcessGroup | None:
-    """The default process group; None where there is none."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+@suggesting
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes with which replicas compute and send gradients.
+
+    The module's own parameters and their gradients keep their dtype, so optimizers and checkpoints
+    do not change. Only floating-point tensors are converted.
+
+    Example::
+
+        model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
+
+    Args:
+        param_dtype: Of the replicas' parameters and inputs. Default: no change.
+        reduce_dtype: Of the gradients that the reducer sends. Default: ``param_dtype``.
+        buffer_dtype: Of the module's buffers, which the constructor converts. Default: no change.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(config: Any) -> MixedPrecision:
+        """Read a configuration: None, one of this class, or torch's ``_MixedPrecision``."""
+        if config is None:
+            return MixedPrecision()
+        reduced = config.reduce_dtype or config.param_dtype
+        return MixedPrecision(config.param_dtype, reduced, config.buffer_dtype)
+
+    def convert_buffers(self, module: nn.Module) -> None:
+        """Convert the floating-point buffers of a module, in place."""
+        for buffer in module.buffers() if self.buffer_dtype else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self.buffer_dtype)
+
+    def convert_input(self, value: Any) -> Any:
+        """A leaf of a forward's arguments as the replicas get it; gradients flow back."""
+        converts = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.param_dtype) if converts else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +100,36 @@ class Options(ReducerOptions):
     #: Whether this process trains by itself on purpose, if there are others or not.
     separate: bool = False
     timeout: float | None = None
-    mixed_precision: MixedPrecision = FULL
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
     #: Takes the place of the all-reduce.
     hook: ResolvedHook | None = None
     #: What takes steps in backward.
     optimizers: StepsInBackward | None = None
+
+    def __post_init__(self) -> None:
+        caps = self.bucket_cap_mb
+        sizes = caps if isinstance(caps, Sequence) else [caps or 0.0]
+        if not sizes or min(sizes) < 0:
+            raise ValueError(f"bucket_cap_mb is one size or several, in MiB, but got {caps!r}")
+        if self.optimizers is not None:
+            self.nonfinite.refuse_steps_in_backward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        nonfinite, optimizers = copy.deepcopy((self.nonfinite, self.optimizers), memo)
+        return replace(self, nonfinite=nonfinite, optimizers=optimizers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group not in (None, default_group()):
+            _log.warning(
+                "the pickle of a wrapper does not hold its process group: who loads it gets the "
+                "default group, or calls update_process_group(group) of the wrapper"
+            )
+        return {**vars(self), "process_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = None if state["separate"] else default_group()
+        vars(self).update(state, process_group=group)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -71,159 +145,139 @@ class Options(ReducerOptions):
         """Refuse to train without a process group where there are several processes."""
         if self.separate or self.process_group is not None:
             return
-        separate = (
-            "pass process_group=False to train separately in each process: nothing is reduced or "
-            "compared between them then"
-        )
         world = default_group()
-        if world is not None and world.size() > 1:
+        launched = os.environ.get("WORLD_SIZE", "") if world is None else str(world.size())
+        if launched.isdecimal() and int(launched) > 1:
             raise RuntimeError(
-                f"this wrapper was made before the process group of {world.size()} processes, so "
-                "it would train by itself; call dp.init_process_group() first and make the wrapper "
-                f"after it, in every process, or {separate}"
-            )
-        launched = os.environ.get("WORLD_SIZE", "")
-        if world is None and launched.isdecimal() and int(launched) > 1:
-            raise RuntimeError(
-                f"WORLD_SIZE is {launched}, so this process is one of several, but there is no "
-                "process group: each process would train by itself. Call dp.init_process_group() "
-                f"before the module is wrapped, or {separate}"
+                f"this process is one of {launched}, but the wrapper has no group and "
+                "would train by itself; call dp.init_process_group() before the module is wrapped, "
+                "in every process, or pass process_group=False to train separately in each of "
+                "them: nothing is reduced or compared between them then"
             )
 
-    def check(self, policy: BufferPolicy) -> None:
-        """Raise a ValueError where options contradict each other."""
-        if policy == "sync" and self.average == "samples" and self.world_size > 1:
+
+#: Those that are no attributes of the wrapper.
+HIDDEN_OPTIONS = {"delayed", "hook", "optimizers", "separate"}
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def find_group(group: Any, mesh: Any = None) -> dist.ProcessGroup | None:
+    """The group that was passed, that of a mesh of one dimension, or the default one, if any."""
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("pass process_group or device_mesh, not both")
+        group = mesh.get_group()
+    if group is None or group is False:
+        return default_group() if group is None else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group is a torch.distributed.ProcessGroup (such as that of "
+            "torch.distributed.new_group(), in the processes that are its members), None for the "
+            f"default group, or False for none, but got {group!r} of type {type(group).__name__}"
+        )
+    return group
+
+
+class Training:
+    """Everything that belongs to one module, as it is now; making it communicates with nobody.
+
+    Attributes:
+        processes: The links; None where there is no other process and no hook.
+        batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
+            replicas of this process.
+        direct: Whether the module itself runs: there is nothing to reduce.
+    """
+
+    def __init__(self, model: DistributedDataParallel[Any]) -> None:
+        module, options, devices = model.module, model.options, model._runner.devices
+        policy = model.buffer_policy
+        if policy == "sync" and options.average == "samples" and options.world_size > 1:
             raise ValueError(
                 "buffers='sync' over several processes and average='samples' do not go together: "
                 "the weights would come after backward, when gradients have gone through the "
                 "statistics to other processes; multiply the loss by its process's share of the "
                 "samples, and use average='none'"
             )
-        if self.optimizers is not None:
-            self.nonfinite.refuse_steps_in_backward()
-
-
-class Training:
-    """Everything that belongs to one module, as it is now, on some devices.
-
-    Making it communicates with nobody; :meth:`connect` does. For other parameters another one is
-    made, and for other devices :meth:`on` makes one with the same reducer and links.
-
-    Args:
-        module: The original.
-        policy: What becomes of buffers.
-        options: How gradients are reduced.
-        runner: Runs the replicas.
-        timeline: Is told in which phase the replicas are.
-        progress: What the wrapper knows of its rounds.
-        spread: Whether the one replica is on several devices itself.
-
-    Attributes:
-        processes: The links; None where there is no other process and no hook.
-        reducer: Reduces over replicas and processes.
-        leaves: The parameters of the replicas.
-        clones: The replicas.
-        batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
-            replicas of this process.
-        direct: Whether the module itself runs: there is nothing to reduce.
-
-    Raises:
-        ValueError: A parameter is not on the first device, or options contradict each other.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: BufferPolicy,
-        options: Options,
-        runner: Runner,
-        timeline: Timeline,
-        progress: Progress,
-        *,
-        spread: bool = False,
-    ) -> None:
-        options.check(policy)
-        if not spread:
-            check_placement(module, runner.devices[0])
-        self._module, self._policy, self._spread = module, policy, spread
-        self._options, self._timeline = options, timeline
+        if not model._spread:
+            check_placement(module, devices[0])
+        self._module, self._options = module, options
         self.processes: ReducerProcesses | None = None
-        if options.process_group is not None and (options.world_size > 1 or options.hook):
-            self.processes = ReducerProcesses(options.process_group, options.timeout, progress)
+        group = options.process_group
+        if group is not None and (options.world_size > 1 or options.hook):
+            self.processes = ReducerProcesses(group, options.timeout, model._progress)
         parameters = list(module.parameters())
         dtype = options.mixed_precision.param_dtype
-        self.leaves = ReplicaParameters(parameters, runner.devices, dtype)
+        self.leaves = ReplicaParameters(parameters, devices, dtype)
         self._trained = trained_parameters(module)
+        trained = set(self._trained.indices)
+        self._untrained = [p for i, p in enumerate(parameters) if i not in trained]
         self.reducer = Reducer(
             self._trained,
             self._leaves_of_trained(),
             options,
             self.processes,
-            timeline=timeline,
+            timeline=model.timeline,
             nonfinite=options.nonfinite,
             hook=options.hook,
             optimizers=options.optimizers,
         )
+        self.batch_group: HybridGroup | None = None
         if self.processes is not None:
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
-        self.batch_group: HybridGroup | None = None
-        if policy == "sync" and self.processes is not None:
-            self.batch_group = HybridGroup(options.process_group, options.timeout)
-        self._place(runner)
+            if policy == "sync":
+                self.batch_group = HybridGroup(group, options.timeout)
+        self._make_replicas(model)
 
-    def _leaves_of_trained(self) -> list[list[nn.Parameter]]:
-        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
-
-    # --- the replicas ----------------------------------------------------------------------------
-
-    def _place(self, runner: Runner) -> None:
-        """Make what depends on the devices."""
-        options, devices = self._options, runner.devices
-        indices = self._trained.indices
-        parameters = list(self._module.parameters())
-        self._originals = [parameters[index] for index in indices]
-        self._untrained = [p for i, p in enumerate(parameters) if i not in set(indices)]
+    def _make_replicas(self, model: DistributedDataParallel[Any]) -> None:
+        options, policy, runner = self._options, model.buffer_policy, model._runner
+        devices = runner.devices
         self._cuts = Cuts(
             self.reducer.reduce,
-            self._originals,
+            self._trained.parameters,
             self._leaves_of_trained(),
             functools.partial(runner.run, phase="backward"),
-            together=self._policy == "sync" or any(is_accelerator(d) for d in devices),
+            together=policy == "sync" or any(is_accelerator(d) for d in devices),
             across_processes=self.processes is not None,
-            timeline=self._timeline,
+            timeline=model.timeline,
         )
         self.clones = ModuleClones(
             self._module,
             devices,
-            "none" if self._policy == "mean" and len(devices) > 1 else "first",
+            "none" if policy == "mean" and len(devices) > 1 else "first",
             leaves=self.leaves,
-            spread=self._spread,
+            spread=model._spread,
         )
-        alone = len(devices) == 1 and self.processes is None
         self.direct = (
-            alone
-            and options.mixed_precision == FULL
+            len(devices) == 1
+            and self.processes is None
+            and options.mixed_precision == MixedPrecision()
             and options.optimizers is None
             and not options.nonfinite.looks
         )
 
-    def on(self, runner: Runner) -> Training:
-        """The same on other devices from now on; the other processes need not know."""
+    def _leaves_of_trained(self) -> list[list[nn.Parameter]]:
+        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
+
+    def use_devices(self, model: DistributedDataParallel[Any]) -> None:
+        """Train on the wrapper's devices from now on; the other processes need not know."""
         self._cuts.retire()
-        other = copy.copy(self)
-        dtype = self._options.mixed_precision.param_dtype
-        other.leaves = ReplicaParameters(list(self._module.parameters()), runner.devices, dtype)
-        other.reducer.use_leaves(other._leaves_of_trained())
-        other._place(runner)
-        return other
+        parameters, dtype = self._module.parameters(), self._options.mixed_precision.param_dtype
+        self.leaves = ReplicaParameters(list(parameters), model._runner.devices, dtype)
+        self.reducer.use_leaves(self._leaves_of_trained())
+        self._make_replicas(model)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether leaves and reducer are right for a module and its parameters as they are now."""
         if self.direct or module is not self._module:
             return module is self._module
-        followed = self.clones.follow() and self.leaves.follow()
-        return followed and not any([p.requires_grad for p in self._untrained])
+        if not (self.clones.follow() and self.leaves.follow()):
+            return False
+        return not self._untrained or not any(p.requires_grad for p in self._untrained)
 
     def follow(self) -> None:
         """Look once more at the module, which code of the user's may have changed after `fits`."""
@@ -243,7 +297,7 @@ class Training:
         if precision.param_dtype is not None:
             args = [map_leaves(precision.convert_input, one) for one in args]
             kwargs = [map_leaves(precision.convert_input, one) for one in kwargs]
-        if self.direct or not torch.is_grad_enabled() or not self._originals:
+        if self.direct or not torch.is_grad_enabled() or not self._trained.parameters:
             return args, kwargs, None
         graphs = ReplicaGraphs(args, kwargs)
         return graphs.args, graphs.kwargs, graphs
@@ -251,11 +305,7 @@ class Training:
     def end(
         self, graphs: ReplicaGraphs, outputs: list[Any], *, weight: float, synchronize: bool
     ) -> list[Any]:
-        """The outputs with the cut behind them.
-
-        Raises:
-            RuntimeError: Their graphs lead to other workers.
-        """
+        """The outputs with the cut behind them; a RuntimeError if they lead to other workers."""
         followed = graphs.take(outputs)
         if not any(followed):
             return graphs.rebuild(followed) if graphs.is_written else outputs
@@ -273,21 +323,8 @@ class Training:
 
     # --- the processes ---------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Make the links to the other processes where there are none yet; a collective call then.
-
-        Raises:
-            ValueError: The processes have different modules.
-        """
-        if self.processes is not None:
-            self.processes.connect()
-
     def read_vote(self, *, needs_others: bool) -> None:
-        """Read what all processes have said about the last round, as far as they have.
-
-        Raises:
-            CollectiveError, CollectiveTimeout: Another process has failed since.
-        """
+        """Read the vote on the last round; raises where another process has failed since."""
         try:
             self.reducer.read_vote()
         except (CollectiveError, CollectiveTimeout) as error:
@@ -307,16 +344,10 @@ class Training:
         # The others may have ended, and what is left to do here is an evaluation.
         return self.processes.is_broken and needs_others
 
-    @contextlib.contextmanager
-    def telling(self, doing: str, *, reduces: bool) -> Iterator[None]:
-        """Let the other processes know of an exception, if they will wait for this process."""
-        try:
-            yield
-        except BaseException as error:
-            group = self._options.process_group
-            if reduces and self.processes is not None and group is not None:
-                report(error, doing, group)
-            raise
+    def tell(self, error: BaseException) -> None:
+        """Let the other processes, which will wait for this one, know why its forward failed."""
+        if self.processes is not None and self._options.process_group is not None:
+            report(error, "forward", self._options.process_group)
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""

@@ -211,18 +211,15 @@ class Balancer:
         self._handover.note_sizes(sizes)
         return sizes
 
-    def attempt(self, call: Callable[[], T], modules: Sequence[nn.Module | None], inputs: Any) -> T:
+    def attempt(
+        self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
+    ) -> T:
         """What the wrapper runs its forwards through. See Note [Too little memory]."""
         model = self._model()
         assert model is not None, "a wrapper is alive while it is called"
         syncs_buffers = model.buffer_policy == "sync" and num_processes(model) > 1
         obstacles = Obstacles(modules, inputs, syncs_buffers=syncs_buffers)
         return self._handover.attempt(call, modules, obstacles)
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether the forward under way is not the first attempt."""
-        return self._handover.is_repeating
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -363,9 +363,8 @@ class StepRollback:
 class _Attempt:
     """One attempt at a forward."""
 
-    def __init__(self, owner: MemoryHandover, *, is_first: bool) -> None:
+    def __init__(self, owner: MemoryHandover) -> None:
         self.owner = owner
-        self.is_first = is_first
         self.sizes: tuple[int, ...] = ()
         #: The replicas that ran out of memory.
         self.failed: set[int] = set()
@@ -415,12 +414,6 @@ class MemoryHandover:
             self._last_sizes = ()
             self.limits = [None if old is None else self.limits[old] for old in kept]
 
-    @property
-    def is_repeating(self) -> bool:
-        """Whether the forward under way in this thread is not the first attempt."""
-        attempt = _current.get()
-        return attempt is not None and attempt.owner is self and not attempt.is_first
-
     def note_sizes(self, sizes: Sequence[int]) -> None:
         """Remember how the batch of the forward under way is divided."""
         self._last_sizes = tuple(sizes)
@@ -432,14 +425,14 @@ class MemoryHandover:
 
     def attempt(
         self,
-        call: Callable[[], T],
+        call: Callable[..., T],
         modules: Sequence[nn.Module | None],
         obstacles: Obstacles,
     ) -> T:
         """Run a forward, again with other chunks as long as that may help.
 
         Args:
-            call: Splits the batch and runs the replicas.
+            call: Splits the batch and runs the replicas; told whether this is the first attempt.
             modules: The originals whose buffers it may write.
             obstacles: What may forbid to run it again, made just before.
 
@@ -450,10 +443,10 @@ class MemoryHandover:
         limits = list(self.limits)
         is_first = True
         while True:
-            attempt = _Attempt(self, is_first=is_first)
+            attempt = _Attempt(self)
             token = _current.set(attempt)
             try:
-                return call()
+                return call(is_first=is_first)
             except Exception as error:
                 if not is_out_of_memory(error) or not self._hand_over(attempt, error, obstacles):
                     if 1 in attempt.sizes_that_failed():
