@@ -27,16 +27,31 @@ backward of their own. They are found by going over the graphs from the outputs 
 takes half a microsecond per node; what is not a leaf of a replica is from outside. The cut takes
 these leaves as inputs, so whatever lies between them and the replicas is a part of the replicas'
 backward. The engine accumulates their gradients outside of it, and runs their hooks there.
+
+Note [What stands for an input]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The graph of a replica begins at leaves that share memory and version counter with its inputs. A
+module may write its inputs in place (``nn.ReLU(inplace=True)`` behind an encoder), which autograd
+refuses on a leaf and on a view of one. So the module is given what a node has made of the leaf: no
+leaf, no view, and the same memory. Only a leaf of the caller's own is given as a leaf, since the
+bare module could not write that either. An input that is given twice is one tensor in the replica.
+
+A write goes to memory that the caller sees, too, and with the bare module the caller's tensor is
+from then on a result of the module. So the replica's tensor becomes one more output of the cut, and
+the caller's tensor gets the history of that output. The same holds for an input that did not
+require grad and does so now. Of several replicas each has a copy of its chunk, and what it writes
+there nobody else sees.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -46,6 +61,7 @@ from dataparallel.graph import originals
 from dataparallel.graph.functions import (
     Identity,
     ReduceAddCoalesced,
+    apply_function,
     apply_in_backward,
     behind_own_nodes,
 )
@@ -88,6 +104,120 @@ class Ending:
     def __del__(self) -> None:
         if self._end is not None and self._lost is not None:
             self._lost()
+
+
+class ReplicaInputs:
+    """What one replica is given in one forward. See Note [What stands for an input].
+
+    Args:
+        values: Tensors, and anything else.
+
+    Attributes:
+        given: What the module is given in their places.
+        outer: The tensors that require grad, each once.
+        leaves: The leaves that stand for them in the replica's graph.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.given = list(values)
+        self.outer: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        # By the id of a tensor: this, what the module is given for it, and the history of that.
+        self._stands: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        self._written: list[torch.Tensor] = []
+        for position, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if id(value) not in self._stands:
+                given = value
+                if value.requires_grad:
+                    leaf = value.detach().requires_grad_()
+                    given = leaf if value.is_leaf else apply_function(Identity, leaf)[0]
+                    self.outer.append(value)
+                    self.leaves.append(leaf)
+                self._stands[id(value)] = value, given, _history(given)
+            self.given[position] = self._stands[id(value)][1]
+
+    def take_written(self) -> list[torch.Tensor]:
+        """The replica's tensors for inputs that the module has made a part of its graph.
+
+        Raises:
+            RuntimeError: Inputs share memory, and the module wrote some of them.
+        """
+        result: list[torch.Tensor] = []
+        for value, given, history in self._stands.values():
+            if _history(given) is history:
+                continue
+            self._written.append(value)
+            if given is value:
+                result.append(_taken_out(value))
+            else:
+                result.append(given)
+                self._refuse_shared(given)
+                # The cut comes behind what the caller's tensor was before the module wrote it.
+                before = apply_function(Identity, value)[0]
+                self.outer = [before if outer is value else outer for outer in self.outer]
+        return result
+
+    def _refuse_shared(self, written: torch.Tensor) -> None:
+        memory = written.untyped_storage().data_ptr()
+        sharing = [
+            given
+            for value, given, _ in self._stands.values()
+            if given is not value and given.untyped_storage().data_ptr() == memory
+        ]
+        if len(sharing) > 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in sharing)
+            raise RuntimeError(
+                "the module wrote an input in place that shares memory with another of its inputs "
+                f"(shapes {shapes}), so the gradient of the other would be wrong; pass one of them "
+                "as .clone(), or write a copy in forward"
+            )
+
+    def follow(self, results: list[torch.Tensor]) -> None:
+        """Make the caller's tensors results of the module; those of the cut are taken off a list.
+
+        Their memory is that of the results already.
+        """
+        for tensor in reversed(self._written):
+            result = results.pop()
+            if result.requires_grad:
+                with torch_internals.keep_versions((tensor,)):
+                    apply_function(_Written, tensor, result)
+            else:
+                tensor.detach_()
+
+
+def _history(tensor: torch.Tensor) -> Any:
+    return tensor.requires_grad and tensor.grad_fn
+
+
+def _taken_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The history of a tensor of the caller's, which it has from a replica; it is left without."""
+    history: torch.Tensor = apply_function(Identity, tensor)[0]
+    try:
+        tensor.detach_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the module wrote what requires grad into an input of shape {tuple(tensor.shape)} "
+            "that is a view of another tensor and does not require grad; pass it as .clone(), or "
+            "write a copy in forward"
+        ) from error
+    return history
+
+
+class _Written(torch.autograd.Function):
+    """A tensor whose memory holds ``result`` already."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Not None, which would lose the gradient of what lies around a view.
+        return torch.zeros_like(grad), grad
 
 
 class Cuts:
@@ -136,42 +266,65 @@ class Cuts:
         ]
 
     def connect(
-        self, outer: _Rows, inputs: _Rows, outputs: _Rows, *, synchronize: bool, weight: float
-    ) -> _Rows:
+        self,
+        inputs: Sequence[ReplicaInputs],
+        outputs: Sequence[list[Any]],
+        *,
+        synchronize: bool,
+        weight: float,
+    ) -> list[list[Any]]:
         """Put the cut of one forward into the caller's graph.
 
         Args:
-            outer: Per replica, the tensors of its inputs that require grad.
-            inputs: The leaves that stand for them in the replica's graph.
-            outputs: Per replica, the outputs that require grad; at least one.
+            inputs: What the replicas were given.
+            outputs: Per replica what has come out, tensors and anything else.
             synchronize: Whether to reduce over processes.
             weight: The weight of this process in an average over samples.
 
         Returns:
-            Per replica, what stands for its outputs in the caller's graph: the same memory.
-        """
-        outside, shared = self._from_outside(inputs, outputs)
-        if outside:
-            outer = [[*outer[0], *outside], *outer[1:]]
-            inputs = [[*inputs[0], *outside], *inputs[1:]]
-        separate = not (self._together or outside or shared)
-        cut = Cut(self, separate, synchronize, weight, outside, family=object())
-        return cut.connect(outer, inputs, outputs)
+            The outputs; for those that require grad what stands for them in the caller's graph, in
+            the same memory.
 
-    def _from_outside(self, inputs: _Rows, outputs: _Rows) -> tuple[list[torch.Tensor], bool]:
+        Raises:
+            RuntimeError: Their graphs lead to other workers.
+        """
+        rows = [[*row, *one.take_written()] for row, one in zip(outputs, inputs, strict=True)]
+        followed = [list(filter(_is_followed, row)) for row in rows]
+        if any(followed):
+            if originals.passes.reach_other_workers(followed):
+                raise RuntimeError(
+                    "the wrapped module calls other workers in its forward, or computes with "
+                    "results of such calls that are not among its arguments; call the workers "
+                    "outside of the wrapper and pass their results to it, or use the bare module "
+                    "(.module of the wrapper)"
+                )
+            outside, shared = self._from_outside(inputs, followed)
+            separate = not (self._together or outside or shared)
+            cut = Cut(self, separate, synchronize, weight, outside)
+            outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
+            outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
+            results = chain(*cut.connect(outer, leaves, followed))
+            rows = [[next(results) if _is_followed(x) else x for x in row] for row in rows]
+        for row, one in zip(rows, inputs, strict=True):
+            one.follow(row)
+        return rows
+
+    def _from_outside(
+        self, inputs: Sequence[ReplicaInputs], outputs: _Rows
+    ) -> tuple[list[torch.Tensor], bool]:
         """Leaves from outside, and whether a node leads to leaves of several replicas.
 
         See Note [Tensors from outside].
         """
         owner = dict(self._replica_of)
-        for index, row in enumerate(inputs):
-            owner.update(dict.fromkeys(map(id, row), index))
+        for index, one in enumerate(inputs):
+            owner.update(dict.fromkeys(map(id, one.leaves), index))
         found: list[torch.Tensor] = []
         shared = False
         for index, row in enumerate(outputs):
             for key, leaf in _leaves_behind(row, self._ends[index]).items():
                 # An anchor is no concern of users, but replicas meet in what leads to it.
-                if key not in owner and not hasattr(leaf, "_dataparallel_anchor"):
+                if key not in owner and not isinstance(leaf, _Anchor):
                     found.append(leaf)
                 # That of another replica, where this one alone uses what they have in common.
                 shared |= owner.setdefault(key, index) != index
@@ -193,7 +346,6 @@ class Cut:
         synchronize: See there, as ``weight``.
         weight: See there.
         outside: Leaves among the inputs of replica 0 that stand for nothing but themselves.
-        family: The same in all cuts around graphs that lead through each other.
     """
 
     def __init__(
@@ -203,38 +355,49 @@ class Cut:
         synchronize: bool,
         weight: float,
         outside: Sequence[torch.Tensor],
-        family: object,
     ) -> None:
         self.cuts, self.separate, self.outside = cuts, separate, outside
-        self.synchronize, self.weight, self.family = synchronize, weight, family
-        self._node: weakref.ref[Any] | None = None
-        #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
-        self.ending: weakref.ref[Ending] | None = None
-        # The backward in which this cut has run last, and whether it runs now.
-        self._task: int | None = None
-        self._running = False
+        self.synchronize, self.weight = synchronize, weight
+        # The same in all cuts around graphs that lead through each other.
+        self._family = object()
 
     def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
-        """Put the cut into the caller's graph."""
-        first = next(chain(*outputs)).device
+        """Put the cut into the caller's graph.
+
+        Args:
+            outer: Per replica, the caller's tensors that the outputs are computed from.
+            inputs: The leaves that stand for them in the replica's graph.
+            outputs: Per replica, the outputs that require grad; at least one.
+
+        Returns:
+            Per replica, what stands for its outputs in the caller's graph.
+        """
+        cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
         # One backward may begin at the outputs of all replicas, with the stream of the first.
         self.outputs = [behind_own_nodes(row, first) for row in outputs]
-        cuts = self.cuts
+        # The backward in which this cut has run last, and whether it runs now.
+        self._task: int | None = None
+        self._running = False
         tensors = behind_own_nodes([*chain(*outer), *cuts.originals], first)
         # Without the search for functorch's wrappers, which looks at every parameter.
         apply: Any = super(torch.autograd.Function, _Node).apply
         results = apply(self, cuts.anchor, *tensors)
-        self._node = weakref.ref(results[0].grad_fn)
-        cuts.outstanding.add(self)
+        self._node: weakref.ref[Any] = weakref.ref(results[0].grad_fn)
+        #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
+        self.ending: weakref.ref[Ending] | None = None
         if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
             self.ending = weakref.ref(Ending())
+        cuts.outstanding.add(self)
         return _in_rows(outputs, results)
+
+    def around_gradients(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
+        """Another cut, around the graphs of gradients of this one."""
+        return copy.copy(self).connect(outer, inputs, outputs)
 
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
         """The gradients of the inputs, and of the originals where the engine is to have them."""
-        wanted = _wanted(node, self.inputs, self.cuts.anchor)
-        backward = _Backward(self, _in_rows(self.outputs, grads), wanted, self._others_to_come())
+        backward = _Backward(self, node, grads)
         self._running = True
         try:
             with _set_aside(self.outside) if self.outside else contextlib.nullcontext():
@@ -242,12 +405,12 @@ class Cut:
         finally:
             self._running = False
 
-    def _others_to_come(self) -> list[Cut]:
+    def others_to_come(self) -> list[Cut]:
         """The cuts of the wrapper that run later in the same backward."""
         task = self._task = torch_internals.current_graph_task_id()
         found = []
         for other in list(self.cuts.outstanding):
-            node = None if other._node is None else other._node()
+            node = other._node()
             if node is None:
                 self.cuts.outstanding.discard(other)
             elif other._task != task and will_execute(node):
@@ -261,9 +424,8 @@ class Cut:
         if torch_internals.keeps_graph() or self.outside:
             return True
         for other in list(self.cuts.outstanding):
-            if other is self or other.family is not self.family:
-                continue
-            if other._running or other in others:
+            related = other is not self and other._family is self._family
+            if related and (other._running or other in others):
                 return True
         return False
 
@@ -284,60 +446,52 @@ class _Node(torch.autograd.Function):
         return (None, None, *inputs, *parameters)
 
 
-class _Wanted(NamedTuple):
-    """The gradients that one backward is about."""
-
-    #: Per replica and input.
-    inputs: list[list[bool]]
-    #: Per original.
-    parameters: list[bool]
-    #: Whether it is a plain ``backward()``.
-    everything: bool = True
-    #: Whether gradients of originals are returned by ``torch.autograd.grad``.
-    captured: bool = False
-
-
-def _wanted(node: Any, inputs: _Rows, anchor: torch.Tensor) -> _Wanted:
-    """What is wanted of a cut, in its backward."""
-    # The first two arguments of forward are not the caller's.
-    needed = iter(node.needs_input_grad[2:])
-    if will_execute(_node_of(anchor)):
-        return _Wanted(_in_rows(inputs, needed), list(needed))
-    num_inputs = len(list(chain(*inputs)))
-    captured = False
-    answers = []
-    # One entry for each argument of forward that is a tensor: the anchor comes first.
-    for position, (leaf, number) in enumerate(node.next_functions[1:]):
-        # Of leaves alone torch tells whether their gradient is captured.
-        if leaf is not None and leaf.name() == f"{Identity.__name__}Backward":
-            leaf = leaf.next_functions[number][0]
-        try:
-            answer = bool(next(needed) and leaf is not None and will_execute(leaf))
-        except RuntimeError:
-            # torch's way to say that autograd.grad captures the gradient of this leaf.
-            answer = True
-            captured |= position >= num_inputs
-        answers.append(answer)
-    return _Wanted(_in_rows(inputs, answers), answers[num_inputs:], False, captured)
-
-
 class _Backward:
     """One backward through the graphs of all replicas."""
 
-    def __init__(self, cut: Cut, grads: _MaybeRows, wanted: _Wanted, others: Sequence[Cut]) -> None:
+    def __init__(self, cut: Cut, node: Any, grads: Sequence[MaybeTensor]) -> None:
         self._cut, self._cuts = cut, cut.cuts
-        self._grads, self._wanted = grads, wanted
-        self._batched = torch_internals.any_batched(chain(*grads))
-        self._last = not others
-        self._keep = cut.keeps_graph(others)
+        self._grads = _in_rows(cut.outputs, grads)
+        self._batched = torch_internals.any_batched(grads)
+        others = cut.others_to_come()
+        self._last, self._keep = not others, cut.keeps_graph(others)
+        # Whether it is a plain `backward()`, and whether it is a `torch.autograd.grad` that returns
+        # gradients of originals.
+        self._everything = will_execute(_node_of(cut.cuts.anchor))
+        self._captured = False
+        # The first two arguments of forward are not the caller's.
+        wanted = node.needs_input_grad[2:]
+        if not self._everything:
+            wanted = self._asked(node, wanted)
+        # Per replica and input, and per original.
+        self._inputs: list[list[bool]] = _in_rows(cut.inputs, wanted)
+        self._parameters: Sequence[bool] = wanted[sum(map(len, cut.inputs)) :]
+
+    def _asked(self, node: Any, needed: Sequence[bool]) -> list[bool]:
+        """Which gradients a backward with `inputs=`, or a `torch.autograd.grad`, is about."""
+        num_inputs = sum(map(len, self._cut.inputs))
+        answers = []
+        # One entry for each argument of forward that is a tensor: the anchor comes first.
+        edges = node.next_functions[1:]
+        for position, ((leaf, number), need) in enumerate(zip(edges, needed, strict=True)):
+            # Of leaves alone torch tells whether their gradient is captured.
+            if leaf is not None and leaf.name() == f"{Identity.__name__}Backward":
+                leaf = leaf.next_functions[number][0]
+            try:
+                answer = bool(need and leaf is not None and will_execute(leaf))
+            except RuntimeError:
+                # torch's way to say that autograd.grad captures the gradient of this leaf.
+                answer = True
+                self._captured |= position >= num_inputs
+            answers.append(answer)
+        return answers
 
     def run(self) -> _Results:
         """See :meth:`Cut.backward`."""
         if torch.is_grad_enabled():
-            self._refuse_batches()
             return self._differentiable()
-        if self._wanted.captured or not any(self._wanted.parameters):
-            return self._captured()
+        if self._captured or not any(self._parameters):
+            return self._captured_gradients()
         return self._accumulated()
 
     def _accumulated(self) -> _Results:
@@ -350,9 +504,10 @@ class _Backward:
                 with originals.passes.outside():
                     self._each(self._accumulate)
             finally:
-                for leaf in chain(*cut.inputs):
-                    found.append(leaf.grad)
-                    leaf.grad = None
+                leaves = list(chain(*cut.inputs))
+                found.extend(originals.IN_GRAD.read(leaves))
+                for leaf in leaves:
+                    originals.IN_GRAD.write(leaf, None)
 
         parameters = self._cuts.reduce(
             backward,
@@ -362,19 +517,17 @@ class _Backward:
             last=self._last,
             ending=cut.ending,
         )
-        wanted = chain(*self._wanted.inputs)
+        wanted = chain(*self._inputs)
         inputs = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
         return inputs, parameters
 
     def _accumulate(self, replicas: Sequence[int]) -> None:
-        chosen = None
-        if not self._wanted.everything:
-            chosen = [leaf for replica in replicas for leaf in self._chosen(replica)]
+        chosen = None if self._everything else [*chain(*map(self._chosen, replicas))]
         outputs, grads = self._roots(replicas, self._grads)
         if outputs:
             torch.autograd.backward(outputs, grads, retain_graph=self._keep, inputs=chosen)
 
-    def _captured(self) -> _Results:
+    def _captured_gradients(self) -> _Results:
         """Gradients are returned and put nowhere, as ``torch.autograd.grad`` asks."""
         self._refuse_to_leave_out_processes()
         found: _MaybeRows = [[] for _ in self._grads]
@@ -389,6 +542,13 @@ class _Backward:
 
     def _differentiable(self) -> _Results:
         """Gradients that have a graph: a cut of their own, around the graphs of the gradients."""
+        if self._batched:
+            raise RuntimeError(
+                "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) cannot "
+                "have a graph in DistributedDataParallel; leave out create_graph=True, compute one "
+                "after the other (vectorize=False), or use the bare module (.module of the "
+                "wrapper) or DataParallel"
+            )
         self._refuse_to_leave_out_processes()
         cut = self._cut
         leaves = [[_leaf_for(grad) for grad in row] for row in self._grads]
@@ -402,8 +562,7 @@ class _Backward:
                 if grad is not None and leaf is not None and leaf is not grad:
                     outer[replica].append(grad)
                     inputs[replica].append(leaf)
-        again = Cut(self._cuts, cut.separate, cut.synchronize, cut.weight, cut.outside, cut.family)
-        connected = chain(*again.connect(outer, inputs, outputs))
+        connected = chain(*cut.around_gradients(outer, inputs, outputs))
         for row in found:
             row[:] = [next(connected) if g is not None and g.requires_grad else g for g in row]
         return self._sorted(found)
@@ -437,8 +596,8 @@ class _Backward:
 
     def _chosen(self, replica: int) -> list[torch.Tensor]:
         """The leaves of a replica whose gradients are wanted: its inputs, then its parameters."""
-        inputs = compress(self._cut.inputs[replica], self._wanted.inputs[replica])
-        return [*inputs, *compress(self._cuts.leaves[replica], self._wanted.parameters)]
+        inputs = compress(self._cut.inputs[replica], self._inputs[replica])
+        return [*inputs, *compress(self._cuts.leaves[replica], self._parameters)]
 
     def _roots(
         self, replicas: Sequence[int], grads: _MaybeRows
@@ -457,8 +616,8 @@ class _Backward:
         """What was found for the chosen leaves, as gradients of the inputs and of the originals."""
         inputs: list[MaybeTensor] = []
         columns: list[MaybeTensor] = []
-        parameters = self._wanted.parameters
-        for row, wanted in zip(found, self._wanted.inputs, strict=True):
+        parameters = self._parameters
+        for row, wanted in zip(found, self._inputs, strict=True):
             left = iter(row)
             inputs += [next(left, None) if want else None for want in wanted]
             columns += [next(left, None) if want else None for want in parameters]
@@ -467,17 +626,8 @@ class _Backward:
         home = self._cuts.originals[0].device
         return inputs, apply_in_backward(ReduceAddCoalesced, home, len(parameters), *columns)
 
-    def _refuse_batches(self) -> None:
-        if self._batched:
-            raise RuntimeError(
-                "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) cannot "
-                "have a graph in DistributedDataParallel; leave out create_graph=True, compute one "
-                "after the other (vectorize=False), or use the bare module (.module of the "
-                "wrapper) or DataParallel"
-            )
-
     def _refuse_to_leave_out_processes(self) -> None:
-        if self._cuts.across_processes and any(self._wanted.parameters):
+        if self._cuts.across_processes and any(self._parameters):
             raise RuntimeError(
                 "gradients of parameters that torch.autograd.grad returns, or that are computed "
                 "with create_graph=True, would not be reduced over the processes; call "
@@ -495,24 +645,25 @@ def _node_of(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _leaves_behind(outputs: Sequence[torch.Tensor], known: set[Any]) -> dict[int, torch.Tensor]:
     """The leaves that outputs were computed from, by their ids; without those of known nodes."""
     found: dict[int, torch.Tensor] = {}
-    pending = list(map(_node_of, outputs))
+    pending = list(dict.fromkeys(map(_node_of, outputs)))
     # Without the leaves' nodes: the more objects stay, the sooner Python looks for garbage.
-    seen = {None, *known}
-    while pending:
-        node = pending.pop()
+    seen = {None, *known, *pending}
+    for node in pending:
         edges = node.next_functions
-        if not edges:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                found[id(leaf)] = leaf
-        elif node not in seen:
-            seen.add(node)
-            for after, _ in edges:
-                if after not in seen:
-                    pending.append(after)
+        leaf = None if edges else getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        for after, _ in edges:
+            if after not in seen:
+                seen.add(after)
+                pending.append(after)
     return found
 
 
@@ -522,28 +673,30 @@ def _leaf_for(grad: MaybeTensor) -> MaybeTensor:
     return grad.detach().requires_grad_()
 
 
-def make_anchor() -> torch.Tensor:
+class _Anchor(torch.nn.Parameter):
     """A leaf that is found in graphs, but is no concern of users."""
-    anchor = torch.zeros((), requires_grad=True)
-    anchor._dataparallel_anchor = True  # type: ignore[attr-defined]
-    return anchor
+
+
+def make_anchor() -> torch.Tensor:
+    """A leaf that tells, by whether a backward comes to it, what is going on."""
+    return _Anchor(torch.zeros(()))
 
 
 @contextlib.contextmanager
 def _set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """A ``with`` block in which leaves have neither gradients nor hooks."""
-    grads = [leaf.grad for leaf in leaves]
+    grads = originals.IN_GRAD.read(leaves)
     both = (torch_internals.backward_hooks, torch_internals.post_accumulate_grad_hooks)
     tables = [table for leaf in leaves for hooks in both if (table := hooks(leaf))]
     kept = [dict(table) for table in tables]
     for leaf in leaves:
-        leaf.grad = None
+        originals.IN_GRAD.write(leaf, None)
     for table in tables:
         table.clear()
     try:
         yield
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
+            originals.IN_GRAD.write(leaf, grad)
         for table, entries in zip(tables, kept, strict=True):
             table.update(entries)

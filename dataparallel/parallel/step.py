@@ -255,9 +255,9 @@ def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direc
         joining = Joining("stack", chunks.sizes)
         if loss is None:
             joining = join_scalars(model.scalars, *chunks[:3], weighs=call.weighs)
-        args, kwargs, graphs = chunks.args, chunks.kwargs, None
+        args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
-            args, kwargs, graphs = training.begin(args, kwargs)
+            args, kwargs, given = training.begin(args, kwargs)
         replicas = Lent([model.module]) if direct else model._replicas(len(args), training)
     guarded = contextlib.nullcontext() if chunks.shared is None else chunks.shared
     with runner.using(replicas, chunks.sizes):
@@ -272,9 +272,9 @@ def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direc
             with runner.using(criteria, chunks.sizes), guarded:
                 outputs = runner.run([functools.partial(loss, timeline, *entry) for entry in each])
     with timeline.span("gather"):
-        if training is not None and graphs is not None:
+        if training is not None and given is not None:
             weight = float(sum(joining.counts)) if call.weight is None else call.weight
-            outputs = training.end(graphs, outputs, weight=weight, synchronize=call.synchronize)
+            outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
         if loss is not None:
             place = model.device_ids[0] if model.output_device == "each" else model.output_device
             return loss.combine(outputs, place)

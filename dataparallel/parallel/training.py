@@ -26,15 +26,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel import kernels
+from dataparallel.batch.tree import flatten
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import report
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import suggesting
-from dataparallel.graph import originals
-from dataparallel.graph.cut import Cuts
+from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.optim.in_backward import StepsInBackward
-from dataparallel.parallel.inputs import ReplicaGraphs, map_leaves
 from dataparallel.reducer.comm_hooks import ResolvedHook
 from dataparallel.reducer.exchange import ReducerProcesses, is_late
 from dataparallel.reducer.nonfinite import NonFinitePolicy
@@ -291,35 +290,32 @@ class Training:
 
     def begin(
         self, args: Sequence[Any], kwargs: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any], ReplicaGraphs | None]:
-        """The arguments that the replicas get, and their graphs where gradients are computed."""
+    ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
+        """The arguments that the replicas get, and their inputs where gradients are computed."""
         precision = self._options.mixed_precision
-        if precision.param_dtype is not None:
-            args = [map_leaves(precision.convert_input, one) for one in args]
-            kwargs = [map_leaves(precision.convert_input, one) for one in kwargs]
-        if self.direct or not torch.is_grad_enabled() or not self._trained.parameters:
+        follows = not self.direct and torch.is_grad_enabled() and bool(self._trained.parameters)
+        if not follows and precision.param_dtype is None:
             return args, kwargs, None
-        graphs = ReplicaGraphs(args, kwargs)
-        return graphs.args, graphs.kwargs, graphs
+        inputs: list[ReplicaInputs] = []
+        pairs = []
+        for pair in zip(args, kwargs, strict=True):
+            values, structure = flatten(pair)
+            if precision.param_dtype is not None:
+                values = list(map(precision.convert_input, values))
+            if follows:
+                inputs.append(ReplicaInputs(values))
+                values = inputs[-1].given
+            pairs.append(structure.rebuild(values))
+        args, kwargs = zip(*pairs, strict=True)
+        return args, kwargs, inputs if follows else None
 
     def end(
-        self, graphs: ReplicaGraphs, outputs: list[Any], *, weight: float, synchronize: bool
+        self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
     ) -> list[Any]:
-        """The outputs with the cut behind them; a RuntimeError if they lead to other workers."""
-        followed = graphs.take(outputs)
-        if not any(followed):
-            return graphs.rebuild(followed) if graphs.is_written else outputs
-        if originals.passes.reach_other_workers(followed):
-            raise RuntimeError(
-                "the wrapped module calls other workers in its forward, or computes with results "
-                "of such calls that are not among its arguments; call the workers outside of the "
-                "wrapper and pass their results to it, or use the bare module (.module of the "
-                "wrapper)"
-            )
-        connected = self._cuts.connect(
-            graphs.outer, graphs.leaves, followed, weight=weight, synchronize=synchronize
-        )
-        return graphs.rebuild(connected)
+        """The outputs with the cut behind them."""
+        rows, structures = zip(*map(flatten, outputs), strict=True)
+        connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
+        return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
 
     # --- the processes ---------------------------------------------------------------------------
 
