@@ -206,8 +206,7 @@ class UnevenInputs(JoinHook):
                 p: p.grad.clone() if viewed and p.grad is not None else p.grad for p in parameters
             }
         _put(dict.fromkeys(parameters))
-        results = zip(parameters, reducer.reduce(lambda: None, has_data=False), strict=True)
-        _put({parameter: grad for parameter, grad in results if grad is not None})
+        reducer.reduce(lambda: None, has_data=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: have the parameters and buffers of one that joined last."""

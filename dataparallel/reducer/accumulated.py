@@ -94,13 +94,6 @@ class Accumulated:
                 found[index] = grad.detach() if reduced is None else grad.detach() - reduced
         return found
 
-    def left_by_no_sync(self) -> set[int]:
-        """Parameters for which a backward under ``no_sync`` may have left something."""
-        if not self._unreduced:
-            return set()
-        grads = enumerate(self.home.read(self._originals))
-        return {index for index, grad in grads if grad is not None and index in self._unreduced}
-
     def changed(self) -> list[int]:
         """For sums, parameters of which nobody knows how much of ``.grad`` is reduced."""
         if not self._summed:

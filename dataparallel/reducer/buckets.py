@@ -190,7 +190,7 @@ class Buckets:
     ) -> None:
         self.ordered = order is not None
         self.plan = make_plan(trained, options, order, sends=sends)
-        originals, names, expect_sparse = trained.parameters, trained.names, trained.sparse
+        self.originals, self.names = originals, names = trained.parameters, trained.names
         when = "before the first backward" if order is None else "in the order of arrival"
         _log_plan(self.plan, names, when)
         reduced = trained.num_reduced if sends else 0
@@ -206,7 +206,7 @@ class Buckets:
             members = [originals[i] for i in indices]
             reduces = indices[0] < reduced
             storage = None
-            if reduces and not expect_sparse[indices[0]]:
+            if reduces and not trained.sparse[indices[0]]:
                 storage = BucketStorage(members, options.reduce_dtype)
             self.all.append(
                 Bucket(

@@ -2,9 +2,9 @@
 
 Note [Order of collectives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Processes must launch the same collectives in the same order. Buckets may become ready in another
-order, and in different threads; they are launched by their numbers, by whichever thread finds the
-next one ready, and by one thread at a time. The vote goes through a group of its own, so it cannot
+Processes must launch the same collectives in the same order. Buckets may become ready in different
+threads; they are summed and launched by their numbers, by one thread at a time: a thread that finds
+another one at it leaves its bucket to that. The vote goes through a group of its own, so it cannot
 be mistaken for a bucket.
 
 Note [The vote]
@@ -34,7 +34,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -367,10 +366,6 @@ class Exchange:
         self._weight = weight
         self._sender = sender
         self._in_rank_order = in_rank_order
-        self._gives_up = False
-        self._is_stuck = False
-        self._lock = threading.Lock()
-        self._loaded: dict[int, torch.Tensor] = {}
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
         self._total: tuple[torch.Tensor, Pending] | None = None
@@ -388,7 +383,7 @@ class Exchange:
     @property
     def last(self) -> int:
         """The number of the bucket that leaves when the whole backward has ended."""
-        return len(self._buckets) - 1
+        return max(len(self._buckets) - 1, 0)
 
     @functools.cached_property
     def _share(self) -> float:
@@ -405,38 +400,25 @@ class Exchange:
 
     # --- sent ------------------------------------------------------------------------------------
 
-    def submit(self, bucket: Bucket, sums: Gradients) -> None:
-        """Hand over the sums of a bucket over the replicas of this process."""
+    def send(self, bucket: Bucket, sums: Gradients) -> None:
+        """Launch the next bucket, with the sums over the replicas of this process."""
         # A communication hook divides by the number of processes.
         times = 1 if self._sender is None else self.processes.world_size
-        self._loaded[bucket.number] = bucket.load(sums, self._share * times)
-        self._launch()
+        self._launch(bucket, bucket.load(sums, self._share * times))
 
-    def _launch(self) -> None:
-        while True:
-            with self._lock:
-                number = len(self._sent)
-                if self._is_stuck or number not in self._loaded:
-                    return
-                try:
-                    sent = self._send(self._buckets[number], self._loaded[number])
-                except Exception as error:
-                    if not self._gives_up:
-                        raise
-                    self._get_stuck(number, error)
-                    return
-                self._sent.append(sent)
-
-    def _send(self, bucket: Bucket, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _launch(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         link = self.processes.buckets
+        wait: Callable[[], torch.Tensor]
         if bucket.storage is not None and self._sender is not None:
             dense = [each.number for each in self._buckets if each.storage is not None]
             is_last = bucket.number == dense[-1]
-            return self._sender.send(bucket, bucket.storage, is_last=is_last)
-        if bucket.storage is not None and self._in_rank_order:
-            return functools.partial(_sum_in_order, link, tensor, bucket.name)
-        pending = link.all_reduce(tensor, what=bucket.name)
-        return functools.partial(_wait, pending, tensor)
+            wait = self._sender.send(bucket, bucket.storage, is_last=is_last)
+        elif bucket.storage is not None and self._in_rank_order:
+            wait = functools.partial(_sum_in_order, link, tensor, bucket.name)
+        else:
+            pending = link.all_reduce(tensor, what=bucket.name)
+            wait = functools.partial(_wait, pending, tensor)
+        self._sent.append(wait)
 
     # --- received --------------------------------------------------------------------------------
 
@@ -473,20 +455,19 @@ class Exchange:
 
     def _give_up(self) -> None:
         """Let the hook send zeros for what is left, since the others wait for them."""
-        self._gives_up = True
-        for bucket in self._buckets:
+        for bucket in self._buckets[len(self._sent) :]:
             if self.processes.control.look() is not None:
                 return
-            if bucket.number not in self._loaded:
-                self._loaded[bucket.number] = bucket.load([], 0.0)
-            # Even if it was loaded: that it could not be sent may be why zeros are.
-            self._launch()
+            try:
+                self._launch(bucket, bucket.load([], 0.0))
+            except Exception as error:
+                self._get_stuck(bucket.number, error)
+                break
         self._wait_quietly()
 
     def _get_stuck(self, number: int, error: Exception) -> None:
-        """Send nothing more: the collectives that the others have begun are others than ours."""
+        """The collectives that the others have begun are others than ours: nobody can go on."""
         assert self._sender is not None
-        self._is_stuck = True
         reason = str(error).partition("\n")[0]
         stuck = RuntimeError(
             f"the communication hook {self._sender.name} failed twice for bucket {number}, for "

@@ -167,7 +167,10 @@ class Guard:
         evidence, self._evidence = self._evidence, []
         looks, self._own = self._own, []
         if not self.votes:
-            looks = list(_looks(enumerate(self._totals(round_))))
+            held = self._accumulated.home.read(self._originals)
+            # What a row of a sparse gradient got several times may be too large together.
+            plain = [g.coalesce() if g is not None and g.is_sparse else g for g in held]
+            looks = _looks(enumerate(plain))
             found = not _are_finite(looks)
         if not found:
             return
@@ -192,18 +195,6 @@ class Guard:
 
     def _named(self, index: int, kind: str) -> str:
         return f"{self._names[index]} ({kind})"
-
-    @torch.no_grad()
-    def _totals(self, round_: Round) -> Iterator[MaybeTensor]:
-        """What the originals' gradients are to be."""
-        held = self._accumulated.home.read(self._originals)
-        for index, (total, grad) in enumerate(zip(round_.result, held, strict=True)):
-            if index in round_.in_place:
-                total = grad
-            elif total is not None and grad is not None and total.layout == grad.layout:
-                total = grad.detach() + total
-            # What a row of a sparse gradient got several times may be too large together.
-            yield total.coalesce() if total is not None and total.is_sparse else total
 
 
 def _describe(told: Sequence[dict[str, str]]) -> str:

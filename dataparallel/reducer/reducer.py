@@ -300,13 +300,10 @@ class Reducer:
                 stays=not synchronize and (accumulated.any or in_grad),
                 votes=exchange is not None and bool(self._hook or some_stay),
             )
-        # What sees or uses gradients before the engine has them must have the user's hooks run.
-        early = self.guard is not None or self._optimizers is not None
-        seen = early and bool(self._user_hooks.with_gradient_hooks)
+        # What uses gradients before the engine has them must have the user's hooks run.
+        hooked = self._optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
         strict = self.options.find_unused_parameters is not None
         self._round = round_ = Round(
-            self._originals,
-            self.names,
             self.buckets,
             accumulated,
             self._user_hooks,
@@ -314,7 +311,7 @@ class Reducer:
             exchange=exchange,
             guard=self.guard,
             optimizers=self._optimizers,
-            later=has_data and (exchange is not None or seen),
+            later=has_data and (exchange is not None or self.guard is not None or hooked),
             late=self._late,
             refuses_late=strict and not self.options.static_graph,
             eager=eager,
@@ -349,9 +346,9 @@ class Reducer:
             self._check_used()
         with self._timeline.span("reduce local"):
             nonfinite = round_.receive()
-        if round_.later:
-            round_.write()
         exchange = round_.exchange
+        if round_.later or exchange is not None:
+            round_.write()
         if self.guard is not None:
             if exchange is not None:
                 # Before all ranks tell each other what it has found, in the same order.

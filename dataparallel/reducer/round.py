@@ -32,12 +32,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from dataparallel import devices as _devices
 from dataparallel.errors import describe_names
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
 class Round:
     """Reduces the gradients of one backward. See Note [One round]."""
 
-    originals: Sequence[nn.Parameter]
-    names: Sequence[str]
     buckets: Buckets
     accumulated: Accumulated
     user_hooks: OriginalHooks
@@ -85,36 +82,37 @@ class Round:
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
-        buckets = self.buckets
+        buckets, count = self.buckets, len(self.buckets.originals)
         # Sums that go through the engine, for hooks of the user, before they are sent.
         self._through = self.user_hooks.with_gradient_hooks if self.later else set()
-        self._left_to_the_end = set(map(buckets.plan.bucket_of, self._through | self.late))
-        # What is not sent before the end of the whole backward. Nothing is stepped before, either,
-        # where a gradient may still come from outside.
-        self._held: set[int] = set()
-        if self.later:
-            at_once = buckets.ordered and self.exchange is not None
-            self._held |= self._left_to_the_end if at_once else set(range(len(buckets.all)))
-        if self.exchange is not None:
-            self._held.add(self.exchange.last)
+        # From which bucket on all are left to the end: one may get more until then, or the order is
+        # not known yet. Nothing is stepped where a gradient may still come from outside.
+        self._first_left = len(buckets.all) if self.exchange is None else self.exchange.last
+        if self.later and (not buckets.ordered or self.exchange is None):
+            self._first_left = 0
+        elif self.later:
+            left = map(buckets.plan.bucket_of, self._through | self.late)
+            self._first_left = min(left, default=self._first_left)
         # One thread at a time takes gradients of a replica that is on one device only.
         self.eager = self.eager and buckets.ordered and buckets.on_one_device
 
-        self._num_replicas = len(buckets.all[0].leaves)
+        num_replicas = len(buckets.all[0].leaves)
         self._lock = threading.Lock()
-        # Per replica, the bucket that is taken next.
-        self._next = [0] * self._num_replicas
+        # Per replica, the bucket that is taken next; then the bucket that is summed up next.
+        self._next = [0] * num_replicas
+        self._next_sum, self._is_summing = 0, False
+        # By replica and bucket.
+        self._taken: dict[tuple[int, int], Gradients] = {}
         # Those of the replicas' gradients, then others that the end is behind.
-        self._streams: list[_devices.Stream | None] = [None] * self._num_replicas
-        # By bucket, what was taken of each replica; then the sums, as long as they are of use.
-        self._rows: dict[int, dict[int, Gradients]] = {}
+        self._streams: list[_devices.Stream | None] = [None] * num_replicas
+        # By bucket, as long as they are of use.
         self._sums: dict[int, Gradients] = {}
         # What ``.grad`` held that is to be sent, and what came after its bucket was sent.
         self._unreduced: dict[int, torch.Tensor] = {}
         self._extra: dict[int, torch.Tensor] = {}
-        self._result: Gradients = [None] * len(self.originals)
+        self._result: Gradients = [None] * count
         #: Per parameter, 1 if some replica of this process has a gradient.
-        self.used = bytearray(len(self.originals))
+        self.used = bytearray(count)
         # Whether something came late, or from outside of the wrapper's forward.
         self._outside = False
         self._vote: Vote | None = None
@@ -122,13 +120,12 @@ class Round:
     def begin(self) -> None:
         """Set gradients from before the round aside; an error here is told to the other ranks."""
         count = self.buckets.num_reduced
-        self._left_by_no_sync = self.accumulated.left_by_no_sync()
         if self.exchange is not None:
             changed = [index for index in self.accumulated.changed() if index < count]
             if changed:
                 raise RuntimeError(
                     "the gradients of these parameters have changed since they were reduced: "
-                    f"{describe_names(self.names[index] for index in changed)}. With "
+                    f"{self._named(changed)}. With "
                     "average='none' the processes' gradients are added up, and nobody could tell "
                     "what was changed outside of the wrapper's backward from what is reduced "
                     "already. Zero the gradients before the next backward, or use "
@@ -146,26 +143,20 @@ class Round:
             return
         while True:
             number = self._next[replica]
-            if number == len(self.buckets.all) or number in self._left_to_the_end:
-                return
-            if not self.buckets.all[number].present(replica):
+            if number >= self._first_left or not self.buckets.all[number].present(replica):
                 return
             self._take(replica, number, _devices.current_stream(device))
 
     def _take(self, replica: int, number: int, stream: _devices.Stream | None) -> None:
-        self._next[replica] = number + 1
-        bucket = self.buckets.all[number]
-        taken = bucket.take(replica)
+        taken = self.buckets.all[number].take(replica)
         if self.guard is not None:
-            self.guard.look_at_replica(replica, bucket, taken)
+            self.guard.look_at_replica(replica, self.buckets.all[number], taken)
         with self._lock:
             if stream is not None:
                 self._streams[replica] = stream
-            rows = self._rows.setdefault(number, {})
-            rows[replica] = taken
-            is_complete = len(rows) == self._num_replicas
-        if is_complete:
-            self._complete(bucket, [rows[i] for i in range(self._num_replicas)])
+            self._taken[replica, number] = taken
+            self._next[replica] = number + 1
+        self._sum_complete()
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
@@ -190,7 +181,7 @@ class Round:
             raise RuntimeError(
                 "Expected to mark a variable ready only once, but these parameters got a gradient "
                 "several times in one backward: "
-                f"{describe_names(self.names[index] for index in came)}. A re-entrant checkpoint "
+                f"{self._named(came)}. A re-entrant checkpoint "
                 "that is used several times does so; leave find_unused_parameters at None, which "
                 "handles it, pass static_graph=True if the graph never changes, or checkpoint with "
                 "use_reentrant=False"
@@ -206,7 +197,7 @@ class Round:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
         bucket = self.buckets.of(index)
         self.used[index] = 1
-        if bucket.number in self._held:
+        if bucket.number >= self._first_left:
             sums, position = self._sums[bucket.number], bucket.indices.index(index)
             sums[position] = add(sums[position], grad)
         else:
@@ -215,9 +206,23 @@ class Round:
 
     # --- summed ----------------------------------------------------------------------------------
 
+    def _sum_complete(self) -> None:
+        """Sum up the buckets that have come from all replicas: in order, in one thread at a time.
+
+        See Note [Order of collectives].
+        """
+        while True:
+            with self._lock:
+                number = self._next_sum
+                if self._is_summing or number == min(self._next):
+                    return
+                self._is_summing = True
+                rows = [self._taken.pop((i, number)) for i in range(len(self._next))]
+            self._complete(self.buckets.all[number], rows)
+            with self._lock:
+                self._next_sum, self._is_summing = number + 1, False
+
     def _complete(self, bucket: Bucket, rows: Sequence[Gradients]) -> None:
-        """A bucket has come from all replicas: sum it up and send it."""
-        self._rows[bucket.number].clear()
         with contextlib.ExitStack() as streams:
             streams.enter_context(record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
@@ -226,14 +231,14 @@ class Round:
                     streams.enter_context(_devices.use_stream(stream))
             streams.enter_context(self.timeline.span_here("reduce local"))
             self._sums[bucket.number] = self._sum(bucket, rows)
-            if bucket.number not in self._held:
+            if bucket.number < self._first_left:
                 self._send(bucket)
 
     def _sum(self, bucket: Bucket, rows: Sequence[Gradients]) -> Gradients:
         sums = local_sum(rows, bucket.home)
         for position, index in enumerate(bucket.indices):
             grad = sums[position]
-            self.used[index] |= grad is not None or index in self._left_by_no_sync
+            self.used[index] |= grad is not None
             if grad is not None and index in self._through:
                 self._result[index] = add(self._result[index], grad)
                 sums[position] = None
@@ -249,7 +254,7 @@ class Round:
         if self.guard is not None:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
         if self.exchange is not None and bucket.reduces:
-            self.exchange.submit(bucket, sums)
+            self.exchange.send(bucket, sums)
         elif self.optimizers is not None:
             self._step(bucket, self._sums.pop(bucket.number))
 
@@ -279,7 +284,7 @@ class Round:
         if stepped:
             raise RuntimeError(
                 "these parameters got a gradient after the optimizer had taken their step in "
-                f"backward: {describe_names(self.names[index] for index in stepped)}. Take the "
+                f"backward: {self._named(stepped)}. Take the "
                 "step after backward, or checkpoint with use_reentrant=False"
             )
         if self.exchange is None:
@@ -294,8 +299,8 @@ class Round:
         late = {index: grad for index, grad in self._extra.items() if index < count}
         waits = exchange.must_wait or not self.buckets.ordered
         votes = self.guard is not None and self.guard.votes
-        for number in sorted(self._held):
-            self._send(self.buckets.all[number])
+        for bucket in self.buckets.all[self._first_left :]:
+            self._send(bucket)
         flats = exchange.receive()
         if self.guard is not None:
             self.guard.look_at_sent(self._extra.items())
@@ -305,13 +310,13 @@ class Round:
             answer = self.vote(late).read()
             if answer.late and answer.in_time and not (waits or votes):
                 exchange.processes.progress.late()
-                raise late_error(self.names[index] for index in answer.late)
+                raise late_error(self.buckets.names[index] for index in answer.late)
             used[:count] = [
                 came or held for came, held in zip(answer.came, answer.held, strict=True)
             ]
             self.without_gradient = {i for i, came in enumerate(answer.came) if not came}
             nonfinite = answer.nonfinite
-            came_late = exchange.reduce_late(answer.late, late, self.originals)
+            came_late = exchange.reduce_late(answer.late, late, self.buckets.originals)
             self._extra.update(came_late)
             self.late.update(came_late)
         for bucket in self.buckets.all:
@@ -366,21 +371,16 @@ class Round:
         with self.timeline.span("optimizer", 0):
             self.optimizers.step(bucket.originals)
 
-    @property
-    def result(self) -> Gradients:
-        """Per parameter, the gradient that is to be added to ``.grad``; it is not there yet."""
-        return self._result
-
     def take_result(self) -> Gradients:
         """Leave it to the caller to add the results to ``.grad``."""
-        result, self._result = self._result, [None] * len(self.originals)
+        result, self._result = self._result, [None] * len(self.buckets.originals)
         return result
 
     @torch.no_grad()
     def write(self) -> None:
         """Add the results to ``.grad``, as the engine would."""
         home = self.accumulated.home
-        before = home.read(self.originals)
+        before = home.read(self.buckets.originals)
         for index, grad in enumerate(self.take_result()):
             if grad is None:
                 continue
@@ -395,12 +395,12 @@ class Round:
                 held = grad + held
             else:
                 held = held.add_(grad)
-            home.write(self.originals[index], held)
+            home.write(self.buckets.originals[index], held)
             self.in_place.add(index)
 
     def withdraw(self) -> None:
         """Deliver nothing after all, and let there be no gradients from before the round either."""
-        for original in self.originals:
+        for original in self.buckets.originals:
             self.accumulated.home.write(original, None)
         self.accumulated.after_synchronized()
         self.take_result()
@@ -421,8 +421,11 @@ class Round:
 
     def drop(self) -> None:
         """Forget all gradients of the round; ``.grad`` is as it was before."""
-        self._rows.clear()
+        self._taken.clear()
         for bucket in self.buckets.all:
             bucket.take_late()
         self.accumulated.put_back()
         self.user_hooks.wait(False)
+
+    def _named(self, indices: Iterable[int]) -> str:
+        return describe_names(self.buckets.names[index] for index in indices)

@@ -237,7 +237,7 @@ def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> Non
         report=lambda error, late: noted.append(error),
     )
     exchange = Exchange(processes, [bucket], "processes", sender=sender)
-    exchange.submit(bucket, [None])
+    exchange.send(bucket, [None])
     error = first()
     if first is ValueError:
         with pytest.raises(KeyboardInterrupt):
