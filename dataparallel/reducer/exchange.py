@@ -63,10 +63,6 @@ class OtherRanksFailed(CollectiveError):
 
     Args:
         failure: What is known of it.
-
-    Attributes:
-        ranks: That process, in a list.
-        reasons: By rank, the message and the traceback of the error.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -77,8 +73,6 @@ class OtherRanksFailed(CollectiveError):
             f"step (rank {rank}: {failure.message})\nTraceback of rank {rank}:\n{trace}\n",
             failure=failure,
         )
-        self.ranks = [rank]
-        self.reasons = {rank: (failure.message, failure.traceback)}
 
 
 class ReplicasInDoubt(RuntimeError):

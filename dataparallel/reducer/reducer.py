@@ -41,26 +41,15 @@ from dataparallel.reducer.options import ReducerOptions, TrainedParameters
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
 from dataparallel.reducer.verify import verify_across_processes
-from dataparallel.threads.timeline import Timeline
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.reducer.comm_hooks import ResolvedHook
+    from dataparallel.threads.timeline import Timeline
 
 
 class Reducer:
-    """Reduces the gradients of all replicas. See Note [One round].
-
-    Args:
-        trained: The parameters that the optimizer has.
-        leaves: Per replica, what it computes with in their place.
-        options: See :class:`ReducerOptions`.
-        processes: The other processes. Default: there are none.
-        timeline: Is told in which phase the replicas are. Default: nobody is.
-        nonfinite: What becomes of gradients that are not finite. Default: nobody looks.
-        hook: Sends buckets in place of an all-reduce. Default: there is none.
-        optimizers: Take their steps in backward. Default: there are none.
-    """
+    """Reduces the gradients of all replicas. See Note [One round]."""
 
     #: Why the last round that failed did, for logging data; empty if none has.
     last_error = ""
@@ -72,13 +61,13 @@ class Reducer:
         trained: TrainedParameters,
         leaves: Sequence[Sequence[nn.Parameter]],
         options: ReducerOptions,
-        processes: ReducerProcesses | None = None,
-        timeline: Timeline | None = None,
-        nonfinite: NonFinitePolicy | None = None,
-        hook: ResolvedHook | None = None,
-        optimizers: StepsInBackward | None = None,
+        processes: ReducerProcesses | None,
+        *,
+        timeline: Timeline,
+        nonfinite: NonFinitePolicy,
+        hook: ResolvedHook | None,
+        optimizers: StepsInBackward | None,
     ) -> None:
-        nonfinite = nonfinite or NonFinitePolicy()
         self.trained = trained
         self.names = list(trained.names)
         self.options = options
@@ -109,8 +98,8 @@ class Reducer:
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
         places = [leaf[0].device for leaf in self._leaves]
-        self._timeline = timeline or Timeline(places)
-        self.statistics = Statistics(self._timeline)
+        self._timeline = timeline
+        self.statistics = Statistics(timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
         if nonfinite.looks:
@@ -229,23 +218,10 @@ class Reducer:
     ) -> Gradients:
         """Run the backward of the replicas, and reduce what their leaves got.
 
-        Args:
-            backward: Computes gradients into the leaves.
-            synchronize: Whether to reduce over the processes.
-            weight: The weight of this process in an average over samples.
-            task: Number of the engine's backward; an unfinished round of another one has failed.
-            last: Whether this ends the round; other forwards of the same backward follow if not.
-            ending: The end of an outer backward, in which the forward ran, if there is one.
-            has_data: False where this process takes part with zeros, for the sake of the others:
-                outside of a backward, nothing is used, and what ``.grad`` holds should be None.
-
-        Returns:
-            Per parameter what is to be added to ``.grad`` of the original, None where nothing is.
-
-        Raises:
-            RuntimeError: Another backward of the same reducer runs, or one of another process
-                failed.
-            BaseException: What ``backward`` raised. All gradients of the round are dropped.
+        The engine's backward has the number ``task``, and other forwards of it follow if this is
+        not the ``last``; ``ending`` is that of an outer backward in which the forward ran. A
+        process without data takes part with zeros, outside of a backward, and its ``.grad`` should
+        be None. Returns what is to be added to ``.grad`` of each original, None where nothing is.
         """
         if not self._nesting.enter(task, last=last, ending=ending):
             self._forget()
@@ -302,7 +278,6 @@ class Reducer:
             )
         # What uses gradients before the engine has them must have the user's hooks run.
         hooked = self._optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
-        strict = self.options.find_unused_parameters is not None
         self._round = round_ = Round(
             self.buckets,
             accumulated,
@@ -313,7 +288,6 @@ class Reducer:
             optimizers=self._optimizers,
             later=has_data and (exchange is not None or self.guard is not None or hooked),
             late=self._late,
-            refuses_late=strict and not self.options.static_graph,
             eager=eager,
             has_data=has_data,
         )

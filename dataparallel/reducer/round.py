@@ -69,7 +69,6 @@ class Round:
     later: bool
     #: Parameters whose gradients came late, ever: their buckets are left to the end.
     late: set[int]
-    refuses_late: bool
     #: Whether no other cut of this wrapper follows in the backward.
     eager: bool
     #: Whether this process computes anything, and not only helps the others.
@@ -177,15 +176,6 @@ class Round:
                 self.guard.look_at_replica(replica, bucket, taken)
         sums = zip(bucket.indices, local_sum(rows, bucket.home), strict=True)
         came = {index: grad for index, grad in sums if grad is not None}
-        if self.refuses_late:
-            raise RuntimeError(
-                "Expected to mark a variable ready only once, but these parameters got a gradient "
-                "several times in one backward: "
-                f"{self._named(came)}. A re-entrant checkpoint "
-                "that is used several times does so; leave find_unused_parameters at None, which "
-                "handles it, pass static_graph=True if the graph never changes, or checkpoint with "
-                "use_reentrant=False"
-            )
         self.late.update(came)
         for index, grad in came.items():
             if index in self._through:
@@ -332,7 +322,7 @@ class Round:
             self._vote = Vote(
                 self.exchange.processes.control,
                 bytes(self.used[:count]),
-                # What an unused one holds may be this process's own.
+                # It may have come from outside before the round began.
                 bytes([index in self._unreduced for index in range(count)]),
                 late,
                 outside=self._outside or bool(late),
