@@ -6,21 +6,18 @@ A name that torch keeps to itself may go, or come to mean something else, with a
 other file touches one, and each stands here with what it is and why it is needed. Unless an entry
 says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning, and had it before 2.11.
 
-Where a torch lacks a name, importing this file never fails. An entry that has a value for that
-case (``otherwise``) does without, and says what is lost. Any other raises a RuntimeError when it is
-used, which tells the name and the versions that have it. ``missing`` lists both kinds. Attributes
-of objects that are missing raise an AttributeError.
+Where a torch lacks a name, importing this file does not fail. An entry that has a value for that
+case does without, and says what is lost. Any other raises a RuntimeError when it is used, which
+tells the name and the versions that have it; attributes of objects raise an AttributeError.
 
-What replaces something of torch's is a *patch*, and stands in the last section: one function, which
-puts it in place, tries whether it has the effect for which it is there, and else takes it back and
-writes one line to the log ``dataparallel``, saying what no longer holds.
+What replaces something of torch's is a *patch*, and stands in the last section. One whose loss
+would show in results only is tried when it is put in place; if it has no effect, it is taken back,
+and the log ``dataparallel`` says what no longer holds.
 
-Names are bound when this file is imported, so a call costs no more than torch's own name; functions
-stand where torch changes what a name is bound to, or where torch would have to be asked to import
-something that takes time. Attributes of modules, tensors and other objects of torch's are read by
-functions too. The one file for what our C++ uses of torch's autograd engine is
-``distributed_autograd/csrc/torch_engine.h``; the C++ of ``virtual`` keeps to torch's interface for
-backends.
+Names are bound when this file is imported, so a call costs no more than torch's own name. Functions
+stand where torch changes what a name is bound to, where torch would have to import something that
+takes time, and for attributes of modules, tensors and other objects. What our C++ uses of torch's
+autograd engine stands in ``distributed_autograd/csrc/torch_engine.h``.
 """
 
 from __future__ import annotations
@@ -38,13 +35,14 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.autograd.forward_ad
 import torch.autograd.graph
 import torch.distributed
 import torch.library
+import torch.nn.modules.batchnorm
 import torch.nn.parallel.distributed
 import torch.overrides
 import torch.random
@@ -53,11 +51,9 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.checkpoint
 
-P = ParamSpec("P")
 T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-_VERSIONS = "torch 2.11 to 2.15"
 _log = logging.getLogger("dataparallel")
 _RAISES: Any = object()
 
@@ -65,40 +61,29 @@ _RAISES: Any = object()
 missing: list[str] = []
 
 
-def lacking(path: str) -> RuntimeError:
-    """What is raised where a name is used that this torch lacks."""
-    return RuntimeError(
-        f"torch {torch.__version__} has no {path}, or another one than dataparallel needs; "
-        f"install one of {_VERSIONS}, or a newer dataparallel"
-    )
+class _Missing:
+    """Stands for a name that this torch lacks."""
 
+    def __init__(self, path: str) -> None:
+        self._path = path
 
-class _Missing(type):
-    """Makes what stands for a name that is missing: a class, which may be derived from."""
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {self._path}, or another one than dataparallel "
+            "needs; install one of torch 2.11 to 2.15, or a newer dataparallel"
+        )
 
-    path: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise lacking(cls.path)
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):
-            # Python itself looks for some of them.
-            raise AttributeError(name)
-        raise lacking(cls.path)
+    def __getattr__(self, name: str) -> NoReturn:
+        self()
 
 
 def _private(path: str, otherwise: Any = _RAISES) -> Any:
     """What torch has under a private name; ``otherwise`` where this torch lacks it."""
-    found: Any = torch
-    for name in path.split(".")[1:]:
-        found = getattr(found, name, _RAISES)
-        if found is _RAISES:
-            missing.append(path)
-            if otherwise is not _RAISES:
-                return otherwise
-            return _Missing(name, (), {"path": path})
-    return found
+    try:
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        missing.append(path)
+        return _Missing(path) if otherwise is _RAISES else otherwise
 
 
 def _nothing(*_: object) -> None:
@@ -119,11 +104,8 @@ will_execute: Callable[[Any], bool] = _private("torch._C._will_engine_execute_no
 #: behind it then are kept as well.
 keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
 
-#: Call a function when the backward that runs now has ended; not called where it fails. Torch's own
-#: DistributedDataParallel ends its rounds so.
-when_backward_ends: Callable[[Callable[[], object]], None] = _private(
-    "torch.autograd.Variable._execution_engine.queue_callback"
-)
+#: Call a function when the backward that runs now has ended; not called where it fails.
+when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
 #: empty. Without one of these names, replicas share the module's table.
@@ -132,23 +114,16 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 #: The hooks of a tensor by number, or None: those on its gradient, and those that run after its
 #: gradient was accumulated. Read to let hooks of users run on reduced gradients, once.
 backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
-post_accumulate_grad_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter(
-    "_post_accumulate_grad_hooks"
-)
+post_accumulate_grad_hooks: Any = operator.attrgetter("_post_accumulate_grad_hooks")
 
 #: A context in which writing tensors leaves their version counters alone: a broadcast of buffers
 #: between forward and backward must not look like a change of what was saved.
-keep_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = _private(
-    "torch.autograd._unsafe_preserve_version_counter"
-)
+keep_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter")
 
 
 def forward_mode_level() -> int:
-    """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable.
-
-    Where it is missing, nothing is taken for a tensor with a tangent, which then gets lost.
-    """
-    level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable."""
+    level: int = torch.autograd.forward_ad._current_level
     return level
 
 
@@ -157,7 +132,7 @@ def forward_mode_level() -> int:
 single_level_function: Callable[[], AbstractContextManager[None]] = _private(
     "torch._functorch.utils.enable_single_level_autograd_function"
 )
-_SingleLevelFunction: Any = _private("torch.autograd.function._SingleLevelFunction")
+_SingleLevelFunction: Any = _private("torch.autograd.function._SingleLevelFunction", object)
 
 
 class OneStepFunction(_SingleLevelFunction):  # type: ignore[misc]
@@ -178,109 +153,60 @@ class OneStepFunction(_SingleLevelFunction):  # type: ignore[misc]
 # ``threads/context.py``. A torch without one of these names does not carry that setting, and
 # everything else works.
 
-#: Sets the mode of gradients without the frames of ``torch.set_grad_enabled``, for each call.
-set_grad_enabled: Callable[[bool], None] = _private(
-    "torch._C._set_grad_enabled", torch.set_grad_enabled
-)
-#: Inference mode as an object, which ``torch.inference_mode`` wraps.
-inference_guard: Callable[[bool], AbstractContextManager[None]] = _private(
-    "torch._C._InferenceMode", contextlib.nullcontext
-)
-is_fwd_grad_enabled: Callable[[], bool] = _private("torch._C._is_fwd_grad_enabled", lambda: True)
-set_fwd_grad_enabled: Callable[[bool], None] = _private("torch._C._set_fwd_grad_enabled", _nothing)
-is_multithreading_enabled: Callable[[], bool] = _private(
-    "torch._C._is_multithreading_enabled", lambda: True
-)
-set_multithreading_enabled: Callable[[bool], None] = _private(
-    "torch._C._set_multithreading_enabled", _nothing
-)
-is_view_replay_enabled: Callable[[], bool] = _private(
-    "torch._C._is_view_replay_enabled", lambda: False
-)
-set_view_replay_enabled: Callable[[bool], None] = _private(
-    "torch._C._set_view_replay_enabled", _nothing
+
+def _setting(get: str, put: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How to read a setting of a thread, and how to set it."""
+    getter, putter = _private(get, None), _private(put, None)
+    return (getter, putter) if getter and putter else (_nothing, _nothing)
+
+
+#: Whether gradients of forward mode are on, whether a backward uses threads of its own, whether
+#: views are replayed, and whether ``__torch_function__`` is off.
+THREAD_SETTINGS = (
+    _setting("torch._C._is_fwd_grad_enabled", "torch._C._set_fwd_grad_enabled"),
+    _setting("torch._C._is_multithreading_enabled", "torch._C._set_multithreading_enabled"),
+    _setting("torch._C._is_view_replay_enabled", "torch._C._set_view_replay_enabled"),
+    _setting("torch._C._get_torch_function_state", "torch._C._set_torch_function_state"),
 )
 
-#: Whether autocast is on for some type of device, and the types that it knows. Where they are
-#: missing, the state of all types that torch can name is carried.
-is_any_autocast_enabled: Callable[[], bool] = _private(
-    "torch._C._is_any_autocast_enabled", lambda: True
-)
-autocast_device_types: Callable[[], list[str]] = _private(
-    "torch._C._autocast_supported_devices", list
-)
-#: How deep autocast blocks are nested. Without an underscore, but nowhere documented.
-increment_autocast_nesting: Callable[[], int] = _private(
-    "torch.autocast_increment_nesting", lambda: 1
-)
-decrement_autocast_nesting: Callable[[], int] = _private(
-    "torch.autocast_decrement_nesting", lambda: 0
-)
-
-#: Whether ``__torch_function__`` is off.
-torch_function_state: Callable[[], Any] = _private("torch._C._get_torch_function_state", _nothing)
-set_torch_function_state: Callable[[Any], None] = _private(
-    "torch._C._set_torch_function_state", _nothing
-)
-#: The modes that see functions, and those that see operators.
-function_modes: Callable[[], list[Any]] = _private(
-    "torch.overrides._get_current_function_mode_stack", list
-)
+#: The modes that see functions.
+function_modes: Any = _private("torch.overrides._get_current_function_mode_stack", list)
 push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", _nothing)
 pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", _nothing)
+#: The kind of function mode that a default device is; no mode is one where it is missing.
+DeviceMode: Any = _private("torch.utils._device.DeviceContext", ())
+
+#: The modes that see operators.
 dispatch_modes: Callable[[], list[Any]] = _private(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", list
 )
-push_dispatch_mode: Callable[[Any], None] = _private(
-    "torch.utils._python_dispatch._push_mode", _nothing
-)
-pop_dispatch_mode: Callable[[Any], Any] = _private(
-    "torch.utils._python_dispatch._pop_mode", _nothing
-)
+_push_mode: Any = _private("torch.utils._python_dispatch._push_mode", _nothing)
+_pop_mode: Any = _private("torch.utils._python_dispatch._pop_mode", _nothing)
 
 
-def dispatch_mode_key(mode: Any) -> Any:
-    """What ``pop_dispatch_mode`` needs for a mode of torch's own, as that of fake tensors."""
-    return getattr(mode, "_mode_key", None)
+@contextlib.contextmanager
+def dispatch_mode(mode: Any) -> Iterator[None]:
+    """Have a mode see operators within a ``with`` block, without its own ``__enter__``."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        # One of torch's own, as that of fake tensors, stands under its key.
+        _pop_mode(getattr(mode, "_mode_key", None))
 
 
 #: The hooks on saved tensors that are innermost, and the message where such hooks are refused.
-top_saved_tensors_hooks: Callable[[bool], Any] = _private(
+top_saved_tensors_hooks: Any = _private(
     "torch._C._autograd._top_saved_tensors_default_hooks", _nothing
 )
-push_saved_tensors_hooks: Callable[[Any, Any], None] = _private(
-    "torch._C._autograd._push_saved_tensors_default_hooks", _nothing
-)
-pop_saved_tensors_hooks: Callable[[], None] = _private(
-    "torch._C._autograd._pop_saved_tensors_default_hooks", _nothing
-)
-saved_tensors_hooks_refusal: Callable[[], str | None] = _private(
+push_saved_tensors_hooks: Any = _private("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_saved_tensors_hooks: Any = _private("torch._C._autograd._pop_saved_tensors_default_hooks")
+saved_tensors_hooks_refusal: Any = _private(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _nothing
 )
-refuse_saved_tensors_hooks: Callable[[str, bool], None] = _private(
-    "torch._C._autograd._saved_tensors_hooks_disable", _nothing
-)
-allow_saved_tensors_hooks: Callable[[], None] = _private(
-    "torch._C._autograd._saved_tensors_hooks_enable", _nothing
-)
 
-#: The kind of mode that ``torch.set_default_device`` pushes; no mode is one where it is missing.
-DeviceMode: Any = _private("torch.utils._device.DeviceContext", ())
-_default_device: Any = _private("torch._GLOBAL_DEVICE_CONTEXT", types.SimpleNamespace())
-
-
-def default_device_mode() -> Any:
-    """The mode that ``torch.set_default_device`` has pushed in this thread, or None."""
-    return getattr(_default_device, "device_context", None)
-
-
-def set_default_device_mode(mode: Any) -> None:
-    """Tell torch which mode ``set_default_device`` is to pop in this thread."""
-    _default_device.device_context = mode
-
-
-#: Gives a thread of ours a name that debuggers and ``top`` show; without it, the program's.
-set_thread_name: Callable[[str], None] | None = _private("torch._C._set_thread_name", None)
+#: Gives a thread of ours a name that ``top`` and the monitor show; without it, the program's.
+set_thread_name: Callable[[str], None] = _private("torch._C._set_thread_name", _nothing)
 
 #: A range for ``torch.profiler`` that is no operation, so dispatch modes do not see it; without it,
 #: they see the public one.
@@ -292,29 +218,24 @@ record_range: Any = _private(
 
 #: Whether a transform of ``torch.func`` is active: tensors of one thread cannot be moved to others
 #: then. Where it is missing, transforms over several replicas fail later, with worse words.
-transforms_active: Callable[[], bool] = _private(
-    "torch._C._are_functorch_transforms_active", lambda: False
-)
+transforms_active: Any = _private("torch._C._are_functorch_transforms_active", lambda: False)
 #: The innermost transform, or None.
 innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_interpreter_stack")
 #: Whether a tensor stands for another one within a transform, and so has no memory.
-is_transformed: Callable[[torch.Tensor], bool] = _private(
-    "torch._C._functorch.is_functorch_wrapped_tensor"
-)
-#: Whether a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``. Where these are
-#: missing, batched gradients fail in our functions, in torch's words.
-_is_batched_by_vmap: Callable[[torch.Tensor], bool] = _private(
-    "torch._C._functorch.is_batchedtensor", lambda tensor: False
-)
-_is_batched_by_autograd: Callable[[torch.Tensor], bool] = _private(
-    "torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False
-)
+is_transformed: Any = _private("torch._C._functorch.is_functorch_wrapped_tensor")
+#: Whether a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``.
+_is_batched_by_vmap: Any = _private("torch._C._functorch.is_batchedtensor")
+_is_batched_by_autograd: Any = _private("torch._C._functorch.is_legacy_batchedtensor")
 
 
 def any_batched(values: Iterable[Any]) -> bool:
     """Whether a tensor stands for many, which only operations with a rule for that take."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return any(map(_is_batched_by_autograd, tensors)) or any(map(_is_batched_by_vmap, tensors))
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if _is_batched_by_autograd(value) or _is_batched_by_vmap(value):
+            return True
+    return False
 
 
 #: What ``torch.jit.trace`` records into, or None.
@@ -332,42 +253,24 @@ TorchsModes: Any = _private("torch._C._TorchDispatchModeKey")
 #: ``TorchDispatchMode``: each result of a collective is wrapped under one.
 push_bare_mode: Callable[[Any], None] = _private("torch._C._push_on_torch_dispatch_stack")
 pop_bare_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack")
-#: Contexts without function modes and without dispatch modes, for operations that are no concern of
-#: the user's modes.
-without_torch_function: Callable[[], AbstractContextManager[None]] = _private(
-    "torch._C.DisableTorchFunction"
-)
-without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _private(
-    "torch.utils._python_dispatch._disable_current_modes"
-)
+#: A context without dispatch modes, for operations that are no concern of the user's modes.
+without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_current_modes")
 
 #: Whether an operator, by its name, has a kernel for a dispatch key.
 has_kernel: Callable[[str, str], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key")
 #: Whether a key is switched on in this thread, and the switch.
 is_key_included: Callable[[Any], bool] = _private("torch._C._dispatch_tls_is_dispatch_key_included")
-include_key: Callable[[Any, bool], None] = _private(
-    "torch._C._dispatch_tls_set_dispatch_key_included"
-)
+include_key: Any = _private("torch._C._dispatch_tls_set_dispatch_key_included")
 #: The key that ``torch.export`` traces under.
 PRE_DISPATCH: Any = _private("torch._C.DispatchKey.PreDispatch")
 #: A set of keys: all below autograd, and a context that goes on there. What an operator of ours
 #: does after it was recorded.
 AFTER_AUTOGRAD: Any = _private("torch._C._after_autograd_keyset")
-below_autograd: Callable[[], AbstractContextManager[None]] = _private(
-    "torch._C._AutoDispatchBelowAutograd"
-)
+below_autograd: Any = _private("torch._C._AutoDispatchBelowAutograd")
 #: A context in which what is written counts as no change of a tensor.
-below_versions: Callable[[], AbstractContextManager[None]] = _private(
-    "torch._C._AutoDispatchBelowADInplaceOrView"
-)
-_parse_key: Callable[[str], Any] = _private("torch._C._parse_dispatch_key")
-_registrations: Callable[[str], list[str]] = _private(
-    "torch._C._dispatch_get_registrations_for_dispatch_key"
-)
+below_versions: Any = _private("torch._C._AutoDispatchBelowADInplaceOrView")
 #: The names of all operators, ``"aten::add.Tensor"``.
 all_operators: Callable[[], list[str]] = _private("torch._C._dispatch_get_all_op_names")
-#: The set of all keys that come after one.
-keys_after: Callable[[Any], Any] = _private("torch._C._dispatch_keyset_full_after")
 #: The schema of an operator, from its name and that of its overload.
 schema_named: Callable[[str, str], Any] = _private("torch._C._get_schema")
 
@@ -401,9 +304,7 @@ make_subclass: Callable[[Any, torch.Tensor, bool], Any] = _private("torch.Tensor
 #: A tensor of a class without memory of its own, which handles all operators itself.
 make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper_subclass")
 #: Have C++ that asks a tensor for its memory get an error instead of a null pointer.
-refuse_memory: Callable[[torch.Tensor], None] = _private(
-    "torch._C._set_throw_on_mutable_data_ptr", _nothing
-)
+refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr", _nothing)
 #: The ``__torch_function__`` of a class that handles operators only.
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
 #: The storage of a tensor, by torch's own method, whatever a subclass makes of it; the number that
@@ -457,8 +358,7 @@ def versions_being_loaded() -> Any:
 
     Torch hands a module its own version only, and looks up those of its children itself, under
     their paths; a wrapper has to let it find them where the state has other names. They are a
-    local variable of the function that goes from module to module. Where another function does,
-    there are none, and modules take a state for one without a version.
+    local variable of the function that goes from module to module.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -469,29 +369,17 @@ def versions_being_loaded() -> Any:
     return None
 
 
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.parallel.distributed import _BufferCommHookLocation
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    BatchNorm = _BatchNorm
-    BufferCommHookLocation = _BufferCommHookLocation
-    is_wrapper = is_traceable_wrapper_subclass
-else:
-    #: What all batch norms are derived from, the synchronized one of this package too.
-    BatchNorm = _private("torch.nn.modules.batchnorm._BatchNorm")
-    #: When a hook for buffers runs, as users of torch's DistributedDataParallel say it.
-    BufferCommHookLocation = _private("torch.nn.parallel.distributed._BufferCommHookLocation")
-    #: Whether a tensor consists of others that its ``__tensor_flatten__`` tells. Without it, such
-    #: tensors fail like others that have no memory of their own.
-    is_wrapper = _private(
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: False
-    )
+#: What all batch norms are derived from, the synchronized one of this package too.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+#: When a hook for buffers runs, as users of torch's DistributedDataParallel say it.
+BufferCommHookLocation = torch.nn.parallel.distributed._BufferCommHookLocation
+#: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
+is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 
 def check_input_of(layer: BatchNorm, tensor: torch.Tensor) -> None:
     """Raise what a batch norm raises for an input with a wrong number of dimensions."""
-    operator.methodcaller("_check_input_dim", tensor)(layer)
+    layer._check_input_dim(tensor)  # type: ignore[no-untyped-call]
 
 
 #: Where torch leaves the names of what is not reduced, in a module; and how.
@@ -552,10 +440,9 @@ def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
     """The handles of the hooks by which these optimizers step."""
     # A module that nobody has imported has registered no hook.
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    handles: Mapping[torch.Tensor, Sequence[Any]] = getattr(
-        module, "param_to_optim_hook_handle_map", {}
-    )
-    return handles.get(parameter, ())
+    handles: Any = getattr(module, "param_to_optim_hook_handle_map", {})
+    found: Sequence[Any] = handles.get(parameter, ())
+    return found
 
 
 # --- process groups --------------------------------------------------------------------------
@@ -575,10 +462,7 @@ def is_registered(group: Any) -> bool:
 
 
 def group_named(name: str) -> Any:
-    """The process group of a name; a RuntimeError where there is none.
-
-    As operators in compiled code find theirs.
-    """
+    """The process group of a name, as operators in compiled code find theirs; or a RuntimeError."""
     c10d: Any = torch.distributed.distributed_c10d
     return c10d._resolve_process_group(name)
 
@@ -630,7 +514,6 @@ def functional_collectives() -> Any:
 # and which builds without `torch.distributed` lack. And the class that compiled code asks for
 # before it waits for an argument; ours is derived from it. All are found when they are asked for.
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import FileStore as FileStore
     from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
@@ -641,7 +524,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"):
+    if name in ("HashStore", "PrefixStore", "Store", "TCPStore"):
         return getattr(torch.distributed, name)
     if name == "AsyncCollectiveTensor":
         return functional_collectives().AsyncCollectiveTensor
@@ -650,11 +533,7 @@ def __getattr__(name: str) -> Any:
 
 #: What a wrapper has of the ``Join`` that it takes part in, since 1.10; torch's base class sets it.
 JOIN_CONFIG = "_join_config"
-
-
-def join_config(joinable: Any) -> Any:
-    """What a wrapper says of the ``Join`` that it takes part in."""
-    return getattr(joinable, JOIN_CONFIG)
+join_config: Callable[[Any], Any] = operator.attrgetter(JOIN_CONFIG)
 
 
 def set_join(joinable: Any, *, enable: bool, throws: bool = False) -> None:
@@ -712,30 +591,26 @@ register_device_module: Callable[[str, Any], None] = _private("torch._register_d
 
 # --- the compiler ----------------------------------------------------------------------------
 #
-# Importing it takes seconds, so nothing here does. What it is asked for is found among the modules
-# that somebody has imported.
+# Importing it takes seconds, so nothing here does unless something is compiled anyway.
 
 #: Attributes of what ``torch.compile`` makes of a function: the function as it was, and whether the
 #: compiler keeps out of it. They are in the ``__dict__`` of functions, as users copy functions.
 COMPILED_ORIGINAL = "_torchdynamo_orig_callable"
 COMPILED_INLINE = "_torchdynamo_inline"
-_DISABLED, _DISABLED_WHY = "_torchdynamo_disable", "_torchdynamo_disable_msg"
 
 
-def mark_untraced(function: FunctionT, why: str) -> FunctionT:
+def mark_untraced(function: FunctionT) -> FunctionT:
     """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
 
     That imports the compiler, and costs at each call. Where torch has no such switch for calls by
     what is not compiled itself, the mark for compiled callers remains.
     """
-    function.__dict__[_DISABLED] = True
-    function.__dict__[_DISABLED_WHY] = why
+    why = "replicas run in threads, which cannot be compiled"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
     frames: Any = torch._C._dynamo.eval_frame
-    try:
+    with contextlib.suppress(AttributeError, TypeError):
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError) as error:
-        _tell_once("the compiler looks into the functions that run replicas", str(error))
     return function
 
 
@@ -744,68 +619,27 @@ def mark_constant(function: FunctionT) -> FunctionT:
 
     That imports the compiler. Where it no longer looks at the mark, it compiles the function.
     """
-    function.__dict__["_dynamo_marked_constant"] = True
+    vars(function).update(_dynamo_marked_constant=True)
     return function
 
 
-def backends_in_use() -> list[Any]:
-    """The backends for which something was compiled, or is to be."""
+def is_anything_compiled() -> bool:
+    """Whether something was compiled in this process, or is to be."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
+    # Torch keeps a list of the backends.
     backends: dict[int, Any] = getattr(compiler, "cached_backends", {})
-    return list(backends.values())
-
-
-def state_of_compiled_calls() -> Callable[[], None]:
-    """What a call of compiled code changes and then sets back, in variables of the whole process.
-
-    A flag, that a compiled module runs, and with ``dynamic=`` two settings, which belong to a
-    thread since torch 2.13. What this torch lacks is left out.
-    """
-    names = {
-        "torch._dynamo.eval_frame": ("_in_optimized_module",),
-        "torch._dynamo.config": ("automatic_dynamic_shapes", "assume_static_by_default"),
-    }
-    found = [
-        (sys.modules[module], name, getattr(sys.modules[module], name))
-        for module, its in names.items()
-        for name in its
-        if hasattr(sys.modules.get(module), name)
-    ]
-
-    def write_back() -> None:
-        for module, name, value in found:
-            if getattr(module, name) != value:
-                setattr(module, name, value)
-
-    return write_back
-
-
-def compile_lock() -> Any:
-    """The lock under which torch compiles; None as long as nobody has imported the compiler."""
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return any(map(callable, list(backends.values())))
 
 
 @contextlib.contextmanager
 def settings_of_compiler(room: int) -> Iterator[None]:
-    """Compile backward together with forward, and keep ``room`` times the entries of the cache.
-
-    A setting that this torch lacks stays as it is.
-    """
-    with contextlib.ExitStack() as stack:
-        _set(stack, "torch._functorch.config", force_non_lazy_backward_lowering=True)
-        limits = sys.modules.get("torch._dynamo.config")
-        names = ("recompile_limit", "accumulated_recompile_limit")
-        scaled = {name: getattr(limits, name, 0) * room for name in names}
-        if room > 1:
-            _set(stack, "torch._dynamo.config", **scaled)
+    """Compile backward together with forward, and keep ``room`` times the entries of the cache."""
+    limits: Any = importlib.import_module("torch._dynamo.config")
+    lowering: Any = importlib.import_module("torch._functorch.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    scaled = {name: getattr(limits, name) * room for name in names}
+    with lowering.patch(force_non_lazy_backward_lowering=True), limits.patch(scaled):
         yield
-
-
-def _set(stack: contextlib.ExitStack, name: str, **values: Any) -> None:
-    config: Any = sys.modules.get(name)
-    known = {key: value for key, value in values.items() if hasattr(config, key)}
-    if known:
-        stack.enter_context(config.patch(known))
 
 
 # --- patches ---------------------------------------------------------------------------------
@@ -819,101 +653,48 @@ def _tell_once(lost: str, why: str) -> None:
         _log.warning("torch %s: %s (%s)", torch.__version__, lost, why)
 
 
-def _holds(lost: str, check: Callable[[], object], undo: Callable[[], object]) -> bool:
+def _holds(lost: str, check: Callable[[], bool], undo: Callable[[], object]) -> bool:
     """Whether a patch has its effect; else it is taken back, and the log tells what is lost."""
-    try:
-        why = "" if check() else "what was put in place of a part of torch is not reached"
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    if why:
-        undo()
-        _tell_once(lost, why)
-    return not why
-
-
-def _replace(owner: Any, name: str, new: object, lost: str, check: Callable[[], object]) -> bool:
-    """Put something in the place of a variable of torch's; see :func:`_holds`."""
-    before = getattr(owner, name)
-    setattr(owner, name, new)
-    return _holds(lost, check, lambda: setattr(owner, name, before))
-
-
-def _in_fresh_thread(check: Callable[[], T]) -> T:
-    """What a check returns where no mode or setting of the caller's is in force."""
-    results: list[T] = []
-    errors: list[Exception] = []
+    results: list[bool] = []
+    why = "what was put in place of a part of torch is not reached"
 
     def run() -> None:
+        nonlocal why
         try:
             results.append(check())
         except Exception as error:
-            errors.append(error)
+            why = f"{type(error).__name__}: {error}"
 
+    # Where no mode or setting of the caller's is in force.
     thread = threading.Thread(target=run, name="dataparallel-check")
     thread.start()
     thread.join()
-    for error in errors:
-        raise error
-    return results[0]
+    if results != [True]:
+        undo()
+        _tell_once(lost, why)
+    return results == [True]
 
 
-def _users(module: types.ModuleType, name: str) -> list[str]:
-    """The functions and methods of a module that look a variable of it up when they run."""
-    kinds = [value for value in vars(module).values() if isinstance(value, type)]
-    named = [*vars(module).items(), *(item for kind in kinds for item in vars(kind).items())]
-    return [key for key, value in named if _looks_up(value, name) and _is_of(value, module)]
-
-
-def _is_of(value: Any, module: types.ModuleType) -> bool:
-    return getattr(value, "__module__", "") == module.__name__
-
-
-def _looks_up(value: Any, name: str) -> bool:
-    function = getattr(value, "__func__", value)
-    codes = [inspect.unwrap(function).__code__] if inspect.isfunction(function) else []
-    while codes:
-        code = codes.pop()
-        if name in code.co_names:
-            return True
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return False
-
-
-def replace_compile_lock(make: Callable[[Any], Any]) -> bool:
-    """Put a lock in the place of the one under which torch compiles.
+def compile_lock() -> Any:
+    """The lock under which torch compiles; None as long as nobody has imported the compiler.
 
     Torch's keeps two threads from compiling at the same time, but not one from running while
-    another compiles. Where it cannot be replaced, replicas are not stopped while one compiles.
+    another compiles, so ``threads/compile.py`` puts another in its place.
     """
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+
+
+def replace_compile_lock(lock: Any) -> None:
+    """Have torch compile under another lock."""
     frames: Any = sys.modules["torch._dynamo.convert_frame"]
-    before = frames.compile_lock
-    return _replace(
-        frames,
-        "compile_lock",
-        make(before),
-        "replicas run while another one compiles, and may compile the same thing again",
-        lambda: _users(frames, "compile_lock") and not _is_held_elsewhere(before),
-    )
+    frames.compile_lock = lock
 
 
-def _is_held_elsewhere(lock: Any) -> bool:
-    """Whether another part of the compiler has a variable of its own for the lock."""
-    modules = [module for name, module in list(sys.modules.items()) if "torch._dynamo" in name]
-    return any(value is lock for module in modules for value in list(vars(module).values()))
-
-
-def keep_compiled_entries_in_place() -> None:
-    """Have torch leave what it compiled for a function in the order in which it was compiled.
-
-    It moves what fits to the front, and another thread that looks through the entries meanwhile may
-    miss its own. No patch: a switch, which torch's documentation of checkpointing names. Where it
-    is missing, something may be compiled once more than needed.
-    """
-    set_order: Any = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
-    if set_order is None:
-        _tell_once("replicas may compile the same thing again", "no _set_lru_cache")
-    else:
-        set_order(False)
+#: Have torch leave what it compiled for a function in the order in which it was compiled. It moves
+#: what fits to the front, and another thread that looks through the entries meanwhile may miss its
+#: own. A switch, which torch's documentation of checkpointing names. Where it is missing, something
+#: may be compiled once more than needed.
+move_entries_of_compiler: Any = _private("torch._C._dynamo.eval_frame._set_lru_cache", _nothing)
 
 
 @contextlib.contextmanager
@@ -921,22 +702,11 @@ def first_calls_without_search() -> Iterator[None]:
     """Within this, torch compiles what does not look for custom operations at its first call.
 
     The search is a dispatch mode, under which random operations do not see in which replica they
-    are. Where it cannot be left out, the first call of what is compiled draws from torch's default
-    generator.
+    are. Where it has another name, the first call draws from torch's default generator.
     """
-    wrappers = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
-    first: Any = getattr(wrappers, "_FirstInvocationContext", None)
-    if first is None:
-        yield
-        return
-    before = first.__init__
-    _replace(
-        first,
-        "__init__",
-        _not_first,
-        "the first call of what a replica compiled draws from torch's default generator",
-        lambda: type(first()()) is contextlib.nullcontext,
-    )
+    wrappers: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
+    first: Any = getattr(wrappers, "_FirstInvocationContext", type("_None", (), {}))
+    before, first.__init__ = first.__init__, _not_first
     try:
         yield
     finally:
@@ -944,7 +714,7 @@ def first_calls_without_search() -> Iterator[None]:
 
 
 def _not_first(context: Any) -> None:
-    vars(context)["_is_first"] = False
+    context._is_first = False
 
 
 class _Context:
@@ -953,26 +723,12 @@ class _Context:
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
 
-    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return self._context.copy().run(call, *args, **kwargs)
 
     def copy(self) -> _Context:
         """Itself, which each call copies."""
         return self
-
-
-class _ContextVariables:
-    """What ``torch.autograd.graph`` uses of ``contextvars``, with contexts for any thread."""
-
-    def copy_context(self) -> _Context:
-        return _Context()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(contextvars, name)
-
-
-# From this version on, torch runs what is compiled in a copy of the context.
-_COPIES = "2.15"
 
 
 def hand_on_contexts_for_any_thread() -> None:
@@ -982,43 +738,23 @@ def hand_on_contexts_for_any_thread() -> None:
     ``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a
     time, so with two devices the second raised "cannot enter context". What is handed on here is an
     object that runs each in a copy. From 2.15 on torch makes the copies itself, and 2.11 hands
-    nothing on: nothing is replaced there. Where it cannot be replaced, that error is back.
+    nothing on: nothing is replaced there.
     """
     module: Any = torch.autograd.graph
-    if torch.__version__ >= _COPIES or getattr(module, "contextvars", None) is not contextvars:
-        return
-    _replace(
-        module,
-        "contextvars",
-        _ContextVariables(),
-        "what is compiled cannot run its backward on several devices at the same time",
-        lambda: _in_fresh_thread(_is_entered_twice),
-    )
-
-
-def _is_entered_twice() -> bool:
-    """Whether what a backward hands on can be entered while it is in use."""
-    found: list[int] = []
-
-    def look(_: torch.Tensor) -> None:
-        handed: Any = torch._C._get_obj_in_tls("context")
-        found.append(handed.run(handed.copy().run, handed.run, int))
-
-    leaf = torch.zeros((), device="cpu", requires_grad=True)
-    leaf.register_hook(look)  # type: ignore[no-untyped-call]
-    leaf.backward()  # type: ignore[no-untyped-call]
-    return found == [0]
+    if torch.__version__ < "2.15" and getattr(module, "contextvars", None) is contextvars:
+        module.contextvars = types.SimpleNamespace(
+            **{**vars(contextvars), "copy_context": _Context}
+        )
 
 
 @functools.cache
 def keep_guard_of_compiler() -> None:
     """Have an object of torch's outlive the thread that happens to make it.
 
-    A torch that was built for CUDA, where there is no such device, puts a substitute for the guard
-    of CUDA devices in place when it first compiles. In 2.11 the substitute belongs to the thread,
-    and is gone when that ends, while all others still use it: the next one to compile or to run a
-    backward crashes. Replicas compile in threads that end. So a thread that never does makes it
-    first; where the name is missing, torch has found another way.
+    A torch 2.11 that was built for CUDA, where there is no such device, puts a substitute for the
+    guard of CUDA devices in place when it first compiles. It is gone when the thread ends, while
+    all others still use it: the next one to compile or to run a backward crashes. So a thread that
+    never ends makes it first; where the name is missing, torch has found another way.
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if make is None or torch.version.cuda is None or torch.cuda.device_count():
@@ -1026,14 +762,12 @@ def keep_guard_of_compiler() -> None:
     made = threading.Event()
 
     def hold() -> None:
-        try:
-            make()
-        finally:
-            made.set()
+        make()
+        made.set()
         threading.Event().wait()
 
     threading.Thread(target=hold, name="dataparallel-guard", daemon=True).start()
-    made.wait()
+    made.wait(60)
 
 
 def replace_default_generator(stand_in: Any, is_reached: Callable[[], bool]) -> bool:
@@ -1043,12 +777,12 @@ def replace_default_generator(stand_in: Any, is_reached: Callable[[], bool]) -> 
     thread they are called, as checkpoints need it. Where they no longer look there, recomputation
     in a replica draws other numbers than forward did.
     """
-    return _replace(
-        torch.random,
-        "default_generator",
-        stand_in,
+    module: Any = torch.random
+    before, module.default_generator = module.default_generator, stand_in
+    return _holds(
         "checkpoints in replicas draw other numbers when they are recomputed",
-        lambda: _in_fresh_thread(is_reached),
+        is_reached,
+        lambda: setattr(module, "default_generator", before),
     )
 
 
@@ -1062,69 +796,44 @@ def replace_checkpoint_states(
     """
     module: Any = torch.utils.checkpoint
     original = module.get_device_states
-    if getattr(original, "thread_aware", False):
-        return
 
     def get_device_states(*args: Any) -> tuple[Sequence[int], Sequence[Any]]:
         indices, states = original(*args)
-        if not indices:
-            return indices, states
         return indices, states_in(module._infer_device_type(*args), indices, states)
 
-    vars(get_device_states)["thread_aware"] = True
-    _replace(
-        module,
-        "get_device_states",
-        get_device_states,
-        "checkpoints on a shared accelerator draw other numbers when they are recomputed",
-        # Both kinds of checkpoints ask.
-        lambda: (
-            callable(module._infer_device_type) and len(_users(module, "get_device_states")) > 1
-        ),
-    )
+    module.get_device_states = get_device_states
 
 
 class Kernels:
     """Kernels of ours for operators of torch, at a dispatch key that torch has for its tests.
 
-    They are in force while this object lives. See Note [A dispatch key for random operations] in
-    ``threads/random.py``. Where they cannot be registered, or are not reached, there are
-    none: replicas that share a device draw from one generator.
-
-    Args:
-        name: Of the key.
-
-    Raises:
-        RuntimeError: Others have registered kernels there, or this torch has no such key.
+    In force while this object lives. See Note [A dispatch key for random operations] in
+    ``threads/random.py``. A RuntimeError where others have registered kernels there.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.key = _parse_key(name)
-        if _registrations(name):
+        if torch._C._dispatch_get_registrations_for_dispatch_key(name):
             raise RuntimeError(f"the dispatch key {name} is in use")
-        self.below = keys_after(self.key)
-        self._libraries: list[Any] = [_library("_")]
-        self._libraries[0].fallback(torch.library.fallthrough_kernel, name)
+        self._name = name
+        key: Any = torch._C._parse_dispatch_key(name)
+        self.key = key
+        #: The set of all keys that come after it.
+        self.below = torch._C._dispatch_keyset_full_after(key)
+        # Through Any, since torch.library has no types.
+        library: Any = torch.library
+        self._libraries = [library.Library(namespace, "IMPL") for namespace in ("_", "aten")]
+        self._libraries[0].fallback(library.fallthrough_kernel, name)
 
     def register(self, kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
         """Register functions that take the dispatch keys first, by the names of operators."""
-        aten = _library("aten")
-        self._libraries.append(aten)
         for operation, kernel in kernels:
-            aten.impl(operation.removeprefix("aten::"), kernel, self._name, with_keyset=True)
+            name = operation.removeprefix("aten::")
+            self._libraries[1].impl(name, kernel, self._name, with_keyset=True)
 
     def remove(self) -> None:
         """Take them back."""
-        for library in reversed(self._libraries):
-            library._destroy()
-        self._libraries.clear()
-
-
-def _library(namespace: str) -> Any:
-    # Through Any, since torch.library has no types.
-    library: Any = torch.library
-    return library.Library(namespace, "IMPL")
+        while self._libraries:
+            self._libraries.pop()._destroy()
 
 
 def install_kernels(
@@ -1136,28 +845,21 @@ def install_kernels(
 
     ``is_reached`` says whether an operation comes to them while the key is switched on.
     """
-    lost = (
-        "random operations cannot be redirected: replicas that share a device draw from one "
-        "generator, so dropout masks depend on timing"
-    )
     made: list[Kernels] = []
 
     def check() -> bool:
         holder = Kernels(name)
         made.append(holder)
         holder.register(kernels(holder))
-
-        def reached() -> bool:
-            include_key(holder.key, True)
-            try:
-                return is_reached(holder.key)
-            finally:
-                include_key(holder.key, False)
-
-        return _in_fresh_thread(reached)
+        include_key(holder.key, True)
+        return is_reached(holder.key)
 
     def undo() -> None:
         for holder in made:
             holder.remove()
 
+    lost = (
+        "random operations cannot be redirected: replicas that share a device draw from one "
+        "generator, so dropout masks depend on timing"
+    )
     return made[0] if _holds(lost, check, undo) else None

@@ -44,7 +44,7 @@ def each(slots: Sequence[str], call: Callable[..., Any], *columns: Sequence[Any]
     """The results of ``call``, in replica i with entry i of each column."""
     devices = [torch.device(slot) for slot in slots]
     calls = [lambda i=i: call(*[column[i] for column in columns]) for i in range(len(slots))]
-    return apply_replicas(calls, devices, timeout=30)
+    return apply_replicas(calls, devices)
 
 
 def run(

@@ -58,7 +58,7 @@ def replay(steps: list[tuple[Collective, int]]) -> list[list[float]]:
             y.fill_(-1)
         return found
 
-    return apply_replicas([call] * REPLICAS, [torch.device("cpu")] * REPLICAS, timeout=60)
+    return apply_replicas([call] * REPLICAS, [torch.device("cpu")] * REPLICAS)
 
 
 def count_tensors() -> int:
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_meetings_with_gradients() -> None:
 
     for _ in range(3):
         calls = [lambda i=i: call(leaves[i], leaves[2 + i]) for i in range(2)]
-        outputs = apply_replicas(calls, [torch.device("cpu")] * 2, timeout=60)
+        outputs = apply_replicas(calls, [torch.device("cpu")] * 2)
         torch.autograd.backward([y.sum() for replica in outputs for y in replica])
         del outputs, calls
     gc.collect()

@@ -365,4 +365,3 @@ def test_traced_graphs_hold_no_generator() -> None:
 
     assert all("bernoulli_" in code for code in replicas(call))
     assert not any("generator =" in code for code in replicas(call))
-    assert replica_random.ReplicaGenerators((CPU, CPU)).shared == frozenset()

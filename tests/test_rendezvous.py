@@ -23,8 +23,8 @@ from dataparallel.threads.meeting import (
 CPU = torch.device("cpu")
 
 
-def replicas(*calls: Callable[[], Any], timeout: float = 30.0) -> list[Any]:
-    return apply_replicas(calls, [CPU] * len(calls), timeout=timeout)
+def replicas(*calls: Callable[[], Any]) -> list[Any]:
+    return apply_replicas(calls, [CPU] * len(calls))
 
 
 def index() -> int:
@@ -33,10 +33,16 @@ def index() -> int:
     return replica.index
 
 
-def meet(key: Any, value: Any, combine: Callable[[list[Any]], Sequence[Any]] = list) -> Any:
+def meet(
+    key: Any,
+    value: Any,
+    combine: Callable[[list[Any]], Sequence[Any]] = list,
+    *,
+    timeout: float = 30.0,
+) -> Any:
     rendezvous = current_rendezvous()
     assert rendezvous is not None
-    return rendezvous.exchange(key, value, combine)
+    return rendezvous.exchange(key, value, combine, timeout=timeout)
 
 
 def test_there_is_none_outside_of_replicas() -> None:
@@ -204,9 +210,9 @@ def test_a_replica_that_does_not_come_in_time_is_named() -> None:
 
     def call() -> None:
         with pytest.raises(
-            RendezvousTimeout, match=r"meeting 1 for 'key': replica 1 did not come within 0.2 s"
+            RendezvousTimeout, match=r"meeting for 'key': replica 1 did not come within 0.2 s"
         ):
-            replicas(lambda: meet("key", 0), lambda: ready.wait(1.0), timeout=0.2)
+            replicas(lambda: meet("key", 0, timeout=0.2), lambda: ready.wait(1.0))
 
     ended_within(10, call)
 
@@ -216,9 +222,8 @@ def test_replica_0_that_does_not_come_in_time_is_named() -> None:
         with pytest.raises(RendezvousTimeout, match="replicas 0, 2 did not come"):
             replicas(
                 lambda: time.sleep(0.8),
-                lambda: meet("key", 0),
+                lambda: meet("key", 0, timeout=0.2),
                 lambda: time.sleep(0.8),
-                timeout=0.2,
             )
 
     ended_within(10, call)
@@ -288,18 +293,3 @@ def test_a_caught_failure_leaves_no_meeting_open() -> None:
 def test_exchange_outside_of_the_call_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="outside of the replicas of its call"):
         Rendezvous(2).exchange("key", 0, list)
-
-
-def test_replicas_that_run_one_after_another_cannot_meet() -> None:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        apply_replicas([lambda: meet("key", x), lambda: meet("key", x)], [CPU] * 2)
-        return x
-
-    with pytest.raises(RuntimeError, match="functorch transforms the replicas run one after"):
-        torch.func.vmap(call)(torch.ones(3))
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0])
-def test_the_timeout_is_positive(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout is a positive number of seconds, but got"):
-        Rendezvous(2, timeout)

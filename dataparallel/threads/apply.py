@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -111,17 +112,20 @@ def apply_replicas(
     compiled: compiling.CompiledCalls | None = None,
     timeline: Timeline | None = None,
     phase: Phase = "forward",
-    timeout: float = meetings.DEFAULT_TIMEOUT,
 ) -> list[T]:
     """Run ``calls[i]`` as replica ``i`` on ``devices[i]``, in the caller's thread context."""
     assert len(calls) == len(devices)
     if not calls:
         return []
     concurrent = len(calls) > 1 and is_portable()
-    waiting = functools.partial(_waiting, timeline)
-    meeting = meetings.Rendezvous(len(calls), timeout, concurrent, waiting)
-    with (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent) as turns:
-        run = _Run(calls, devices, turns, timeline, phase, meeting)
+    turns: AbstractContextManager[compiling.ParallelCall | None] = contextlib.nullcontext()
+    if compiling.lock.torchs is not None or torch_internals.is_anything_compiled():
+        turns = (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent)
+    if timeline is not None and not timeline.listeners:
+        timeline = None
+    meeting = meetings.Rendezvous(len(calls), functools.partial(_waiting, timeline))
+    with turns as turn:
+        run = _Run(calls, devices, turn, timeline, phase, meeting)
         if not concurrent:
             return [run.here(i) for i in range(len(calls))]
         context = ThreadContext(devices)
@@ -150,11 +154,8 @@ class _Run(Generic[T]):
         meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
         failed = True
         try:
-            if turns is not None:
-                if turns.in_turn:
-                    turns.wait_for_turn(index)
-                compiling.lock.share(turns, index)
             with (
+                NO_SPAN if turns is None else turns.replica(index),
                 torch_internals.record_range(f"replica {index} on {device}"),
                 NO_SPAN if timeline is None else timeline.span(self.phase, index),
             ):
@@ -162,10 +163,6 @@ class _Run(Generic[T]):
             failed = False
             return result
         finally:
-            if turns is not None:
-                compiling.lock.give_up()
-                if turns.in_turn:
-                    turns.end_turn(index, failed=failed)
             self.meeting.leave(index, failed=failed)
 
     def here(self, index: int) -> T:

@@ -22,8 +22,8 @@ that compiled nothing: then all is compiled, or what was compiled takes any size
 compiles even so does it alone, and the next call starts over.
 
 The order only saves work. A replica starts anyway if the one before it waits for others, or
-neither ends nor compiles for some seconds. A forward that is the first in the process to import the
-compiler has none of this.
+neither ends nor compiles for some seconds. A forward that is itself the first in the process to
+call ``torch.compile`` has none of all this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,22 +44,16 @@ from dataparallel import torch_internals
 from dataparallel.threads import random as replica_random
 from dataparallel.threads.workers import SecondaryError
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-# Seconds that a new call lets those go first who wait to compile.
-_COURTESY = 10.0
-# Seconds after which a replica no longer waits for the one before it.
+# Seconds after which a replica no longer waits for the one before it, or for those that want to
+# compile: they may wait for it.
 _PATIENCE = 2.0
 # Seconds between two looks around: whether a thread has died, or this one was interrupted.
 _LOOK = 0.2
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
-
-def untraced(function: FunctionT) -> FunctionT:
-    """Keep the compiler out of a function and all that it calls, without importing the compiler."""
-    why = "replicas run in threads, which cannot be compiled"
-    return torch_internals.mark_untraced(function, why)
+#: Keep the compiler out of a function and all that it calls, without importing the compiler.
+untraced = torch_internals.mark_untraced
 
 
 class CompileTimeout(TimeoutError):
@@ -75,8 +69,8 @@ class CompileLock:
     def __init__(self) -> None:
         #: Seconds to wait for the replicas to stop, not counting the time in which others compile.
         self.timeout = 300.0
-        self._torchs: Any = None
-        self._write_back: Callable[[], None] | None = None
+        #: Torch's own, once this stands in its place.
+        self.torchs: Any = None
         self._owner: threading.Thread | None = None
         # Of the owner: how often it has taken the lock, and how it gives it back.
         self._depth = 0
@@ -90,55 +84,31 @@ class CompileLock:
         self._running: dict[threading.Thread, tuple[ParallelCall, int]] = {}
         if self._owner is not threading.current_thread():
             self._owner = None
-        self._num_waiting = self._num_calls = 0
+        self._num_waiting = 0
 
-    def install(self) -> bool:
-        """Stand in the place of torch's lock; False as long as nobody has imported the compiler."""
-        if self._torchs is None:
-            torchs = torch_internals.compile_lock()
-            if torchs is None:
-                return False
-            # Whoever compiles now ends that first.
-            with torchs, self._changed:
-                if self._torchs is None:
-                    torch_internals.keep_guard_of_compiler()
-                    torch_internals.keep_compiled_entries_in_place()
-                    torch_internals.hand_on_contexts_for_any_thread()
-                    self._torchs = torchs
-                    torch_internals.replace_compile_lock(lambda _: self)
-        return True
+    def install(self) -> None:
+        """Stand in the place of torch's lock."""
+        torchs = torch_internals.compile_lock()
+        # Whoever compiles now ends that first.
+        with torchs, self._changed:
+            if self.torchs is None:
+                torch_internals.keep_guard_of_compiler()
+                torch_internals.move_entries_of_compiler(False)
+                torch_internals.hand_on_contexts_for_any_thread()
+                torch_internals.replace_compile_lock(self)
+                self.torchs = torchs
 
     @property
     def held(self) -> bool:
         """Whether some thread compiles now."""
-        return self._owner is not None
-
-    @contextlib.contextmanager
-    def around_compiled_calls(self) -> Iterator[None]:
-        """Around a parallel call in which compiled code may be called."""
-        # Each call of compiled code changes variables of the process and restores what it found,
-        # which is wrong for calls that overlap. So the last one restores what the first one found.
-        thread = threading.current_thread()
-        with self._changed:
-            if self._num_waiting and thread not in self._running and thread is not self._owner:
-                # Not for ever, as one of them may wait for this thread.
-                self._changed.wait_for(lambda: not self._num_waiting, _COURTESY)
-            if not self._num_calls:
-                self._write_back = torch_internals.state_of_compiled_calls()
-            self._num_calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_calls -= 1
-                if not self._num_calls and self._write_back is not None:
-                    self._write_back()
+        # One that compiled may have died of an interrupt.
+        return self._owner is not None and self._owner.is_alive()
 
     def share(self, call: ParallelCall, index: int) -> None:
         """Share the lock: this thread runs a replica of a call."""
+        patience = time.monotonic() + _PATIENCE
         with self._changed:
-            # The thread that compiles may have died of an interrupt.
-            while self._owner is not None and self._owner.is_alive():
+            while self.held or (self._num_waiting and time.monotonic() < patience):
                 self._changed.wait(_LOOK)
             self._running[threading.current_thread()] = call, index
 
@@ -154,23 +124,16 @@ class CompileLock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let others compile within a ``with`` block, in which this thread only waits."""
-        thread = threading.current_thread()
-        share = self._running.get(thread)
-        if share is None and self._owner is not thread:
-            yield
-            return
+        share = self.give_up() if threading.current_thread() in self._running else None
         if share is not None:
             share[0].end_turn(share[1])
-        self.give_up()
         try:
             yield
         finally:
             if share is not None:
                 self.share(*share)
-            else:
-                self._take_alone()
 
-    def acquire(self) -> bool:
+    def __enter__(self) -> None:
         """Take the lock alone, to compile; may be nested."""
         if self._owner is not threading.current_thread():
             with contextlib.ExitStack() as stack:
@@ -179,50 +142,41 @@ class CompileLock:
                     stack.callback(self.share, *share)
                 stack.callback(self.give_up)
                 self._take_alone()
-                stack.enter_context(self._torchs)
+                stack.enter_context(self.torchs)
                 if share is not None:
                     stack.enter_context(share[0].compiling())
                 self._exits, self._depth = stack.pop_all(), 0
         self._depth += 1
-        return True
 
-    def release(self) -> None:
-        """Give it back."""
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._exits.close()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def _take_alone(self) -> None:
+        deadline = time.monotonic() + self.timeout
         with self._changed:
             self._num_waiting += 1
             try:
-                self._wait_for_all()
+                while self.held or self._others():
+                    if self.held:
+                        deadline = time.monotonic() + self.timeout
+                    elif time.monotonic() > deadline:
+                        raise CompileTimeout(
+                            "torch.compile has to compile, and nothing may run meanwhile, but "
+                            f"within {self.timeout:.3g} s these threads did not stop: "
+                            f"{', '.join(self._others())}; replicas that wait for each other must "
+                            "do so through current_rendezvous()"
+                        )
+                    self._changed.wait(_LOOK)
                 self._owner = threading.current_thread()
             finally:
                 self._num_waiting -= 1
 
-    def _wait_for_all(self) -> None:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            self._running = {t: share for t, share in self._running.items() if t.is_alive()}
-            if self._owner is not None and self._owner.is_alive():
-                deadline = time.monotonic() + self.timeout
-            elif not self._running:
-                return
-            elif time.monotonic() > deadline:
-                names = ", ".join(sorted(thread.name for thread in self._running))
-                raise CompileTimeout(
-                    f"torch.compile has to compile, and nothing may run meanwhile, but within "
-                    f"{self.timeout:.3g} s these threads did not stop: {names}; replicas that "
-                    "wait for each other must do so through current_rendezvous()"
-                )
-            self._changed.wait(_LOOK)
+    def _others(self) -> list[str]:
+        """The names of the threads that share the lock."""
+        self._running = {t: share for t, share in self._running.items() if t.is_alive()}
+        return sorted(thread.name for thread in self._running)
 
 
 #: Of this process.
@@ -241,23 +195,36 @@ class ParallelCall:
         self._num_devices = num_devices
         #: Whether a replica came to compile.
         self.has_compiled = False
-        #: Whether they run in turn; then, for each, that the replica after it may start.
-        self.in_turn = num_in_turn > 0
-        self._passed = [threading.Event() for _ in range(num_in_turn)] if num_in_turn else []
         self._failed = False
+        # For each that runs in turn: that the replica after it may start.
+        self._passed = [threading.Event() for _ in range(num_in_turn)]
 
-    def wait_for_turn(self, index: int) -> None:
+    @contextlib.contextmanager
+    def replica(self, index: int) -> Iterator[None]:
+        """Around a replica, in its thread."""
+        try:
+            if self._passed and index:
+                self._wait_for_turn(index)
+            lock.share(self, index)
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            lock.give_up()
+            self.end_turn(index)
+
+    def _wait_for_turn(self, index: int) -> None:
         """Wait until the replica before this one has ended, or waits, or takes too long."""
         deadline = time.monotonic() + _PATIENCE
-        while index and not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
+        while not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
             if lock.held:
                 deadline = time.monotonic() + _PATIENCE
         if self._failed:
             raise SecondaryError("a replica before this one failed")
 
-    def end_turn(self, index: int, *, failed: bool = False) -> None:
+    def end_turn(self, index: int) -> None:
         """Let the replica after this one start."""
-        self._failed |= failed
         if self._passed:
             self._passed[index].set()
 
@@ -265,14 +232,19 @@ class ParallelCall:
     def compiling(self) -> Iterator[None]:
         """While a replica compiles."""
         self.has_compiled = True
-        with (
-            replica_random.use_default_generators(),
-            torch_internals.settings_of_compiler(self._num_devices),
-            torch_internals.first_calls_without_search(),
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
-            yield
+        drawing = replica_random.drawing
+        # The key of the generators stays, as compiled code asks which keys are switched on.
+        before = drawing.switch(lambda device: None)
+        try:
+            with (
+                torch_internals.settings_of_compiler(self._num_devices),
+                torch_internals.first_calls_without_search(),
+                warnings.catch_warnings(),
+            ):
+                warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
+                yield
+        finally:
+            drawing.switch(*before)
 
 
 class CompiledCalls:
@@ -280,25 +252,18 @@ class CompiledCalls:
 
     def __init__(self) -> None:
         self._quiet: set[Hashable] = set()
-        self._is_used = False
 
     @contextlib.contextmanager
     def call(
         self, calls: Sequence[Callable[[], Any]], num_devices: int, *, concurrent: bool
-    ) -> Iterator[ParallelCall | None]:
+    ) -> Iterator[ParallelCall]:
         """One call of the replicas, which run at the same time if they are ``concurrent``."""
-        if not lock.install():
-            yield None
-            return
-        # Torch keeps a list of the backends for which something was compiled, or is to be.
-        self._is_used = self._is_used or any(map(callable, torch_internals.backends_in_use()))
-        kind = _kind_of(calls[0]) if self._is_used and concurrent else None
+        if lock.torchs is None:
+            lock.install()
+        kind = _kind_of(calls[0]) if concurrent else None
         in_turn = kind is not None and kind not in self._quiet
         call = ParallelCall(num_devices, len(calls) if in_turn else 0)
-        with contextlib.ExitStack() as stack:
-            if self._is_used:
-                stack.enter_context(lock.around_compiled_calls())
-            stack.enter_context(lock.paused())
+        with lock.paused():
             yield call
         if call.has_compiled:
             self._quiet.discard(kind)
@@ -308,9 +273,7 @@ class CompiledCalls:
 
 def _kind_of(call: Callable[[], Any]) -> Hashable:
     """What a call has in common with others; None where nothing in it can be compiled."""
-    if not isinstance(call, functools.partial):
-        return None
-    modules = [part for part in (call.func, *call.args) if isinstance(part, nn.Module)]
+    parts = (call.func, *call.args) if isinstance(call, functools.partial) else ()
+    modules = tuple((type(m), m.training) for m in parts if isinstance(m, nn.Module))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = torch_internals.is_any_autocast_enabled()
-    return (*((type(m), m.training) for m in modules), *modes, autocast) if modules else None
+    return (modules, *modes) if modules else None

@@ -9,9 +9,9 @@ Carried by :class:`ThreadContext`: grad mode, inference mode, forward-mode AD, v
 multithreaded backward, autocast of every device type (enabled, dtype, cache, nesting), the stacks
 of function modes (a default device is one) and dispatch modes, whether ``__torch_function__`` is
 disabled, saved-tensor hooks, contextvars, current streams and the denormal mode of the CPU.
-Anomaly mode, deterministic algorithms, the default dtype and the SDPA switches are process-wide,
-so there is nothing to carry. functorch transforms and ``torch.jit.trace`` cannot be carried: where
-they make :func:`is_portable` False, the replicas run in the calling thread.
+Anomaly mode, deterministic algorithms, the default dtype and the SDPA switches are process-wide.
+functorch transforms and ``torch.jit.trace`` cannot be carried: where they make :func:`is_portable`
+False, the replicas run in the calling thread.
 
 Note [The autocast cache is shared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,12 +44,11 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import itertools
 import operator
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -58,19 +57,14 @@ from dataparallel import torch_internals
 from dataparallel.threads import random as replica_random
 
 T = TypeVar("T")
-#: What is called, in reverse order, to take back what was set.
-_Undo: TypeAlias = "list[tuple[Callable[..., object], tuple[Any, ...]]]"
 #: A setting that is one value: how to read it, and how to set it.
 _Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
 # False where denormals are flushed: the number is below the smallest normal one.
 _keeps_denormals = functools.partial(operator.gt, 5e-324, 0.0)
 _SETTINGS: tuple[_Setting, ...] = (
-    (torch.is_grad_enabled, torch_internals.set_grad_enabled),
-    (torch_internals.is_fwd_grad_enabled, torch_internals.set_fwd_grad_enabled),
-    (torch_internals.is_multithreading_enabled, torch_internals.set_multithreading_enabled),
-    (torch_internals.is_view_replay_enabled, torch_internals.set_view_replay_enabled),
-    (torch_internals.torch_function_state, torch_internals.set_torch_function_state),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    *torch_internals.THREAD_SETTINGS,
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_keeps_denormals, lambda keeps: torch.set_flush_denormal(not keeps)),
 )
@@ -91,26 +85,10 @@ def is_portable() -> bool:
     return not torch_internals.transforms_active() and torch_internals.tracing_state() is None
 
 
-class _Layout(NamedTuple):
-    """What follows from the devices of a call."""
-
-    settings: tuple[_Setting, ...]
-    accelerators: tuple[torch.device, ...]
-    #: How many intra-op threads each replica may use.
-    threads: tuple[int, ...]
-
-
 @functools.lru_cache(maxsize=64)
-def _layout(
-    devices: tuple[torch.device, ...],
-    others: tuple[torch.device, ...],
-    num_threads: int,
-    is_autocast_on: bool,
-) -> _Layout:
-    places = dict.fromkeys((*devices, *others))
-    kinds = {"cpu", *(device.type for device in places)}
-    if is_autocast_on:
-        kinds.update(torch_internals.autocast_device_types())
+def _settings(places: frozenset[torch.device]) -> tuple[_Setting, ...]:
+    """All settings of a thread that works with some devices."""
+    kinds = {"cpu", *(device.type for device in (*places, *_devices.accelerators()[:1]))}
     autocast = [
         (functools.partial(getter, kind), functools.partial(setter, kind))
         for kind in kinds
@@ -119,11 +97,13 @@ def _layout(
             (torch.get_autocast_dtype, torch.set_autocast_dtype),
         )
     ]
-    return _Layout(
-        (*_SETTINGS, *autocast),
-        tuple(filter(_devices.is_accelerator, places)),
-        tuple(share or num_threads for share in _devices.intra_op_shares(devices)),
-    )
+    return (*_SETTINGS, *autocast)
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(devices: tuple[torch.device, ...], num_threads: int) -> tuple[int, ...]:
+    """How many intra-op threads each replica may use."""
+    return tuple(share or num_threads for share in _devices.intra_op_shares(devices))
 
 
 class ThreadContext:
@@ -136,27 +116,30 @@ class ThreadContext:
         self, devices: Sequence[torch.device], others: Sequence[torch.device] = ()
     ) -> None:
         self._devices = tuple(devices)
-        self._layout = layout = _layout(
-            self._devices,
-            tuple(others),
-            torch.get_num_threads(),
-            torch_internals.is_any_autocast_enabled(),
-        )
+        self._threads = _shares(self._devices, torch.get_num_threads())
         self._draws = replica_random.ReplicaGenerators(self._devices)
         self._variables = contextvars.copy_context()
-        self._values = [get() for get, _ in layout.settings]
-        self._nesting = torch_internals.increment_autocast_nesting() - 1
-        torch_internals.decrement_autocast_nesting()
-        self._streams = list(map(_devices.current_stream, layout.accelerators))
-        self._inference = torch.is_inference_mode_enabled()
-        self._hooks = torch_internals.top_saved_tensors_hooks(True)
-        if self._hooks is not None and _of_checkpoint(self._hooks[0]):
-            self._hooks = None
-        self._refusal = torch_internals.saved_tensors_hooks_refusal()
-        modes = torch_internals.dispatch_modes()
-        self._modes = list(itertools.filterfalse(_of_checkpoint, modes))
+        places = frozenset((*devices, *others))
+        self._settings = [(get, use, get()) for get, use in _settings(places)]
+        self._streams = [*map(_devices.current_stream, filter(_devices.is_accelerator, places))]
+        self._nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()
-        self._default_device = torch_internals.default_device_mode()
+        #: Makes what each replica is within, from the outermost on.
+        self._within: list[Callable[[], AbstractContextManager[Any]]] = []
+        if torch.is_inference_mode_enabled():
+            self._within.append(torch.inference_mode)
+        hooks = torch_internals.top_saved_tensors_hooks(True)
+        if hooks is not None and not _of_checkpoint(hooks[0]):
+            make: Callable[..., Any] = torch.autograd.graph.saved_tensors_hooks
+            self._within.append(functools.partial(make, *hooks))
+        refusal = torch_internals.saved_tensors_hooks_refusal()
+        if refusal is not None:
+            make = torch.autograd.graph.disable_saved_tensors_hooks
+            self._within.append(functools.partial(make, refusal))
+        for mode in torch_internals.dispatch_modes():
+            if not _of_checkpoint(mode):
+                self._within.append(functools.partial(torch_internals.dispatch_mode, mode))
 
     def task(self, index: int, call: Callable[..., T], *args: Any) -> Callable[[], T]:
         """What calls ``call`` as this thread would, on the device of a replica."""
@@ -164,86 +147,57 @@ class ThreadContext:
         return functools.partial(self._variables.copy().run, self._run, index, call, *args)
 
     def _run(self, index: int, call: Callable[..., T], *args: Any) -> T:
-        undo: _Undo = []
-        try:
-            self._enter(undo, index)
-            return call(*args)
-        finally:
-            for function, arguments in reversed(undo):
-                function(*arguments)
-
-    def _enter(self, undo: _Undo, index: int) -> None:
-        device, threads = self._devices[index], self._layout.threads[index]
+        device = self._devices[index]
         # Not set back: the thread belongs to replicas. The first query in a thread applies torch's
         # default, which would undo what is set before it.
-        if torch.get_num_threads() != threads:
-            _use_threads(threads)
-        for stream in self._streams:
-            if _devices.current_stream(stream.device) != stream:
-                _within(undo, _devices.use_stream(stream))
-        if _devices.is_accelerator(device):
-            _within(undo, _devices.use_device(device))
-        if self._inference:
-            _within(undo, torch_internals.inference_guard(True))
-        if self._hooks is not None:
-            torch_internals.push_saved_tensors_hooks(*self._hooks)
-            undo.append((torch_internals.pop_saved_tensors_hooks, ()))
-        if self._refusal is not None:
-            torch_internals.refuse_saved_tensors_hooks(self._refusal, False)
-            undo.append((torch_internals.allow_saved_tensors_hooks, ()))
-        for mode in self._modes:
-            torch_internals.push_dispatch_mode(mode)
-            key = torch_internals.dispatch_mode_key(mode)
-            undo.append((torch_internals.pop_dispatch_mode, (key,)))
-        if self._function_modes or self._default_device is not None:
-            self._enter_function_modes(undo, device)
-        # See Note [The autocast cache is shared].
-        for _ in range(self._nesting):
-            torch_internals.increment_autocast_nesting()
-            undo.append((torch_internals.decrement_autocast_nesting, ()))
-        for (get, use), wanted in zip(self._layout.settings, self._values, strict=True):
-            before = get()
-            if before != wanted:
-                use(wanted)
-                undo.append((use, (before,)))
-        switch = replica_random.drawing.switch
-        undo.append((switch, switch(functools.partial(self._draws.generator, index, {}))))
+        if torch.get_num_threads() != self._threads[index]:
+            _use_threads(self._threads[index])
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                if _devices.current_stream(stream.device) != stream:
+                    stack.enter_context(_devices.use_stream(stream))
+            if _devices.is_accelerator(device):
+                stack.enter_context(_devices.use_device(device))
+            for make in self._within:
+                stack.enter_context(make())
+            if self._function_modes:
+                stack.enter_context(self._function_modes_on(device))
+            # See Note [The autocast cache is shared].
+            for _ in range(self._nesting):
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
+            for get, use, wanted in self._settings:
+                before = get()
+                if before != wanted:
+                    use(wanted)
+                    stack.callback(use, before)
+            switch = replica_random.drawing.switch
+            draws = functools.partial(self._draws.generator, index, {})
+            stack.callback(switch, *switch(draws))
+            return call(*args)
 
-    def _enter_function_modes(self, undo: _Undo, device: torch.device) -> None:
-        chosen = self._default_device
-        if chosen is not None:
-            torch_internals.set_default_device_mode(self._on_replica(chosen, device))
-            undo.append((torch_internals.set_default_device_mode, (None,)))
-        undo.append((_pop_function_modes, (len(torch_internals.function_modes()),)))
-        for mode in self._function_modes:
-            torch_internals.push_function_mode(self._on_replica(mode, device))
-
-    def _on_replica(self, mode: Any, device: torch.device) -> Any:
-        """The user's function mode inside a replica; a default device is one."""
+    @contextlib.contextmanager
+    def _function_modes_on(self, device: torch.device) -> Iterator[None]:
+        """The user's function modes inside a replica; a default device is one."""
         # Where that is the accelerator of replica 0, the user means "where the module is".
         first = self._devices[0]
-        if not isinstance(mode, torch_internals.DeviceMode) or not _devices.is_accelerator(first):
-            return mode
-        chosen = mode.device
-        if chosen == first or (chosen.index is None and chosen.type == first.type):
-            return torch_internals.DeviceMode(device)
-        return mode
-
-
-def _within(undo: _Undo, context: AbstractContextManager[Any]) -> None:
-    context.__enter__()
-    undo.append((context.__exit__, (None, None, None)))
+        meant = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
+        before = len(torch_internals.function_modes())
+        for mode in self._function_modes:
+            if isinstance(mode, torch_internals.DeviceMode) and mode.device in meant:
+                mode = torch_internals.DeviceMode(device)
+            torch_internals.push_function_mode(mode)
+        try:
+            yield
+        finally:
+            # torch.set_default_device inside the replica pushes or pops a mode of its own.
+            for _ in range(len(torch_internals.function_modes()) - before):
+                torch_internals.pop_function_mode()
 
 
 def _of_checkpoint(owned: object) -> bool:
     """See Note [Checkpoints around replicas]."""
     return getattr(owned, "__module__", "") == "torch.utils.checkpoint"
-
-
-def _pop_function_modes(remaining: int) -> None:
-    # torch.set_default_device inside the replica pushes or pops a mode of its own.
-    for _ in range(len(torch_internals.function_modes()) - remaining):
-        torch_internals.pop_function_mode()
 
 
 # --- intra-op threads, see Note [Intra-op threads of one thread] --------------------------------

@@ -16,8 +16,8 @@ import contextvars
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,10 +27,8 @@ from dataparallel.threads.workers import SecondaryError
 V = TypeVar("V")
 R = TypeVar("R")
 
-#: Makes what a replica is within while it waits, from its index.
-Waiting: TypeAlias = Callable[[int], AbstractContextManager[object]]
-
 DEFAULT_TIMEOUT = 300.0
+_SAME = "every replica must come to the same meetings in the same order"
 
 
 class RendezvousError(SecondaryError):
@@ -45,25 +43,14 @@ class RendezvousTimeout(TimeoutError):
     """A replica did not come in time."""
 
 
+@dataclass(frozen=True, eq=False)
 class _Round:
     """One meeting: who has come, with what, and what came of it."""
 
-    __slots__ = ("failure", "key", "results", "values")
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.values: dict[int, Any] = {}
-        self.results: Sequence[Any] | None = None
-        self.failure: BaseException | None = None
-
-    def fail(self, failure: BaseException) -> None:
-        """Raise this in all that have come, or come later."""
-        self.failure = failure
-
-    def end(self, results: Sequence[Any]) -> None:
-        """Give each replica its part."""
-        self.results = results
-        self.values.clear()
+    key: Hashable
+    values: dict[int, Any] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
 
 
 class Rendezvous:
@@ -72,21 +59,14 @@ class Rendezvous:
     def __init__(
         self,
         num_replicas: int,
-        timeout: float = DEFAULT_TIMEOUT,
-        concurrent: bool = True,
-        waiting: Waiting | None = None,
+        waiting: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
         self.num_replicas = num_replicas
-        self.timeout = timeout
-        self._concurrent = concurrent or num_replicas == 1
         self._waiting = waiting
         self._changed = threading.Condition(threading.Lock())
         self._round: _Round | None = None
-        self._sequence = 0
         self._left: dict[int, str] = {}
-        self._aborted: BaseException | None = None
+        self._aborted = False
 
     # Replicas meet in Python's own locks, which the compiler cannot follow.
     @untraced
@@ -96,7 +76,7 @@ class Rendezvous:
         value: V,
         combine: Callable[[list[V]], Sequence[R]],
         *,
-        timeout: float | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> R:
         """Bring ``value``, wait for the other replicas, and take this replica's part.
 
@@ -104,24 +84,16 @@ class Rendezvous:
         replica 0; what it raises is raised there, and a RendezvousError in the others.
         """
         index = _index_in(self)
-        if not self._concurrent:
-            raise RuntimeError(
-                f"replica {index} came to the meeting {key!r}, but under torch.jit.trace and "
-                "functorch transforms the replicas run one after another and cannot meet; "
-                "transform the module instead of the parallel call"
-            )
         with self._changed:
             meeting = self._join(index, key, value)
             waits = index > 0 or len(meeting.values) < self.num_replicas
-        if waits:
-            with nullcontext() if self._waiting is None else self._waiting(index):
-                self._await(meeting, index, self.timeout if timeout is None else timeout)
-        if index == 0 and meeting.failure is None:
+        with self._waiting(index) if waits else nullcontext():
+            self._await(meeting, index, timeout)
+        if index == 0 and not meeting.failures:
             self._combine(meeting, combine)
-        if meeting.failure is not None:
+        for failure in meeting.failures:
             # One object raised in several threads would collect the tracebacks of all.
-            raise type(meeting.failure)(*meeting.failure.args)
-        assert meeting.results is not None
+            raise type(failure)(*failure.args)
         result: R = meeting.results[index]
         return result
 
@@ -130,45 +102,45 @@ class Rendezvous:
         with self._changed:
             self._left[index] = "failed" if failed else "returned"
             if self._round is not None and index not in self._round.values:
-                self._fail(self._round, self._missing(self._round.key, [index]))
+                self._fail(self._round, self._missing(self._round.key))
 
     def abort(self) -> None:
         """Release every replica that waits, with an error; later meetings fail at once."""
         with self._changed:
-            self._aborted = RendezvousError("the call was interrupted")
+            self._aborted = True
             if self._round is not None:
-                self._fail(self._round, self._aborted)
+                self._fail(self._round, RendezvousError("the call was interrupted"))
 
     def _join(self, index: int, key: Hashable, value: Any) -> _Round:
-        if self._aborted is not None:
-            raise RendezvousError(*self._aborted.args)
+        if self._aborted:
+            raise RendezvousError("the call was interrupted")
         if self._left:
-            raise self._missing(key, sorted(self._left))
+            raise self._missing(key)
         if self._round is None:
             self._round = _Round(key)
-            self._sequence += 1
         meeting = self._round
         assert index not in meeting.values, "a replica waits in its own thread"
         if meeting.key != key:
-            waiting = _replicas(sorted(meeting.values))
-            self._fail(
-                meeting,
-                RendezvousKeyError(
-                    f"replica {index} came to the meeting {key!r} while {waiting} came to "
-                    f"{meeting.key!r}; every replica must come to the same meetings in the same "
-                    "order"
-                ),
-            )
+            text = f"came to the meeting {key!r} while {_replicas(sorted(meeting.values))} came to"
+            error = RendezvousKeyError(f"replica {index} {text} {meeting.key!r}; {_SAME}")
+            self._fail(meeting, error)
         meeting.values[index] = value
-        if len(meeting.values) == self.num_replicas:
-            self._changed.notify_all()
+        self._changed.notify_all()
         return meeting
 
-    def _fail(self, meeting: _Round, failure: BaseException) -> None:
-        meeting.fail(failure)
-        if self._round is meeting:
-            self._round = None
-        self._changed.notify_all()
+    def _await(self, meeting: _Round, index: int, seconds: float) -> None:
+        """Wait until all have come; for what replica 0 combines then, as long as it takes."""
+
+        def all_came() -> bool:
+            return self._round is not meeting or len(meeting.values) == self.num_replicas
+
+        with self._changed:
+            if not self._changed.wait_for(all_came, min(seconds, threading.TIMEOUT_MAX)):
+                absent = [i for i in range(self.num_replicas) if i not in meeting.values]
+                text = f"{_replicas(absent)} did not come within {seconds:.3g} s; {_SAME}"
+                self._fail(meeting, RendezvousTimeout(f"meeting for {meeting.key!r}: {text}"))
+            while index and self._round is meeting:
+                self._changed.wait()
 
     def _combine(self, meeting: _Round, combine: Callable[[list[V]], Sequence[R]]) -> None:
         try:
@@ -184,42 +156,30 @@ class Rendezvous:
                 self._fail(meeting, RendezvousError(text))
             raise
         with self._changed:
-            meeting.end(results)
-            if self._round is meeting:
-                self._round = None
-            self._changed.notify_all()
+            meeting.values.clear()
+            meeting.results.extend(results)
+            self._end(meeting)
 
-    def _await(self, meeting: _Round, index: int, seconds: float) -> None:
-        """Wait until all have come; for what replica 0 combines then, as long as it takes."""
+    def _fail(self, meeting: _Round, failure: BaseException) -> None:
+        meeting.failures.append(failure)
+        self._end(meeting)
 
-        def all_came() -> bool:
-            return self._round is not meeting or len(meeting.values) == self.num_replicas
+    def _end(self, meeting: _Round) -> None:
+        if self._round is meeting:
+            self._round = None
+        self._changed.notify_all()
 
-        with self._changed:
-            if not self._changed.wait_for(all_came, min(seconds, threading.TIMEOUT_MAX)):
-                absent = [i for i in range(self.num_replicas) if i not in meeting.values]
-                text = (
-                    f"meeting {self._sequence} for {meeting.key!r}: {_replicas(absent)} did not "
-                    f"come within {seconds:.3g} s; every replica must come to the same meetings in "
-                    "the same order"
-                )
-                self._fail(meeting, RendezvousTimeout(text))
-            while index and self._round is meeting:
-                self._changed.wait()
-
-    def _missing(self, key: Hashable, absent: Sequence[int]) -> RendezvousError:
+    def _missing(self, key: Hashable) -> RendezvousError:
         # What failed after somebody had left most likely failed because of that.
-        first = next(iter(self._left))
-        causes = [i for i in absent if i == first or self._left[i] != "failed"] or list(absent)
-        who = "; ".join(f"replica {i} {self._left[i]}" for i in causes)
+        index, how = next(iter(self._left.items()))
         return RendezvousError(
-            f"the meeting for {key!r} needs all {self.num_replicas} replicas, but {who} without "
-            "coming; every replica must come to the same meetings in the same order"
+            f"the meeting for {key!r} needs all {self.num_replicas} replicas, but replica {index} "
+            f"{how} without coming; {_SAME}"
         )
 
 
 def _replicas(indices: Sequence[int]) -> str:
-    names = ", ".join(str(i) for i in indices)
+    names = ", ".join(map(str, indices))
     return f"replica {names}" if len(indices) == 1 else f"replicas {names}"
 
 

@@ -17,12 +17,11 @@ Note [A dispatch key for random operations]
 A ``TorchDispatchMode`` that puts in a generator would slow down *every* operation. A dispatch key,
 switched on in replica threads, costs nothing where it falls through. Only operations whose schema
 has a ``Generator?`` have a kernel there, which fills in the thread's generator where the caller
-gave none, and goes on with the keys below. An operation without that argument (``rand``,
-``dropout``, attention) is reached through the one that it calls. Fused operations of accelerators
-that take no generator get a kernel where replicas share one: while they run, the device's default
-generator has the state of the thread's own. The key is TESTING_ONLY_GenericMode: torch registers
-nothing for it, and it ranks above autograd, so that autograd and checkpointing see an ordinary
-operation with an explicit generator.
+gave none. Operations without that argument (``rand``, ``dropout``) call one that has it. Fused
+operations of accelerators that take no generator get a kernel where replicas share one: while they
+run, the device's default generator has the state of the thread's own. The key is
+TESTING_ONLY_GenericMode: torch registers nothing for it, and it ranks above autograd, so that
+autograd and checkpointing see an ordinary operation with an explicit generator.
 
 Note [Checkpointing in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -39,12 +38,9 @@ restores the thread's dispatch keys, which switches the generator off.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -78,14 +74,12 @@ def mixed_seed(seed: int, index: int) -> int:
 class ReplicaGenerators:
     """The generators of one call, made in the calling thread."""
 
-    __slots__ = ("_devices", "_lock", "_parent", "_seed", "shared")
-
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         install()
-        accelerators, self.shared = _accelerators(devices)
+        accelerators, self._shared = _accelerators(devices)
         if accelerators:
             separate_device_generators(devices)
-        if self.shared:
+        if self._shared:
             _installed.install_swaps()
         self._devices = devices
         self._parent = current_source()
@@ -100,7 +94,7 @@ class ReplicaGenerators:
         if device.index is None and device.type == own.type:
             device = own
         found = made.get(device)
-        if found is None and (device == _CPU or device in self.shared):
+        if found is None and (device == _CPU or device in self._shared):
             found = made[device] = torch.Generator(device)
             found.manual_seed(mixed_seed(self._seed_of_call(), index))
         return found
@@ -110,10 +104,7 @@ class ReplicaGenerators:
             if self._seed is None:
                 parent = None if self._parent is None else self._parent(_CPU)
                 # None of the caller's modes shall see, or change, what is not the module's.
-                with (
-                    torch_internals.without_torch_function(),
-                    torch_internals.without_dispatch_modes(),
-                ):
+                with torch.DisableTorchFunction(), torch_internals.without_dispatch_modes():
                     number = torch.empty((), dtype=torch.int64, device=_CPU)
                     number.random_(generator=parent or torch.default_generator)
                     self._seed = int(number.item())
@@ -123,20 +114,18 @@ class ReplicaGenerators:
 @functools.lru_cache(maxsize=64)
 def _accelerators(
     devices: tuple[torch.device, ...],
-) -> tuple[tuple[torch.device, ...], frozenset[torch.device]]:
+) -> tuple[tuple[torch.device, ...], tuple[torch.device, ...]]:
     """The accelerators among devices, and those of them that several replicas share."""
-    counts = Counter(filter(_devices.is_accelerator, devices))
-    return tuple(counts), frozenset(device for device, count in counts.items() if count > 1)
+    found = tuple(filter(_devices.is_accelerator, devices))
+    return found, tuple(device for device in set(found) if found.count(device) > 1)
 
 
 def separate_device_generators(devices: Sequence[torch.device]) -> None:
     """Give accelerators with equal seeds different ones; that of the first device never changes."""
     seeds: set[int] = set()
     for index, device in enumerate(devices):
-        if not _devices.is_accelerator(device) or device in devices[:index]:
-            continue
         generator = default_generator(device)
-        if generator is None:
+        if generator is None or not _devices.is_accelerator(device) or device in devices[:index]:
             continue
         seed = generator.initial_seed()
         if seed in seeds:
@@ -190,20 +179,6 @@ def current_source() -> Source | None:
     # In a thread of the autograd engine, it may have been left behind by another node.
     task = drawing.task
     return source if task is None or task == torch_internals.current_graph_task_id() else None
-
-
-@contextlib.contextmanager
-def _drawing_from(source: Source) -> Iterator[None]:
-    before = drawing.switch(source)
-    try:
-        yield
-    finally:
-        drawing.switch(*before)
-
-
-def use_default_generators() -> AbstractContextManager[None]:
-    """Within it, the thread of a replica draws from torch's own generators."""
-    return nullcontext() if current_source() is None else _drawing_from(lambda device: None)
 
 
 # --- operations draw from the source ---------------------------------------------------------
@@ -265,17 +240,15 @@ def _filling_kernels(kernels: torch_internals.Kernels) -> Iterator[tuple[str, An
 
 
 def _overload(name: str) -> Any:
-    operation, _, overload = name[len("aten::") :].partition(".")
+    operation, _, overload = name.removeprefix("aten::").partition(".")
     return getattr(getattr(torch.ops.aten, operation), overload or "default")
 
 
 def _generator_position(name: str) -> int | None:
     operation, _, overload = name.partition(".")
-    schema = torch_internals.schema_named(operation, overload)
-    for position, argument in enumerate(schema.arguments):
-        if "Generator" in str(argument.type):
-            return position
-    return None
+    arguments = torch_internals.schema_named(operation, overload).arguments
+    found = (i for i, each in enumerate(arguments) if "Generator" in str(each.type))
+    return next(found, None)
 
 
 def _filling_kernel(operation: Any, position: int, below: Any) -> Callable[..., Any]:
@@ -306,11 +279,11 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     for value in (*args, kwargs.get("out")):
         if isinstance(value, torch.Tensor):
             return value.device
-    device = kwargs.get("device")
-    return _CPU if device is None else torch.device(device)
+    return torch.device(kwargs.get("device") or _CPU)
 
 
 def _draws_unseen(name: str) -> bool:
+    """Whether an operation draws, has no argument for a generator, and calls none that has one."""
     if _generator_position(name) is not None or "backward" in name:
         return False
     if torch.Tag.nondeterministic_seeded not in _overload(name).tags:
@@ -382,20 +355,19 @@ def _source_of_node() -> Source:
 def _stands_in() -> bool:
     """Whether the functions of ``torch.random`` mean the generator of this thread's source."""
     source = _source_of_node()
+    drawing.switch(source)
     own = source(_CPU)
     assert own is not None
     own.manual_seed(mixed_seed(0, 1))
-    with _drawing_from(source):
-        return torch.equal(torch.get_rng_state(), own.get_state())
+    return torch.equal(torch.get_rng_state(), own.get_state())
 
 
 def _states_in_replica(
     kind: str, indices: Sequence[int], states: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
+    """The states of what this thread draws from on some accelerators; ``states`` are torch's."""
     source = current_source()
     if source is None:
         return states
     owned = [source(torch.device(kind, index)) for index in indices]
-    return [
-        state if own is None else own.get_state() for own, state in zip(owned, states, strict=True)
-    ]
+    return [s if own is None else own.get_state() for own, s in zip(owned, states, strict=True)]

@@ -144,9 +144,8 @@ _Inbox: TypeAlias = "queue.SimpleQueue[_Call | None]"
 
 
 def _serve(inbox: _Inbox, index: int) -> None:
-    if torch_internals.set_thread_name is not None:
-        # The name that profilers and `top -H` show; the system cuts it after 15 characters.
-        torch_internals.set_thread_name(f"replica-{index}")
+    # The system cuts it after 15 characters.
+    torch_internals.set_thread_name(f"replica-{index}")
     interpreter_end.start(rests_in=_serve.__code__)
     # An interrupt that comes when the task has just ended has nothing left to stop.
     with contextlib.suppress(Interrupted):
