@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from typing import Any
 
@@ -211,47 +210,3 @@ def test_out_dims_is_checked(out_dims: Any, error: type[Exception], message: str
     model = DataParallel(lstm(), ["cpu", "cpu"], out_dims=out_dims)
     with pytest.raises(error, match=message):
         model(torch.randn(5, 4, 3))
-
-
-def test_states_along_the_wrong_dim_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.randn(6, 4, 3)
-    model = DataParallel(lstm(), ["cpu", "cpu"])
-    with caplog.at_level(logging.WARNING, "dataparallel"):
-        for _ in range(2):
-            assert model(x)[1][0].shape == (8, 3, 5)
-        (record,) = caplog.records
-        said = "outputs[1][0] of shape (4, 3, 5), from a replica with 3 samples, was concatenated"
-        assert record.getMessage().startswith(f"{said} along dim 0. If its samples are along dim 1")
-        caplog.clear()
-        DataParallel(lstm(), ["cpu", "cpu"], out_dims=(0, 1))(x)
-        assert not caplog.records
-
-
-class Odd(nn.Module):
-    """Returns what is no mistake, though another dim than 0 has the size of a chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        chunk = len(x)
-        return {
-            "samples": x,
-            "pairs": x @ x.T,
-            "rows of words": x.repeat(5, 1)[:, :1].expand(5 * chunk, chunk),
-            "boxes": x[:1].expand(1 + int(x[0, 0]), chunk),
-            "table": x.new_zeros(2, chunk, chunk),
-            "told": x.new_zeros(2, chunk),
-            "vector": x.new_zeros(2),
-            "mean": x.mean() * self.scale,
-        }
-
-
-def test_nothing_is_told_of_other_outputs(caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.arange(8.0)[:, None].expand(8, 4)
-    model = DataParallel(Odd(), ["cpu", "cpu"], out_dims={"told": 1, "mean": None})
-    with caplog.at_level(logging.WARNING, "dataparallel"):
-        model(x)
-        DataParallel(Odd(), ["cpu", "cpu"], output_device="each")(x)
-    assert not caplog.records

@@ -276,7 +276,7 @@ def test_packed_sequences_are_refused_with_a_remedy() -> None:
         with pytest.raises(TypeError, match=r"inputs\[0\]\S* is a PackedSequence.*inside forward"):
             scatter_kwargs((marked,), None, CPU)
     with pytest.raises(TypeError, match=r"outputs\['h'\] is a PackedSequence.*output_device"):
-        gather([{"h": packed}] * 2, "cpu")
+        gather([{"h": packed}, {"h": pack_sequence([torch.ones(2)])}], "cpu")
 
 
 def test_devices_must_exist() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dataparallel as dp
+from dataparallel.batch.gather import tell_of_vector
 from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of, twins
 
@@ -171,6 +172,7 @@ def test_a_vector_of_losses_is_told_of_once(wrapper: Any, caplog: pytest.LogCapt
     x, labels = labeled_batch(0, [1, 2])
     x = x.float()
     caplog.set_level(logging.WARNING, "dataparallel")
+    tell_of_vector.cache_clear()
     with torch.no_grad():
         model(x, labels)
     assert not caplog.messages

@@ -163,11 +163,6 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
             f"{cell.path} has these types in the replicas: {kinds}; return a tensor in all of them "
             f"or in none; {_KEEP_APART}"
         )
-    if isinstance(first, PackedSequence):
-        raise TypeError(
-            f"{cell.path} is a PackedSequence, which interleaves the samples and cannot be "
-            f"concatenated; call pad_packed_sequence inside forward, or {_KEEP_APART}"
-        )
     differ = any(leaf is not first for leaf in column)
     if differ and any(may_hold(leaf) and held_tensors(leaf) for leaf in column):
         return _join_objects(column, cell)
@@ -181,23 +176,40 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
 
 def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     shapes = [tensor.shape for tensor in column]
-    joins = not any(shapes) and cell.scalars != "stack"
-    if len(column) == 1 and (joins or shapes[0]):
+    are_scalars = not any(shapes)
+    stacks = are_scalars and cell.scalars == "stack"
+    if len(column) == 1 and not stacks:
         return move_tensor(column[0], cell.device)
-    if joins:
+    if are_scalars and not stacks:
         return _join_scalars(column, cell)
+    if stacks and len(column) > 1 and column[0].requires_grad:
+        tell_of_vector(str(cell.path))
     assert cell.dim is not None
-    try:
-        if any(shapes):
+    if not stacks:
+        try:
             joint_dim(shapes, cell.dim)
-    except ValueError as error:
-        raise ValueError(
-            f"{cell.path} cannot be put together: {error}; if its samples are along another dim, "
-            f"or it belongs to no sample, say so through out_dims; {_KEEP_APART}"
-        ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"{cell.path} cannot be put together: {error}; if its samples are along another "
+                f"dim, or it belongs to no sample, say so through out_dims; {_KEEP_APART}"
+            ) from error
     column = behind_own_nodes(column, cell.device)
     gathered: Tensor = apply_function(Gather, cell.device, cell.dim, *column)
     return gathered
+
+
+@functools.cache
+def tell_of_vector(path: str) -> None:
+    """Log, once, what torch's error in ``backward()`` of an output cannot say."""
+    _log.warning(
+        "the module returns a 0-d tensor (%s), which comes back as a vector with one element per "
+        "replica, as from torch.nn.DataParallel. If backward() refuses it ('grad can be implicitly "
+        "created only for scalar outputs'), pass scalars= to the wrapper: 'mean' weighs by "
+        "samples, 'sum' adds up, and a function gives the weight of each chunk, such as its number "
+        "of labels. The vector's own mean() is not the batch's where chunks are uneven or labels "
+        "are ignored",
+        path,
+    )
 
 
 def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
@@ -228,7 +240,8 @@ def _join_objects(column: Sequence[Any], cell: _Cell) -> Any:
         f"put together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys "
         f"and values with use_cache=False); {_KEEP_APART}"
     )
-    if issubclass(kind, (set, frozenset)):
+    # The order of a set is its own, and a packed sequence interleaves the samples.
+    if issubclass(kind, (set, frozenset, PackedSequence)):
         raise TypeError(unknown)
     try:
         columns, structure = _columns([list(leaf) for leaf in column])
@@ -351,46 +364,3 @@ def nothing_to_split(values: Sequence[Any]) -> str:
     """Says of which types the arguments are, none of which has a tensor to split."""
     kinds = ", ".join(type(value).__name__ for value in values)
     return f"there is no tensor to split in the inputs ({kinds})"
-
-
-def tell_of_outputs(
-    outputs: Sequence[Any], sizes: Sequence[int], dim: int, out_dims: Any, *, stacks: bool
-) -> None:
-    """Log which outputs seem to be put together in another way than the caller expects."""
-    columns, structure = _columns(outputs)
-    dims = spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
-    paths = structure.paths("outputs")
-    scalars: list[str] = []
-    told = False
-    for path, own, column in zip(paths, dims, columns, strict=True):
-        if own is None or not isinstance(column[0], Tensor):
-            continue
-        shapes = [tuple(tensor.shape) for tensor in column]
-        if not shapes[0]:
-            # Torch's error in their `backward()` cannot say why they are a vector.
-            scalars += [path] if stacks and column[0].requires_grad else []
-            continue
-        # A state of an LSTM has the size of the chunk along one dim, which is another one, and as
-        # many layers as everywhere along `dim`. Rows that a forward has made several of per sample
-        # are no such case, nor are lists of different lengths.
-        fits = [i for i, along in enumerate(zip(*shapes, strict=True)) if along == tuple(sizes)]
-        alike = len({shape[dim] for shape in shapes}) == 1
-        is_odd = len(fits) == 1 and sizes[0] and alike and shapes[0][dim] % sizes[0]
-        if own is DEFAULT and is_odd and not told:
-            told = True
-            _log.warning(
-                "%s of shape %s, from a replica with %d samples, was concatenated along dim %d. If "
-                "its samples are along dim %d, pass out_dims= to the wrapper: a dim for each part "
-                "of the output, or None for what belongs to no sample",
-                *(path, shapes[0], sizes[0], dim, fits[0]),
-            )
-    if scalars:
-        _log.warning(
-            "the module returns 0-d tensors (%s), which come back as a vector with one element "
-            "per replica, as from torch.nn.DataParallel. If backward() refuses it ('grad can be "
-            "implicitly created only for scalar outputs'), pass scalars= to the wrapper: 'mean' "
-            "weighs by samples, 'sum' adds up, and a function gives the weight of each chunk, "
-            "such as its number of labels. The vector's own mean() is not the batch's where "
-            "chunks are uneven or labels are ignored",
-            ", ".join(scalars),
-        )

@@ -215,23 +215,24 @@ def _batch_size(by_action: Mapping[Action, Sequence[Leaf]]) -> int | None:
         raise ValueError(
             f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
         )
+    size: int | None = None
     split = by_action.get("split", ())
-    size: int | None = split[0].value.size(split[0].dim) if split else None
     for leaf in split:
-        if leaf.value.size(leaf.dim) != size:
-            break
-    else:
-        return size
-    others = [leaf for leaf in split if leaf.value.size(leaf.dim) != size]
-    found = listed(
-        f"{leaf.path} has {leaf.value.size(leaf.dim)} along dim {leaf.dim} "
-        f"(shape {tuple(leaf.value.shape)})"
-        for leaf in (split[0], *others)
-    )
-    raise ValueError(
-        f"tensors that are split must agree on the batch size, but {found}; mark what belongs "
-        "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
-    )
+        along: int = leaf.value.size(leaf.dim)
+        if size is not None and along != size:
+            others = [other for other in split if other.value.size(other.dim) != size]
+            found = listed(
+                f"{one.path} has {one.value.size(one.dim)} along dim {one.dim} "
+                f"(shape {tuple(one.value.shape)})"
+                for one in (split[0], *others)
+            )
+            raise ValueError(
+                f"tensors that are split must agree on the batch size, but {found}; mark what "
+                "belongs to all samples with Replicate(...) or None in in_dims, or give it another "
+                "dim there"
+            )
+        size = along
+    return size
 
 
 def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:

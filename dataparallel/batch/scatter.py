@@ -191,7 +191,9 @@ class SharedObjects:
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._before = [(leaf, _state(leaf.value)) for leaf in leaves]
+        # The tensors are held, so that no other one gets their identity.
+        held = [(leaf, held_tensors(leaf.value)) for leaf in leaves]
+        self._before = [(leaf, tensors, _traces(tensors)) for leaf, tensors in held]
 
     def __enter__(self) -> None:
         """Nothing is to be done: the state was taken when the plan was made."""
@@ -200,8 +202,8 @@ class SharedObjects:
         # What a replica raises then is often what it found of the others.
         if error is not None and not isinstance(error, Exception):
             return
-        for leaf, before in self._before:
-            if list(map(_identity, _state(leaf.value))) != list(map(_identity, before)):
+        for leaf, _, before in self._before:
+            if _traces(held_tensors(leaf.value)) != before:
                 raise RuntimeError(
                     f"the replicas have written tensors into {leaf.path}, a "
                     f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
@@ -210,11 +212,5 @@ class SharedObjects:
                 ) from error
 
 
-def _state(obj: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors that an object holds, held so that no other has their identity; and versions."""
-    found = held_tensors(obj)
-    return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in found]
-
-
-def _identity(state: tuple[torch.Tensor, int]) -> tuple[int, int]:
-    return id(state[0]), state[1]
+def _traces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(id(t), -1 if t.is_inference() else t._version) for t in tensors]

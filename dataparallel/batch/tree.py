@@ -32,18 +32,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.torch_internals import registered_containers
 
-# Looked up first: most leaves are of these types, and none of them is ever opened. A PackedSequence
-# is a named tuple, but its parts have no batch dimension of their own.
-_LEAF_TYPES = (
-    *(torch.Tensor, nn.Module, torch.Size, PackedSequence, type(None), type),
-    *(str, bytes, int, float, complex),
-)
 # Nothing in these is looked at. What a module or a function holds is shared on purpose.
 _OPAQUE = (
-    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
-    *(nn.Module, PackedSequence, torch.Size, torch.dtype, torch.device, torch.Generator),
+    *(type(None), int, float, complex, str, bytes, type, enum.Enum, nn.Module),
+    *(torch.Size, torch.dtype, torch.device, torch.Generator),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
+# A PackedSequence is a named tuple, but its parts have no batch dimension of their own.
+_LEAF_TYPES = (torch.Tensor, *_OPAQUE, PackedSequence)
 #: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
 _MOST_VALUES = 10_000
 

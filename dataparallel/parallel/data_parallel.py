@@ -28,7 +28,6 @@ from dataparallel.batch.gather import (
     count_samples,
     gather,
     nothing_to_split,
-    tell_of_outputs,
 )
 from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
 from dataparallel.batch.scatter import SharedObjects, execute, move
@@ -175,7 +174,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.dim = dim
         self.buffer_policy = chosen("buffers", buffers, get_args(BufferPolicy))
         self.scalars = check_scalars(scalars)
-        self._told_of_outputs = False
         self.in_dims = dict(in_dims) if in_dims is not None else None
         self.out_dims = out_dims
         self.split_lists = split_lists
@@ -344,13 +342,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return list(outputs)
         return move(outputs[0], None if self._spread else output_device)
 
-    def _join(self, outputs: list[Any], sizes: Sequence[int], joining: Joining) -> Any:
+    def _join(self, outputs: list[Any], joining: Joining) -> Any:
         """What the caller of one forward gets."""
         is_own = getattr(self.gather, "__func__", None) is DataParallel.gather
         if len(self.device_ids) == 1 or not is_own:
             return self.gather(outputs, self.output_device)
-        several = len(outputs) > 1 and self.output_device != "each"
-        result = gather(
+        return gather(
             outputs,
             self.output_device,
             self.dim,
@@ -358,11 +355,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             weights=joining.counts if joining.scalars == "mean" else None,
             out_dims=self.out_dims,
         )
-        if several and torch.is_grad_enabled() and not self._told_of_outputs:
-            self._told_of_outputs = True
-            stacks = joining.scalars == "stack"
-            tell_of_outputs(outputs, sizes, self.dim, self.out_dims, stacks=stacks)
-        return result
 
     # --- loss ------------------------------------------------------------------------------
 

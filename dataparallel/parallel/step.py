@@ -279,4 +279,4 @@ def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direc
             place = model.device_ids[0] if model.output_device == "each" else model.output_device
             return loss.combine(outputs, place)
         with runner.quiet():
-            return model._join(outputs, chunks.sizes, joining)
+            return model._join(outputs, joining)
