@@ -42,7 +42,7 @@ from dataparallel.devices import (
 from dataparallel.errors import chosen, suggesting
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
-from dataparallel.parallel.loss import Loss, Weight, arguments, prepare
+from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
 from dataparallel.parallel.prefix import StateNames
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
@@ -394,14 +394,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ValueError: ``weight`` is missing for an unknown criterion; or as :meth:`forward`.
         """
         args, kwargs = arguments(inputs)
-        target_args, target_kwargs = arguments(targets)
-        given: dict[Any, Any] = {**dict(enumerate(target_args)), **target_kwargs}
-        names = {f"targets[{key!r}]": key for key in given}
-        scattered = {**kwargs, **{name: given[key] for name, key in names.items()}}
-        loss = prepare(criterion, weight, self.dim, names)
+        loss = prepare(criterion, weight, self.dim)
         record = torch.autograd.profiler.record_function("DataParallel.loss")
         with record, self._begin(loss) as call:
-            result: Tensor = step.run(self, call, args, scattered)
+            result: Tensor = step.run(self, call, args, {**kwargs, TARGETS: targets})
             return result
 
     # --- what the wrapper shows of the module --------------------------------------------------

@@ -153,7 +153,7 @@ def _quiet(
 
 
 def _named(
-    quiet: functools.partial[Tensor], output: Tensor, args: Sequence[Any], kwargs: Mapping[Any, Any]
+    quiet: functools.partial[Tensor], output: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of one of torch's criteria by name, in their order, and its settings."""
     function: Callable[..., Any] = quiet.func
@@ -201,6 +201,10 @@ def _check_shapes(name: str, rule: Rule, named: Mapping[str, Any]) -> None:
 # --- any criterion ---------------------------------------------------------------------------
 
 
+#: The keyword argument under which the targets are split beside the arguments of the module.
+TARGETS = "targets of the loss"
+
+
 def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments: a tuple or a dict as such, anything else as one of them."""
     if type(value) is tuple:
@@ -220,7 +224,6 @@ class Loss:
         dim: Batch dimension of the output.
         rule: What the criterion divides by; None for one that is not known.
         weight: What a chunk of such a criterion counts.
-        targets: From the name under which a target is scattered to its position or its name.
     """
 
     criterion: Callable[..., Any]
@@ -228,7 +231,6 @@ class Loss:
     dim: int
     rule: Rule | None
     weight: Weight | None
-    targets: Mapping[str, int | str]
 
     @property
     def module(self) -> nn.Module | None:
@@ -245,18 +247,17 @@ class Loss:
         samples: int,
     ) -> Part:
         """Run one replica and its criterion; called in the replica's thread."""
-        own = {name: value for name, value in kwargs.items() if name not in self.targets}
+        own = dict(kwargs)
+        targets, named = arguments(own.pop(TARGETS))
         output = replica(*args, **own)
-        given = {key: kwargs[name] for name, key in self.targets.items()}
-        positional = [given.pop(key) for key in list(given) if isinstance(key, int)]
         with timeline.span_here("loss"):
-            return self.local(output, positional, given, samples=samples, replica=criterion)
+            return self.local(output, targets, named, samples=samples, replica=criterion)
 
     def local(
         self,
         output: Any,
         args: Sequence[Any],
-        kwargs: Mapping[Any, Any],
+        kwargs: Mapping[str, Any],
         *,
         samples: int,
         replica: nn.Module | None = None,
@@ -279,19 +280,20 @@ class Loss:
         if not divides:
             return Part(losses, None, losses.dtype)
         dtype = losses.dtype
+        denominator = self.rule.denominator(losses, named)
         if self.rule is _SEQUENCES:
             lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
             losses = losses / lengths.clamp_min(1)
         if self.reduction == "batchmean":
-            return Part(_total(losses), output.size(0), dtype)
-        return Part(_total(losses), self.rule.denominator(losses, named), dtype)
+            denominator = output.size(0)
+        return Part(_total(losses), denominator, dtype)
 
     def _weighted(
         self,
         criterion: Callable[..., Any],
         output: Any,
         args: Sequence[Any],
-        kwargs: Mapping[Any, Any],
+        kwargs: Mapping[str, Any],
         samples: int,
     ) -> Part:
         weight: float = samples
@@ -325,19 +327,27 @@ class Loss:
         return mean.to(functools.reduce(torch.promote_types, dtypes))
 
 
-def prepare(
-    criterion: Callable[..., Any],
-    weight: Weight | None = None,
-    dim: int = 0,
-    targets: Mapping[str, int | str] | None = None,
-) -> Loss:
+def prepare(criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0) -> Loss:
     """Find out what a criterion divides by; see the arguments of ``DataParallel.loss``."""
     if not callable(criterion):
         raise TypeError(f"a criterion is a callable, but got {criterion!r}")
     name, rule = _name_of(criterion), _rule_of(criterion)
+    if rule is None and weight is None:
+        raise ValueError(
+            f"what {name} divides its loss by is not known, so the losses of the chunks cannot be "
+            'weighted; pass weight="samples" if it is a mean over samples, or a function of its '
+            "arguments that returns what it divides by, for example "
+            "weight=lambda output, target: (target != -100).sum(). Known without weight= are the "
+            "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
+            "keywords"
+        )
     if rule is None:
-        _check_weight(name, weight)
-        return Loss(criterion, "weighted", dim, None, weight, targets or {})
+        if weight != "samples" and not callable(weight):
+            raise TypeError(
+                'weight= is "samples" or a function of the criterion\'s arguments, but got '
+                f"{weight!r}"
+            )
+        return Loss(criterion, "weighted", dim, None, weight)
     if weight is not None:
         raise ValueError(
             f"{name} knows its denominator itself, so weight={weight!r} has no meaning; "
@@ -353,23 +363,7 @@ def prepare(
             f"reduction='batchmean' divides by the size of dimension 0, but the batch is "
             f"dimension {dim}; use reduction='sum' and divide the loss"
         )
-    return Loss(criterion, reduction, dim, rule, None, targets or {})
-
-
-def _check_weight(name: str, weight: object) -> None:
-    if weight is None:
-        raise ValueError(
-            f"what {name} divides its loss by is not known, so the losses of the chunks cannot be "
-            'weighted; pass weight="samples" if it is a mean over samples, or a function of its '
-            "arguments that returns what it divides by, for example "
-            "weight=lambda output, target: (target != -100).sum(). Known without weight= are the "
-            "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
-            "keywords"
-        )
-    if weight != "samples" and not callable(weight):
-        raise TypeError(
-            f'weight= is "samples" or a function of the criterion\'s arguments, but got {weight!r}'
-        )
+    return Loss(criterion, reduction, dim, rule, None)
 
 
 def _name_of(criterion: Callable[..., Any]) -> str:
