@@ -359,6 +359,11 @@ class Renamed(nn.CrossEntropyLoss):
     """Keeps torch's forward, so its denominator is known."""
 
 
+class Called(nn.MSELoss):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
 class Scaled(nn.CrossEntropyLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input, target) * 2
@@ -367,8 +372,10 @@ class Scaled(nn.CrossEntropyLoss):
 def test_a_subclass_is_known_as_long_as_it_keeps_the_forward() -> None:
     batch = Batch(logits(7, CLASSES), (labels(7, ignored=-100),))
     assert_same(Renamed(), batch, [5, 2])
-    with pytest.raises(ValueError, match="what Scaled divides its loss by is not known"):
-        prepare(Scaled())
+    for other in (Scaled(), Called()):
+        name = type(other).__name__
+        with pytest.raises(ValueError, match=f"what {name} divides its loss by is not known"):
+            prepare(other)
     patched = nn.MSELoss()
     patched.forward = lambda input, target: input.sum()  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="what MSELoss divides its loss by is not known"):

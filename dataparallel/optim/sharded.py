@@ -24,6 +24,7 @@ from torch.optim.optimizer import ParamsT
 from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
 from dataparallel.graph.edges import plan_buckets
+from dataparallel.graph.originals import IN_GRAD
 from dataparallel.optim.part import DividedOptimizer
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
@@ -259,7 +260,7 @@ def _brought(originals: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for copy, grad in zip(copies, brought[len(originals) :], strict=True):
         if grad.dtype != copy.dtype:
             copy.grad_dtype = grad.dtype
-        copy.grad = grad
+        IN_GRAD.write(copy, grad)
     return copies
 
 

@@ -307,13 +307,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if outer is not None and reduces:
                 _refuse_outer(outer, self)
             training = self._up_to_date(reduces=reduces, joins=joins)
-            if joins:
-                uneven.notify()
+            answers = uneven.notify(reduces=reduces) if joins else None
             sends = buffers.moment is not None and self.will_sync_module_buffers()
+            source = answers.source() if sends and answers is not None else 0
             if sends and buffers.moment == PRE_FORWARD:
-                buffers.sync(uneven.source())
-            if joins:
-                uneven.tell(reduces=reduces)
+                buffers.sync(source)
             counts = options.average == "samples" and options.world_size > 1
             weighs = counts and reduces and weight is None
             try:
@@ -323,7 +321,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                     training.tell(error)
                 raise
             if sends and buffers.moment != PRE_FORWARD:
-                buffers.sync(uneven.source())
+                buffers.sync(source)
             self.require_forward_param_sync = reduces
 
     def _up_to_date(self, *, reduces: bool, joins: bool) -> Training:
@@ -335,9 +333,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             training = self._build(lost=training)
         elif not training.fits(self.module):
             # Nothing collective has happened, but that those which have joined hear of an error.
-            count = self._uneven.notify()
             try:
-                self._uneven.refuse_other_parameters(count)
+                self._uneven.refuse_other_parameters()
             except RuntimeError as error:
                 training.tell(error)
                 raise

@@ -6,8 +6,8 @@ All processes have to launch the same collectives. One that has no inputs left s
 the ``with`` block, and does for each forward of the others what that does together with them, until
 all have come there:
 
-    others: count, buffers, will gradients be reduced?, forward, backward: a round of the reducer
-    joined: count, buffers, will gradients be reduced?,          if so:    a round without gradients
+    others: who is there?, buffers, forward, backward whose gradients are reduced: a round
+    joined: who is there?, buffers,          if they will be reduced: a round without gradients
 
 So within the block one backward follows each forward whose gradients are reduced. Buffers are then
 those of the largest rank that has inputs, since the others' are out of date. At the end all get the
@@ -25,9 +25,8 @@ steps brings the momentum of a process that has joined to where that of the othe
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +35,42 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.parallel.buffers import PRE_FORWARD
+from dataparallel.graph.originals import IN_GRAD
 from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
     from dataparallel.parallel.distributed import DistributedDataParallel
 
-_COUNT = "how many processes have inputs left"
-_REDUCES = "whether gradients will be reduced"
+
+class Answers:
+    """What each process says of one forward; a collective call, for which the answers wait."""
+
+    def __init__(self, processes: ReducerProcesses, *, has_inputs: bool, reduces: bool) -> None:
+        self._numbers = torch.zeros(processes.world_size, dtype=torch.int64)
+        self._numbers[processes.rank] = has_inputs + reduces
+        what = "which processes have inputs left"
+        self._pending = processes.join.all_reduce(self._numbers, op="sum", what=what)
+
+    def _by_rank(self) -> list[int]:
+        self._pending.wait()
+        return self._numbers.tolist()
+
+    def count(self) -> int:
+        """How many processes have inputs left."""
+        return sum(number > 0 for number in self._by_rank())
+
+    def count_joined(self) -> int:
+        """How many have none."""
+        return len(self._numbers) - self.count()
+
+    def source(self) -> int:
+        """The rank whose buffers are sent: the largest that has inputs."""
+        return max(rank for rank, number in enumerate(self._by_rank()) if number)
+
+    def reduces(self) -> bool:
+        """Whether gradients will be reduced."""
+        return max(self._by_rank()) > 1
 
 
 class UnevenInputs(JoinHook):
@@ -79,17 +105,9 @@ class UnevenInputs(JoinHook):
     def _config(self) -> Any:
         return torch_internals.join_config(self.model)
 
-    def _ask(self, number: int, op: str, what: str) -> Callable[[], int]:
-        """Reduce a number over all processes; returns what waits for the result."""
+    def _ask(self, *, has_inputs: bool = False, reduces: bool = False) -> Answers:
         assert self._processes is not None
-        numbers = torch.tensor([number], dtype=torch.int64)
-        pending = self._processes.join.all_reduce(numbers, op=op, what=what)
-
-        def result() -> int:
-            pending.wait()
-            return int(numbers[0])
-
-        return result
+        return Answers(self._processes, has_inputs=has_inputs, reduces=reduces)
 
     def begin(self, *, divides: bool, step: Callable[[], object] | None) -> UnevenInputs:
         """A block is entered, or will be."""
@@ -107,10 +125,10 @@ class UnevenInputs(JoinHook):
         try:
             yield
             is_last = True
-            while self._ask(0, "sum", _COUNT)():
+            while (answers := self._ask()).count():
                 if throws:
                     raise RuntimeError(f"Rank {self.model._distributed_rank} exhausted all inputs.")
-                self.main_hook()
+                self._shadow(answers)
                 is_last = False
             self.post_hook(is_last)
         finally:
@@ -118,50 +136,32 @@ class UnevenInputs(JoinHook):
 
     # --- in a process that has inputs ----------------------------------------------------------
 
-    def notify(self) -> Callable[[], int] | None:
-        """Let those that have joined know of a forward; returns what counts those that have not."""
+    def notify(self, *, reduces: bool) -> Answers | None:
+        """Let those that have joined know of a forward; None outside of a block."""
         config, processes = self._config, self._processes
         if processes is None or not config.enable:
             return None
-        count: Callable[[], int] | None = None
-        if self._is_own:
-            count = self._ask(1, "sum", _COUNT)
-            if config.throw_on_early_termination and count() < processes.world_size:
-                raise RuntimeError(
-                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-                )
-        else:
+        if not self._is_own:
             notify: Any = Join.notify_join_context
-            work = notify(self.model)
-            if work is not None:
-                count = functools.partial(_number_in, work.get_future(), processes)
-        processes.count_active(None if self._divides else count)
-        return count
+            notify(self.model)
+        answers = self._ask(has_inputs=True, reduces=reduces)
+        if self._is_own and config.throw_on_early_termination and answers.count_joined():
+            raise RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+            )
+        processes.count_active(None if self._divides else answers.count)
+        return answers
 
-    def refuse_other_parameters(self, count: Callable[[], int] | None) -> None:
-        """Raise where everything is made anew and some have joined, by what notify() returned."""
-        processes = self._processes
-        joined = 0 if count is None or processes is None else processes.world_size - count()
-        if joined:
+    def refuse_other_parameters(self) -> None:
+        """Raise where everything is made anew for a forward, and some have joined."""
+        answers = self.notify(reduces=True)
+        if answers is not None and (joined := answers.count_joined()):
             raise RuntimeError(
                 "parameters of the module were replaced, or have another shape, dtype or device, "
                 f"while {joined} other processes have joined, which cannot do the same. Replace "
                 "parameters before the block of join(), or after it in all processes; "
                 "p.data.copy_(...) changes values at any time"
             )
-
-    def tell(self, *, reduces: bool) -> None:
-        """Let those that have joined know whether gradients of this forward will be reduced."""
-        if self._processes is not None and self._config.enable:
-            self._ask(int(reduces), "max", _REDUCES)
-
-    def source(self, *, has_inputs: bool = True) -> int:
-        """The rank whose buffers are sent: the largest that has inputs; a collective call."""
-        processes = self._processes
-        if processes is None or not self._config.enable:
-            return 0
-        candidate = processes.rank if has_inputs else -1
-        return self._ask(candidate, "max", "which process has inputs left")()
 
     def refuse_shared_statistics(self) -> None:
         """Raise a ValueError if a batch norm layer would wait for processes that have joined."""
@@ -181,14 +181,14 @@ class UnevenInputs(JoinHook):
     # --- in a process that has joined ----------------------------------------------------------
 
     def main_hook(self) -> None:
+        """What torch's ``Join`` calls for each forward of the others."""
+        self._shadow(self._ask())
+
+    def _shadow(self, answers: Answers) -> None:
         """Do what a forward and backward of the others does together with this process."""
-        buffers = self.model.buffer_sync
-        sends = buffers.moment is not None and self.model.will_sync_module_buffers()
-        if sends and buffers.moment == PRE_FORWARD:
-            buffers.sync(self.source(has_inputs=False))
-        reduces = self._ask(0, "max", _REDUCES)() == 1
-        if sends and buffers.moment != PRE_FORWARD:
-            buffers.sync(self.source(has_inputs=False))
+        buffers, reduces = self.model.buffer_sync, answers.reduces()
+        if buffers.moment is not None and self.model.will_sync_module_buffers():
+            buffers.sync(answers.source())
         self.model._note_forward(reduces=reduces)
         if reduces:
             self._shadow_round()
@@ -205,7 +205,8 @@ class UnevenInputs(JoinHook):
             self._kept = {
                 p: p.grad.clone() if viewed and p.grad is not None else p.grad for p in parameters
             }
-        _put(dict.fromkeys(parameters))
+        for parameter in parameters:
+            IN_GRAD.write(parameter, None)
         reducer.reduce(lambda: None, has_data=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -213,24 +214,16 @@ class UnevenInputs(JoinHook):
         model = self.model
         if self._processes is not None:
             model.reducer.read_vote()
-            source = self.source(has_inputs=is_last_joiner)
+            source = self._ask(has_inputs=is_last_joiner).source()
             model.buffer_sync.send_states(source, buffers=model.forward_sync_buffers)
         self._end()
 
     def _end(self) -> None:
         """Be as before the block; may be called again."""
         kept, self._kept, self._is_own = self._kept, {}, False
-        _put(kept)
+        for parameter, grad in kept.items():
+            IN_GRAD.write(parameter, grad)
         # Torch leaves it as it is: then forwards after the block still tell of themselves.
         torch_internals.set_join(self.model, enable=False)
         if self._processes is not None:
             self._processes.count_active(None)
-
-
-def _put(grads: Mapping[nn.Parameter, Tensor | None]) -> None:
-    for parameter, grad in grads.items():
-        parameter.grad = grad
-
-
-def _number_in(future: torch.futures.Future[list[Tensor]], processes: ReducerProcesses) -> int:
-    return int(processes.control.wait_for(future, what=_COUNT)[0].item())
