@@ -542,9 +542,6 @@ def set_join(joinable: Any, *, enable: bool, throws: bool = False) -> None:
     setattr(joinable, JOIN_CONFIG, join._JoinConfig(enable, throws, enable))
 
 
-#: Whether torch has NCCL for several devices of one process. ``nccl.is_available()`` warns without.
-has_nccl: bool = hasattr(torch._C, "_nccl_all_reduce")
-
 # --- calls between processes, and futures ----------------------------------------------------
 
 #: The class of futures; what ``Future.then`` returns is of it, and not of ``torch.futures.Future``.

@@ -85,16 +85,3 @@ def queued_work(device: str) -> torch.Tensor:
 
 def values(tensor: torch.Tensor) -> set[float]:
     return set(tensor.tolist())
-
-
-class _OnCuda:
-    """Enough of a tensor to ask about devices that this machine may lack."""
-
-    layout = torch.strided
-
-    def __init__(self, index: int, dtype: torch.dtype = torch.float32) -> None:
-        self.device = torch.device("cuda", index)
-        self._like = torch.empty(0, dtype=dtype)
-
-    def is_complex(self) -> bool:
-        return self._like.is_complex()

@@ -130,18 +130,17 @@ def test_coalescing_saves_copies() -> None:
     assert made == []
 
 
-def test_packing_resolves_lazy_conjugation_and_negation() -> None:
+def test_lazy_conjugation_and_negation() -> None:
     lazy = make((2, 3), torch.complex64).conj()
     negative = lazy.imag
     assert lazy.is_conj()
     assert negative.is_neg()
     for tensor in (lazy, negative):
-        strides = local.packed_strides(tensor)
-        assert not local.memory_order(tensor, strides).is_conj()
-        assert not local.memory_order(tensor, strides).is_neg()
-        flat = local.pack([tensor, tensor], [strides] * 2)
-        for again in local.unpack(flat, [tensor] * 2, [strides] * 2):
-            assert torch.equal(again, tensor.resolve_conj().resolve_neg())
+        values = tensor.resolve_conj().resolve_neg()
+        for copy in comm.broadcast_coalesced([tensor, values, values], ["virtual:0"])[0]:
+            assert torch.equal(copy.cpu(), values)
+        for total in comm.reduce_add_coalesced([[tensor, values], [values, tensor]], "virtual:0"):
+            assert torch.equal(total.cpu(), values * 2)
 
 
 def test_large_tensors_are_not_packed() -> None:

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from dataparallel import comm, devices, virtual
-from dataparallel.comm import local
-from dataparallel.devices import NullStream, parse_devices
+from dataparallel.devices import NullStream
 from tests.comm_cases import (
-    _OnCuda,
     queued_work,
     values,
 )
@@ -143,29 +141,3 @@ def test_nothing_waits_on_the_cpu_or_within_a_device(queued: list[str]) -> None:
     comm.reduce_add([tensor, tensor])
     comm.scatter(tensor, ["cpu", "virtual:0"])
     assert queued == []
-
-
-def test_which_copies_nccl_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [torch.device("cuda", i) for i in (1, 2)]
-
-    def copies(tensor: Any, *devices: torch.device) -> bool:
-        return local.can_use_nccl(tensor, devices)
-
-    monkeypatch.setattr(local, "has_nccl", True)
-    assert copies(_OnCuda(0), *others)
-    assert not copies(_OnCuda(0), *others, torch.device("cpu"))
-    assert not copies(_OnCuda(0, torch.complex64), *others)
-    monkeypatch.setattr(local, "has_nccl", False)
-    assert not copies(_OnCuda(0), *others), "this torch was built without NCCL"
-
-
-@pytest.mark.multi_gpu(2)
-def test_nccl_equals_copies() -> None:
-    tensors = [torch.randn(4, 3, 2, 5).to(f"cuda:{i}") for i in range(2)]
-    tensors = [tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors]
-    slots = parse_devices(["cuda:1"])
-    assert local.can_use_nccl(tensors[0], slots)
-    for slot, (mine,) in zip(slots, local.copies_of(tensors[:1], slots), strict=True):
-        assert mine.device == slot
-        assert mine.stride() == tensors[0].stride()
-        assert torch.equal(mine.cpu(), tensors[0].cpu())

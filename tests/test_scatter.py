@@ -159,7 +159,7 @@ def test_in_dims_of_scatter_follows_the_container() -> None:
     ("in_dims", "error", "message"),
     [
         ([0], TypeError, r"in_dims is a mapping .* but got \[0\]"),
-        ({-1: 0}, TypeError, r"by position from 0, but got \[-1\]"),
+        ({-1: 0}, TypeError, r"positions from 0, .* but got \{-1: 0\}"),
         ({"m": "rows"}, TypeError, r"in_dims for kwargs\['m'\] is an int, None, .* got 'rows'"),
         ({"m": {"b": 0}}, ValueError, r"names \['b'\] in kwargs\['m'\], which has \['a'\]"),
         ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has \['a'\]; give"),

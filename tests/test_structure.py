@@ -45,7 +45,6 @@ ASSIGNED_FROM_OUTSIDE = {
 
 #: The places above devices.py that may name a device type, and why.
 MAY_NAME_CUDA = {
-    "dataparallel/comm/local.py": "NCCL is CUDA's own transport",
     "dataparallel/torch_internals.py": "torch's compiler has a substitute for CUDA's guard alone",
     "kernels/cupy_backend.py": "CuPy launches kernels on CUDA devices only",
     "kernels/tables.py": "captured graphs are CUDA's",

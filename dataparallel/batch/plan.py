@@ -91,15 +91,13 @@ def plan_scatter(
 
 
 def _spread_over_arguments(in_dims: Mapping[str | int, Any], given: Arguments) -> Sequence[Any]:
-    if not isinstance(in_dims, Mapping):
+    positions = [key for key in in_dims if not isinstance(key, str)]
+    fits = all(isinstance(key, int) and key >= 0 for key in positions)
+    if not isinstance(in_dims, Mapping) or not fits:
         raise TypeError(
-            "in_dims is a mapping from argument names or positions to dims, such as "
+            "in_dims is a mapping from argument names, or positions from 0, to dims, such as "
             f'{{"mask": None, 1: 0}}, but got {in_dims!r}'
         )
-    positions = [key for key in in_dims if not isinstance(key, str)]
-    faults = [key for key in positions if not isinstance(key, int) or key < 0]
-    if faults:
-        raise TypeError(f"in_dims names arguments by str or by position from 0, but got {faults}")
     count = len(given.inputs) if isinstance(given.inputs, (tuple, list)) else 0
     return (
         {i: in_dims[i] for i in positions if i < count},

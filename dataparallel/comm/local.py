@@ -6,8 +6,7 @@ Note [Order of a sum]
 ~~~~~~~~~~~~~~~~~~~~~
 Floating-point addition is not associative, so a sum over replicas has a value only together with an
 order. The order is that of the replicas, ((g0 + g1) + g2) + ..., wherever the sum is placed: the
-result depends neither on thread timing, nor on the destination, nor on the way of the terms. NCCL,
-which adds in an order of its own, therefore adds nothing.
+result depends neither on thread timing, nor on the destination, nor on the way of the terms.
 
 Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end. Otherwise it would
 show whether terms are added in one pass over memory or one after the other, and each addition would
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
 from dataparallel import devices as _devices
 from dataparallel import kernels
@@ -29,7 +27,8 @@ from dataparallel.comm.bucket_plan import fill
 from dataparallel.errors import listed
 from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.dtypes import wide
-from dataparallel.torch_internals import foreach_add, foreach_add_, has_nccl
+from dataparallel.kernels.memory import is_dense, lie_alike
+from dataparallel.torch_internals import foreach_add, foreach_add_
 
 DEFAULT_BUFFER_SIZE = 10485760
 #: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
@@ -113,44 +112,37 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 # --- flat buffers --------------------------------------------------------------------------------
 
 
-def packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides without gaps that keep the order of dimensions in memory (channels_last, say)."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    return torch.empty_like(tensor, device="meta").stride()
+def _plan_groups(columns: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> list[list[int]]:
+    """Which columns share a buffer, by their first tensors; those that gain nothing are alone."""
+    alone = {
+        i for i, column in enumerate(columns) if not all(_is_packable(t, column[0]) for t in column)
+    }
+    firsts = enumerate(column[0] for column in columns)
+    return [group.indices for group in fill(firsts, [buffer_size], alone)]
 
 
-def memory_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """All elements as one dimension, in the order in which packed ``strides`` lay them out.
-
-    A view where the tensor has these strides, else a copy.
-    """
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.stride() != tuple(strides):
-        laid_out = torch.empty_strided(
-            tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = laid_out.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether a tensor is small and lies in memory without gaps, its elements as in another one."""
+    if tensor.layout != torch.strided or tensor.nbytes >= LARGE_BYTES:
+        return False
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return not is_lazy and is_dense(tensor) and lie_alike(tensor, like)
 
 
-def pack(tensors: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]) -> torch.Tensor:
-    """One flat tensor with the elements of ``tensors``, of one dtype and device, in order."""
-    flat = [memory_order(tensor, s) for tensor, s in zip(tensors, strides, strict=True)]
-    return torch.cat(flat)
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor with the elements of some, in the order in which they lie in memory."""
+    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors])
 
 
-def unpack(
-    flat: torch.Tensor, likes: Sequence[torch.Tensor], strides: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
-    """The tensors in a flat buffer, shaped like some others: they share its memory.
+def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in a flat buffer, laid out as some others: they share its memory.
 
     See Note [Version counters of coalesced results].
     """
     tensors = []
     offset = flat.storage_offset()
-    for like, stride in zip(likes, strides, strict=True):
-        tensors.append(flat.as_strided(like.shape, tuple(stride), offset).data)
+    for like in likes:
+        tensors.append(flat.as_strided(like.shape, like.stride(), offset).data)
         offset += like.numel()
     return tensors
 
@@ -246,44 +238,15 @@ def copies_of(
     on = {slot: sources for slot in slots}
     away = [slot for slot in on if sources and slot != sources[0].device]
     on.update({slot: list(sources) for slot in away})
-    for members in _plan_groups(sources, buffer_size) if away else ():
+    for members in _plan_groups([[t] for t in sources], buffer_size) if away else ():
         group = [sources[i] for i in members]
-        strides = [packed_strides(tensor) for tensor in group]
-        flat = pack(group, strides) if len(group) > 1 else group[0]
-        for slot, copy in _copies(flat, away).items():
-            parts = [copy] if len(group) == 1 else unpack(copy, group, strides)
+        flat = _pack(group) if len(group) > 1 else group[0]
+        for slot in away:
+            copy = copy_to(flat, slot)
+            parts = _unpack(copy, group) if len(group) > 1 else [copy]
             for i, part in zip(members, parts, strict=True):
                 on[slot][i] = part
     return [[tensor.detach() for tensor in on[slot]] for slot in slots]
-
-
-def _copies(
-    tensor: torch.Tensor, slots: Sequence[torch.device]
-) -> dict[torch.device, torch.Tensor]:
-    """A tensor on each of some other devices."""
-    if not can_use_nccl(tensor, slots):
-        return {slot: copy_to(tensor, slot) for slot in slots}
-    # NCCL runs on the current stream of every device that takes part, so nothing has to wait.
-    strides = packed_strides(tensor)
-    source = memory_order(tensor, strides)
-    flat = {slot: torch.empty_like(source, device=slot) for slot in slots}
-    nccl.broadcast([source, *flat.values()])
-    return {slot: copy.as_strided(tensor.shape, strides) for slot, copy in flat.items()}
-
-
-def can_use_nccl(tensor: torch.Tensor, slots: Sequence[torch.device]) -> bool:
-    """Whether NCCL, which serves several CUDA devices of one process, can broadcast a tensor."""
-    on_cuda = all(device.type == "cuda" for device in (tensor.device, *slots))
-    # A torch without NCCL warns when asked whether it is available.
-    return has_nccl and on_cuda and tensor.layout == torch.strided and not tensor.is_complex()
-
-
-def _plan_groups(tensors: Sequence[torch.Tensor], buffer_size: int) -> list[list[int]]:
-    """Which tensors share a buffer; large ones and sparse ones are alone."""
-    alone = {
-        i for i, t in enumerate(tensors) if t.layout != torch.strided or t.nbytes >= LARGE_BYTES
-    }
-    return [group.indices for group in fill(enumerate(tensors), [buffer_size], alone)]
 
 
 # --- sum -----------------------------------------------------------------------------------------
@@ -429,15 +392,14 @@ def _add_packed(
 ) -> list[torch.Tensor]:
     """Sums of dense tensors of several devices, small ones together."""
     sums: dict[int, torch.Tensor] = {}
-    for members in _plan_groups([column[0] for column in columns], buffer_size):
+    for members in _plan_groups(columns, buffer_size):
         group = [columns[i] for i in members]
         if len(group) == 1:
             totals = _add(group, target, in_place)
         else:
-            firsts = [column[0] for column in group]
-            strides = [packed_strides(first) for first in firsts]
-            flat = [pack(row, strides) for row in zip(*group, strict=True)]
-            totals = unpack(_add([flat], target, in_place=False)[0], firsts, strides)
+            flat = [_pack(row) for row in zip(*group, strict=True)]
+            (total,) = _add([flat], target, in_place=False)
+            totals = _unpack(total, [column[0] for column in group])
         sums.update(zip(members, totals, strict=True))
     return [sums[i] for i in range(len(columns))]
 
