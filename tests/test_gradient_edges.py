@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dataparallel import comm, virtual
 from dataparallel.comm.local import sums_of
-from dataparallel.graph import edges as gradient_edges
 from dataparallel.graph import functions
-from dataparallel.graph.edges import connect, plan_buckets
+from dataparallel.graph.functions import connect, plan_buckets
 
 KIB = 256  # float32 elements
 MIB = 1024 * KIB
@@ -78,7 +77,7 @@ def test_properties_of_a_plan(sizes: list[tuple[int, torch.dtype]]) -> None:
         assert list(bucket) == sorted(bucket)
         assert len({tensors[i].dtype for i in bucket}) == 1
         # Full only with its last tensor.
-        limit = gradient_edges.BUCKET_BYTES if number else gradient_edges.FIRST_BUCKET_BYTES
+        limit = functions.BUCKET_BYTES if number else functions.FIRST_BUCKET_BYTES
         assert sum(tensors[i].nbytes for i in bucket[:-1]) < limit
 
 
@@ -243,7 +242,7 @@ def test_the_sums_of_buckets_take_turns_between_the_devices(
 ) -> None:
     devices = [f"virtual:{i}" for i in range(3)]
     originals = [torch.ones(2, device=devices[0], requires_grad=True) for _ in range(6)]
-    monkeypatch.setattr(gradient_edges, "plan_buckets", lambda tensors: [(i,) for i in range(6)])
+    monkeypatch.setattr(functions, "plan_buckets", lambda tensors: [(i,) for i in range(6)])
     threads: list[int] = []
     reduce = functions.ReduceAddCoalesced.apply
 
@@ -253,7 +252,7 @@ def test_the_sums_of_buckets_take_turns_between_the_devices(
 
     monkeypatch.setattr(functions.ReduceAddCoalesced, "apply", noted)
     copies = [[original.detach().to(device) for original in originals] for device in devices]
-    aliases = gradient_edges.connect(copies, originals)
+    aliases = functions.connect(copies, originals)
     for i, replica in enumerate(aliases):
         assert all(alias.device == torch.device(devices[i]) for alias in replica)
     losses = [sum((a * (i + 1)).sum() for a in replica) for i, replica in enumerate(aliases)]

@@ -23,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
-from dataparallel.graph.edges import plan_buckets
+from dataparallel.graph.functions import plan_buckets
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.optim.part import DividedOptimizer
 from dataparallel.threads.apply import apply_replicas

@@ -23,9 +23,10 @@ attributes that lead to tensors or modules are filled anew each time.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from operator import is_, itemgetter
-from typing import Any
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,22 +34,141 @@ from torch import nn
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
-from dataparallel.graph.edges import connect
-from dataparallel.replicas.clone import (
-    CONTAINERS,
-    REGISTRIES,
-    Parts,
-    check_placement,
-    created_parameters,
-    fill,
-    is_placed,
-    take_back,
+from dataparallel.graph.functions import connect
+from dataparallel.replicas.references import (
+    Counterparts,
+    may_refer,
+    substitute,
+    with_counterparts,
 )
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
+#: Where a module keeps its named parts.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+#: Containers of which those without entries cannot refer to anything.
+CONTAINERS = (dict, list, set)
+
+_MISSING = object()
+_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
+_device = attrgetter("device")
 _registries = itemgetter(*REGISTRIES)
 _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
 _joined = itertools.chain.from_iterable
+
+
+# --- the parts of a module -----------------------------------------------------------------------
+
+
+class Parts:
+    """The parts of a module tree, each once, in registration order.
+
+    Raises:
+        TypeError: A module in the tree cannot be cloned; the message lists all of them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules: list[nn.Module] = []
+        self.names: list[str] = []
+        #: Per module, the names of attributes that may lead to a tensor or a module.
+        self.references: list[list[str]] = []
+        parameters: dict[int, torch.Tensor] = {}
+        buffers: dict[int, torch.Tensor] = {}
+        seen: set[int] = set()
+        pending: list[tuple[str, nn.Module]] = [("", root)]
+        while pending:
+            name, module = pending.pop()
+            if id(module) in seen:
+                continue
+            if _is_closed(module):
+                _refuse_closed(root)
+            seen.add(id(module))
+            attributes = module.__dict__
+            self.modules.append(module)
+            self.names.append(name)
+            for registry, found in (("_parameters", parameters), ("_buffers", buffers)):
+                found.update((id(t), t) for t in attributes[registry].values() if t is not None)
+            self.references.append(
+                [n for n, value in attributes.items() if n not in REGISTRIES and may_refer(value)]
+            )
+            prefix = name and f"{name}."
+            children = reversed(attributes["_modules"].items())
+            pending.extend((prefix + key, child) for key, child in children if child is not None)
+        self.parameters = list(parameters.values())
+        self.buffers = [buffer for key, buffer in buffers.items() if key not in parameters]
+        self._registered = parameters.keys() | buffers.keys()
+        #: Indices of the modules with references.
+        self.intricate = [index for index, names in enumerate(self.references) if names]
+        self._kinds = list(map(type, self.modules))
+        tables = _tables(self.modules)
+        values = _joined(map(dict.values, tables[::4]))
+        self._look = _Look(tables, [v for v in values if isinstance(v, CONTAINERS)])
+
+    def are_current(self) -> bool:
+        """Whether the module consists of the same parts as then, in all of its tables."""
+        return list(map(type, self.modules)) == self._kinds and self._look.is_same()
+
+    def loose_tensors(self) -> list[torch.Tensor]:
+        """Tensors that are in plain attributes now, neither parameters nor buffers."""
+        found: dict[int, torch.Tensor] = {}
+
+        def note(part: Any) -> Any:
+            if isinstance(part, torch.Tensor) and id(part) not in self._registered:
+                found[id(part)] = part
+            return part
+
+        for module, names in zip(self.modules, self.references, strict=True):
+            for name in names:
+                substitute(module.__dict__[name], note)
+        return list(found.values())
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Whether a module has parts that no other object can be given."""
+    slots = [base.__dict__.get("__slots__") for base in type(module).__mro__]
+    return any(slots) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _refuse_closed(root: nn.Module) -> NoReturn:
+    found = [
+        f"{name or 'the module itself'!r} ({type(module).__name__})"
+        for name, module in root.named_modules()
+        if _is_closed(module)
+    ]
+    raise TypeError(
+        f"cannot replicate {listed(found)}: scripted modules hold on to their own parameters, "
+        "and classes with __slots__ to attributes, so a clone cannot have others; wrap the module "
+        "before it is scripted, or use torch.compile, and leave out __slots__"
+    )
+
+
+def is_placed(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether :func:`check_placement` would find nothing; without the names, whose making costs."""
+    return set(map(_device, tensors)) <= {device} and _LAZY.isdisjoint(map(type, tensors))
+
+
+def check_placement(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
+    if is_placed([*module.parameters(), *module.buffers()], device):
+        return
+    tensors = [
+        *(("parameter", name, tensor) for name, tensor in module.named_parameters()),
+        *(("buffer", name, tensor) for name, tensor in module.named_buffers()),
+    ]
+    uninitialized = [name for _, name, tensor in tensors if type(tensor) in _LAZY]
+    if uninitialized:
+        raise ValueError(
+            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
+            "call the module once with an example input first"
+        )
+    misplaced = [f"{kind} {n!r} is on {t.device}" for kind, n, t in tensors if t.device != device]
+    if misplaced:
+        raise ValueError(
+            f"the module must be on {device}, the first of its devices, but "
+            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
+        )
+
+
+# --- the clones of a module ----------------------------------------------------------------------
 
 
 class ModuleClones:
@@ -90,12 +210,7 @@ class ModuleClones:
         self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told.
         self._is_forward = False
-        # The original: its parts, the classes of its modules, and what was in all of its tables.
         self._parts: Parts | None = None
-        self._kinds: list[type[nn.Module]] = []
-        self._look: _Look | None = None
-        # The modules that are filled at each forward.
-        self._intricate: list[int] = []
         self._drop()
 
     def _drop(self) -> None:
@@ -119,23 +234,13 @@ class ModuleClones:
         Raises:
             RuntimeError: Tensors that are no parameters have taken the place of some.
         """
-        if (
-            self._parts is None
-            or self._look is None
-            or list(map(type, self._parts.modules)) != self._kinds
-            or not self._look.is_same()
-        ):
+        if self._parts is None or not self._parts.are_current():
             self._drop()
             self._parts = None
             parts = Parts(self.module)
             if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
                 _refuse_replaced(self.module)
                 return False
-            self._intricate = [index for index, names in enumerate(parts.references) if names]
-            self._kinds = list(map(type, parts.modules))
-            tables = _tables(parts.modules)
-            values = _joined(map(dict.values, tables[::4]))
-            self._look = _Look(tables, [v for v in values if isinstance(v, CONTAINERS)])
             self._parts = parts
         return True
 
@@ -155,7 +260,7 @@ class ModuleClones:
             self.follow()
         self._num_replicas = num_replicas
         parts = self.parts
-        indices: Sequence[int] = self._intricate
+        indices: Sequence[int] = parts.intricate
         if not self._filled:
             home = self._devices[0]
             if not (self._spread or is_placed([*parts.parameters, *parts.buffers], home)):
@@ -212,7 +317,7 @@ class ModuleClones:
             self._set(parts.buffers, values, detach=detach)
             if self._filled:
                 self._set_buffers()
-        if self._intricate:
+        if parts.intricate:
             # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there,
             # and one that a forward computed belongs to the graph of that forward.
             home = self._devices[0]
@@ -259,12 +364,23 @@ class ModuleClones:
         """Names of the parameters that the forward of replica 0 has made."""
         if not self._is_touched():
             return []
-        forward, parts = self._counterparts[0], self.parts
-        return [
-            f"{parts.names[index]}.{name}".lstrip(".")
-            for index, module in enumerate(parts.modules)
-            for name in created_parameters(forward[id(module)], self._before_of(index))
-        ]
+        found = []
+        for index, module in enumerate(self.parts.modules):
+            clone, prefix = self._counterparts[0][id(module)], self.parts.names[index]
+            _, parameters, _, modules = self._before_of(index)
+            names = [
+                name
+                for name, part in clone._parameters.items()
+                if isinstance(part, nn.Parameter)
+                and part.is_leaf
+                and part is not parameters.get(name)
+            ]
+            for name, child in clone._modules.items():
+                new = child is not None and child is not modules.get(name)
+                if child is not None and new and torch_internals.REPLICA_MARK not in vars(child):
+                    names += [f"{name}.{inner}" for inner, _ in child.named_parameters()]
+            found += [f"{prefix}.{name}".lstrip(".") for name in names]
+        return found
 
     def written_buffers(self) -> list[torch.Tensor]:
         """The originals of the buffers that a replica has written since :meth:`refresh`.
@@ -311,7 +427,7 @@ class ModuleClones:
         See Note [Clones follow the original].
         """
         modules = self.parts.modules
-        indices = range(len(modules)) if self._is_touched() else self._intricate
+        indices = range(len(modules)) if self._is_touched() else self.parts.intricate
         if indices:
             forward = self._counterparts[0]
             everything = (*self.parts.parameters, *self.parts.buffers, *modules)
@@ -321,7 +437,7 @@ class ModuleClones:
                 take_back(module, forward[id(module)], self._before_of(index), back)
         if self._touched:
             # What the original was is not kept: it may have led to the graph of another forward.
-            self._filled, self._look = False, None
+            self._filled, self._parts = False, None
         self._is_forward = False
 
     def release(self) -> None:
@@ -404,3 +520,73 @@ def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
     if value is original or value.layout != torch.strided or value.is_quantized:
         return False
     return not torch.equal(value.to(original.device), original)
+
+
+# --- one clone of one module ---------------------------------------------------------------------
+
+
+def fill(
+    module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
+) -> None:
+    """Give a clone the attributes of its original, with the replica's own parts in them.
+
+    Args:
+        module: The original.
+        clone: Any object of its class.
+        references: Names of the attributes that may lead to a part.
+        counterparts: From the id of an original part to the replica's.
+    """
+    attributes = module.__dict__.copy()
+    for name in references:
+        attributes[name] = with_counterparts(attributes[name], counterparts)
+    for registry in REGISTRIES:
+        parts = attributes[registry]
+        if parts:
+            found = [None if part is None else counterparts[id(part)] for part in parts.values()]
+            attributes[registry] = dict(zip(parts, found, strict=True))
+        else:
+            attributes[registry] = {}
+    for name in torch_internals.MODULE_HOOKS:
+        # So that the hooks that a forward registers in one replica do not run in the others.
+        if not attributes.get(name):
+            attributes[name] = OrderedDict()
+    attributes[torch_internals.REPLICA_MARK] = True
+    attributes["zero_grad"] = _refuse_zero_grad
+    # Not through the class: its own __setattr__ may expect attributes that are not there yet.
+    object.__setattr__(clone, "__dict__", attributes)
+
+
+def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
+    raise RuntimeError(
+        "zero_grad() was called in the forward of a replica, whose parameters have no gradients "
+        "of their own; call it on the wrapped module or the optimizer, outside of forward"
+    )
+
+
+def take_back(
+    module: nn.Module, clone: nn.Module, before: Sequence[dict[str, Any]], back: Counterparts
+) -> None:
+    """Do to the original what the forward did to the attributes of its clone.
+
+    Args:
+        module: The original.
+        clone: The clone of replica 0, after its forward.
+        before: Copies of its tables before it: attributes, and after them its registries.
+        back: From the id of a part of the clone to the original's.
+    """
+    attributes, assigned = module.__dict__, clone.__dict__
+    given, *registries = before
+    for name, value in assigned.items():
+        if name not in REGISTRIES and value is not given.get(name, _MISSING):
+            attributes[name] = with_counterparts(value, back)
+        elif name in torch_internals.MODULE_HOOKS and value and not attributes.get(name, True):
+            # The clone had an empty one of its own.
+            attributes[name] = with_counterparts(value, back)
+    for name in given.keys() - assigned.keys():
+        attributes.pop(name, None)
+    for registry, parts in zip(REGISTRIES, registries, strict=True):
+        for name, part in assigned[registry].items():
+            if part is not parts.get(name, _MISSING):
+                attributes[registry][name] = back.get(id(part), part)
+        for name in parts.keys() - assigned[registry].keys():
+            attributes[registry].pop(name, None)

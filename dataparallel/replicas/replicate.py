@@ -11,8 +11,8 @@ from torch import nn
 
 from dataparallel.devices import DeviceLike, parse_devices
 from dataparallel.errors import add_note, listed
-from dataparallel.replicas.clone import check_placement as check_placement
 from dataparallel.replicas.clones import ModuleClones
+from dataparallel.replicas.clones import check_placement as check_placement
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
