@@ -35,6 +35,7 @@ from dataparallel.collectives import pending
 from dataparallel.collectives.operator_kinds import VIEWS, is_composite
 from dataparallel.collectives.pending import Claim
 from dataparallel.collectives.tracing import is_tracing
+from dataparallel.graph.originals import IN_GRAD
 from dataparallel.torch_internals import AsyncCollectiveTensor as _TorchAsync
 
 _aten = torch.ops.aten
@@ -208,7 +209,7 @@ class AsyncCollectiveTensor(_TorchAsync):
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         twin = memo[id(self)] = copy.deepcopy(self._leaf(), memo)
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
+            IN_GRAD.write(twin, copy.deepcopy(self.grad, memo))
         return twin
 
     def _stand_for(self, elem: Tensor, claim: Claim) -> None:

@@ -36,12 +36,13 @@ class ContextHome(GradientHome):
     @contextlib.contextmanager
     def lent(self, parameter: torch.Tensor) -> Iterator[None]:
         """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
-        own, parameter.grad = parameter.grad, self._context.gradient(parameter)
+        own = parameter.grad
+        IN_GRAD.write(parameter, self._context.gradient(parameter))
         try:
             yield
             self._context.set_gradient(parameter, parameter.grad)
         finally:
-            parameter.grad = own
+            IN_GRAD.write(parameter, own)
 
 
 class ContextPasses(BackwardPasses):

@@ -11,6 +11,7 @@ import torch
 from dataparallel import devices
 from dataparallel.distributed_autograd.endpoint import current_endpoint
 from dataparallel.distributed_autograd.remote_reference import RRef
+from dataparallel.graph.originals import IN_GRAD
 
 #: Optimizers of this worker may have the same parameters, so they take turns.
 _turn = threading.Lock()
@@ -50,7 +51,7 @@ class LocalOptimizer:
                 for parameter, shadow in pairs:
                     # Somebody may have given the parameter other memory, as Module.to() does.
                     shadow.data = parameter.data
-                    shadow.grad = context.gradient(parameter)
+                    IN_GRAD.write(shadow, context.gradient(parameter))
                 self._optimizer.step()
             finally:
                 self._optimizer.zero_grad()

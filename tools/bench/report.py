@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -92,14 +93,9 @@ def new_table(title: str) -> Table:
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table whole: in a narrower terminal its lines run on and no digit is lost."""
-    own = console.width
-    console.width = max(
-        own, console.measure(table, options=console.options.update(width=1000)).maximum
-    )
-    try:
-        console.print(table)
-    finally:
-        console.width = own
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(table, options)), crop=False)
 
 
 def print_notes(notes: Sequence[str], console: Console) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -60,16 +59,14 @@ class NotebookView:
         self._sampler = sampler
         self._display = display
         self._change = change
-        self._end = time.monotonic() + seconds
         self._width = width
         self._view = View(interval=sampler.interval)
         self._error: BaseException | None = None
-        self._timer = threading.Timer(seconds, sampler.stop) if math.isfinite(seconds) else None
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dataparallel-notebook", daemon=True)
         self._thread.start()
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
+        if math.isfinite(seconds):
+            threading.Thread(target=self._stop_after, args=(seconds,), daemon=True).start()
 
     @property
     def is_running(self) -> bool:
@@ -82,9 +79,8 @@ class NotebookView:
         Raises:
             RuntimeError: It had ended by itself, because sampling or showing failed.
         """
+        self._stopped.set()
         self._sampler.stop()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
         error, self._error = self._error, None
@@ -95,6 +91,10 @@ class NotebookView:
         if self._error is not None:
             return f"<monitor: ended with {self._error!r}>"
         return f"<monitor: {'running; stop() ends it' if self.is_running else 'stopped'}>"
+
+    def _stop_after(self, seconds: float) -> None:
+        if not self._stopped.wait(seconds):
+            self._sampler.stop()
 
     def _run(self) -> None:
         try:

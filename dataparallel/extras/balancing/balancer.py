@@ -168,7 +168,6 @@ class Balancer:
         self._timeline.subscribe(self._handover.on_span)
         self._timeline.follow_devices(self._on_devices)
         self._end = weakref.finalize(model, self._optimizers.remove)
-        self._end.atexit = False
         model._divide_by(self)
         if len(self._devices) == 1:
             _log.warning("there is one replica, on %s: nothing to balance", self._devices[0])

@@ -348,7 +348,7 @@ class StepRollback:
         self._state.undo()
         for tensor, grad, value in self._gradients:
             # The object that it was, with the value that it had.
-            tensor.grad = grad
+            IN_GRAD.write(tensor, grad)
             if grad is not None and value is not None:
                 grad.detach().copy_(value)
         for accumulated, state in self._accumulated:
