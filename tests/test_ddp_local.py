@@ -387,27 +387,6 @@ def test_profilers_show_each_reduction() -> None:
     assert {f"reduce {bucket.name}" for bucket in model.reducer.buckets.all} <= names
 
 
-def test_the_plan_is_logged_where_torch_is_asked_to_tell_more(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    before = get_debug_level()
-    net = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 4))
-    with caplog.at_level("INFO", logger="dataparallel"):
-        for level in (DebugLevel.OFF, DebugLevel.INFO):
-            set_debug_level(level)
-            model = dp.DistributedDataParallel(net, ["cpu", "cpu"])
-            for _ in range(2):
-                backward(model(torch.ones(4, 300)).sum())
-            model.close()
-        set_debug_level(before)
-    assert caplog.messages == [
-        "3 parameters, 356.3 KiB, in 1 buckets before the first backward",
-        "bucket 0, 356.3 KiB: 0 (0.weight), 1 (1.weight), 2 (1.bias)",
-        "3 parameters, 356.3 KiB, in 1 buckets in the order of arrival",
-        "bucket 0, 356.3 KiB: 2 (1.bias), 1 (1.weight), 0 (0.weight)",
-    ]
-
-
 class OnlyFirst(nn.ModuleList):
     """Uses one of its layers."""
 

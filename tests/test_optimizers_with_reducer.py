@@ -70,7 +70,9 @@ def test_training_in_two_processes(cluster: Cluster, place: str) -> None:
 # --- optimizers in backward ----------------------------------------------------------------------
 
 
-def trained_in_backward(slots: list[str], kind: str, rank: int = 0) -> list[torch.Tensor]:
+def trained_in_backward(
+    slots: list[str], kind: str, rank: int = 0, *, hooked: bool = False
+) -> list[torch.Tensor]:
     """Parameters after some steps, taken by an optimizer of some kind."""
     module = placed(build, slots[0], torch.float)
     if kind == "torch":
@@ -79,6 +81,8 @@ def trained_in_backward(slots: list[str], kind: str, rank: int = 0) -> list[torc
     plain = torch.optim.SGD(module.parameters() if kind == "plain" else [torch.ones(1)], lr=0.1)
     if kind == "ours":
         model.step_in_backward(torch.optim.SGD, lr=0.1)
+    if hooked:
+        next(module.parameters()).register_hook(lambda grad: grad.clamp(-0.1, 0.1))
     torch.manual_seed(rank)
     for _ in range(4):
         x = torch.randn(10, 5, device=slots[0])
@@ -92,10 +96,11 @@ def trained_in_backward(slots: list[str], kind: str, rank: int = 0) -> list[torc
     return [p.detach().cpu() for p in module.parameters()]
 
 
-def test_training_with_steps_in_backward(slots: list[str]) -> None:
-    expected = trained_in_backward(slots, "plain")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_training_with_steps_in_backward(slots: list[str], hooked: bool) -> None:
+    expected = trained_in_backward(slots, "plain", hooked=hooked)
     for kind in ("ours", "torch"):
-        assert_same(trained_in_backward(slots, kind), expected)
+        assert_same(trained_in_backward(slots, kind, hooked=hooked), expected)
 
 
 def trained_in_backward_in_one_process(

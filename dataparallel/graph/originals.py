@@ -17,15 +17,13 @@ The wrappers know nothing of contexts. ``dataparallel.distributed_autograd`` reg
 Note [Hooks on the originals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A hook sees the gradient of this process, summed over its replicas, before it is reduced over the
-processes; as in torch's wrapper. Autograd's engine runs the hooks when it accumulates what the cut
-returns; where the reducer is to have the gradient after that, see Note [Gradients from outside of
-the wrapper]. Hooks that run after accumulation see the reduced gradient: if the round ends after
-the engine is done, the reducer runs them.
+processes; as in torch's wrapper. Autograd's engine runs it, see Note [Gradients from outside of the
+wrapper]. Hooks that run after accumulation see the reduced gradient: if the round ends after the
+engine is done, the reducer runs them.
 
 The engine also runs hooks of a parameter to which the cut, or a node of gradient edges, returns
-nothing, since it was not used or since the reducer has its gradient. In a bare module that never
-happens, and hooks do not expect a gradient that is None. So each hook is put into a guard, in its
-own place.
+nothing. In a bare module that never happens, and hooks do not expect a gradient that is None. So
+each hook is put into a guard, in its own place.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from dataparallel.reducer.exchange import ReducerProcesses, is_late
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, trained_parameters
 from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.verify import verify_across_processes
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.values import ReplicaParameters
@@ -204,14 +205,20 @@ class Training:
         if not model._spread:
             check_placement(module, devices[0])
         self._module, self._options = module, options
+        self._trained = trained_parameters(module)
         self.processes: ReducerProcesses | None = None
         group = options.process_group
         if group is not None and (options.world_size > 1 or options.hook):
-            self.processes = ReducerProcesses(group, options.timeout, model._progress)
+            verify = functools.partial(
+                verify_across_processes,
+                self._trained,
+                options=options,
+                nonfinite=options.nonfinite.action,
+            )
+            self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
         parameters = list(module.parameters())
         dtype = options.mixed_precision.param_dtype
         self.leaves = ReplicaParameters(parameters, devices, dtype)
-        self._trained = trained_parameters(module)
         trained = set(self._trained.indices)
         self._untrained = [p for i, p in enumerate(parameters) if i not in trained]
         self.reducer = Reducer(

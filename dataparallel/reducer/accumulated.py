@@ -18,15 +18,11 @@ by itself. What they get from there comes before or after the cut, in the same b
 reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
 before it are set aside and ``.grad`` is None. The cut passes nothing on to the originals; what is
 in ``.grad`` when the whole backward has ended is from outside. It goes into its bucket if that was
-not sent yet, else it is reduced by itself; and from then on that bucket waits for the end.
+not sent yet, else it is reduced by itself; and from then on that bucket waits for the end. If the
+backward fails, gradients from before it are put back.
 
 A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
 have computed for such a parameter is passed on to the engine, and comes back as if from outside.
-
-If the backward fails, gradients from before it are put back, so ``.grad`` is as it was.
-
-All of this holds for the gradients in a distributed autograd context in the same way, and for each
-context by itself: see Note [Gradients in a context].
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ that has failed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,11 +26,9 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.local import sums_of
-from dataparallel.errors import debug_level, describe_names
+from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import FIRST_BUCKET_BYTES, ReducerOptions, TrainedParameters
-
-_log = logging.getLogger("dataparallel")
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: Of several parameters, one gradient each; None where there is none.
@@ -191,8 +188,6 @@ class Buckets:
         self.ordered = order is not None
         self.plan = make_plan(trained, options, order, sends=sends)
         self.originals, self.names = originals, names = trained.parameters, trained.names
-        when = "before the first backward" if order is None else "in the order of arrival"
-        _log_plan(self.plan, names, when)
         reduced = trained.num_reduced if sends else 0
         composed = [names[i] for i in range(reduced) if _holds_tensors(originals[i])]
         if composed:
@@ -264,17 +259,6 @@ def make_plan(
         order=order,
         parts=[prompt, late, local],
     )
-
-
-def _log_plan(plan: BucketPlan, names: Sequence[str], why: str) -> None:
-    """Log the buckets, one line each, if ``TORCH_DISTRIBUTED_DEBUG`` asks for more than errors."""
-    if debug_level() == "OFF" or not _log.isEnabledFor(logging.INFO):
-        return
-    count, size = sum(map(len, plan.buckets)), sum(plan.bytes) / 1024
-    _log.info("%d parameters, %.1f KiB, in %d buckets %s", count, size, len(plan.buckets), why)
-    for number, (bucket, num_bytes) in enumerate(zip(plan.buckets, plan.bytes, strict=True)):
-        shown = describe_names(f"{index} ({names[index]})" for index in bucket)
-        _log.info("bucket %d, %.1f KiB: %s", number, num_bytes / 1024, shown)
 
 
 def _empty_sparse(like: torch.Tensor) -> torch.Tensor:

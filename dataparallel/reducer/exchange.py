@@ -12,10 +12,9 @@ Note [The vote]
 In each round every rank launches one collective of fixed size, in the host's memory: which
 parameters it used, which gradients came late, and whether something is not finite. Whether it is
 launched depends on nothing that another rank says. A rank that used all parameters needs no answer:
-its backward returns, and it reads the answer at its next forward. These wait for it in backward: a
-rank with unused parameters, before it delivers them; and all ranks in the first round, with a
-communication hook, and once some gradient came late or from outside of the wrapper's forward, which
-all know from an earlier vote.
+it reads that at its next forward. These wait for it in backward: a rank with unused parameters,
+before it delivers them; and all ranks in the first round, with a communication hook, and once some
+gradient came late or from outside of the wrapper's forward, which all know from an earlier vote.
 
 Note [Failures of a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -130,19 +129,14 @@ class Progress:
 class ReducerProcesses:
     """The links of one reducer: one for buckets, one for what is said about rounds.
 
-    They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
-
-    Args:
-        group: The processes. Default: the default group.
-        timeout: Seconds that a collective waits for the others. Default: that of the group.
-        progress: What the wrapper knows of its rounds.
-    """
+    They are made at :meth:`connect`, or when one is first asked for; all processes come to it."""
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         timeout: float | None,
         progress: Progress,
+        verify: Callable[[ProcessLink], None],
     ) -> None:
         parent = parent_group(group)
         self._group = group
@@ -151,14 +145,10 @@ class ReducerProcesses:
         self.rank = parent.rank()
         self.world_size = parent.size()
         self.progress = progress
-        self._verify: Callable[[ProcessLink], None] = lambda control: None
+        self._verify = verify
         self._num_active: Callable[[], int] | None = None
         self._failures = failures_of(parent)
         self._has_failed = False
-
-    def verify_with(self, verify: Callable[[ProcessLink], None]) -> None:
-        """Let a function compare what the processes reduce when they are connected."""
-        self._verify = verify
 
     def count_active(self, count: Callable[[], int] | None) -> None:
         """Let a function tell how many processes have data; None where all have."""

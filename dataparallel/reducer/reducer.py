@@ -5,16 +5,11 @@ Note [Several cuts in one round]
 A wrapper that was called several times before one backward has several cuts in it, which make one
 round. Mostly they run one after another. With devices that have backward threads of their own, one
 may begin inside of another: a thread that waits for the backward of a cut takes the next node that
-is ready, which may be a cut too. Then the round ends with the one that ends last.
-
-Between two cuts of one backward, a re-entrant checkpoint may run a backward of its own in which the
-wrapper was called, too. It becomes a part of the round that is under way. A round of a backward
-that has failed is never continued; whether a backward still runs is known from an object that
-nothing but the engine holds, as long as it runs.
-
-A round that is reduced over processes ends when the whole backward does: the parameters may get
-gradients from other parts of the graph before and after the cut, see
-Note [Gradients from outside of the wrapper].
+is ready. Between two cuts, a re-entrant checkpoint may run a backward of its own in which the
+wrapper was called, too. The round ends with the one that ends last; if it is reduced over processes
+it ends with the whole backward, see Note [Gradients from outside of the wrapper]. A round of a
+backward that has failed is never continued: an object that nothing but the engine holds tells
+whether it still runs.
 """
 
 from __future__ import annotations
@@ -40,7 +35,6 @@ from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, TrainedParameters
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
-from dataparallel.reducer.verify import verify_across_processes
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
@@ -76,11 +70,6 @@ class Reducer:
         self._leaves = [list(replica) for replica in leaves]
         self._hook = hook
         self._optimizers = optimizers
-        if processes is not None:
-            verify = functools.partial(
-                verify_across_processes, trained, options=options, nonfinite=nonfinite.action
-            )
-            processes.verify_with(verify)
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._round: Round | None = None

@@ -9,10 +9,9 @@ which are the methods of :class:`Round` in this order:
     arrived: a leaf of replica 0..n-1 -> summed: over the replicas -> sent: to the other processes
         -> received: and the vote, where it is needed -> delivered: to the originals
 
-The node passes the result on to the originals, if it is not to be reduced over processes. Else the
-round ends with the whole backward: see Note [Gradients from outside of the wrapper], and for what
-``.grad`` held before, Note [Gradients from before a round]. In a distributed autograd context its
-gradient takes the place of ``.grad``.
+What the engine does not deliver, the round writes when the whole backward has ended: see Note
+[Gradients from outside of the wrapper], and for what ``.grad`` held before, Note [Gradients from
+before a round].
 
 Note [When a bucket is ready]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -22,10 +21,10 @@ taken, in order, in the thread of that replica's backward. A bucket is ready whe
 each replica. When the replicas' backward has ended, everything is taken: what has not come by then
 is unused, and nobody has to say so beforehand.
 
-Within one backward of the engine a leaf is accumulated once, however often it was used. It is
-accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or when the
-wrapper was called several times before one backward. What comes after its bucket was taken is late:
-it is summed and reduced at the end of the round, and from then on its bucket is left to the end.
+A leaf is accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or
+when the wrapper was called several times before one backward. What comes after its bucket was taken
+is late: it is summed and reduced at the end of the round, and from then on its bucket is left to
+the end.
 """
 
 from __future__ import annotations
