@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -228,13 +229,30 @@ def test_copies_in_one_process_alone(cluster: Cluster) -> None:
     torch.testing.assert_close(grads(model), grads(torch.nn.DataParallel(net)), atol=1e-4, rtol=0)
 
 
+@contextlib.contextmanager
+def _log() -> Iterator[list[str]]:
+    """What is written into the log meanwhile, in a process of the cluster."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dataparallel").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("dataparallel").removeHandler(handler)
+
+
 def _in_groups(rank: int, world_size: int) -> dict[str, Any]:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = groups[rank // 2]
     model: Any = dp.DistributedDataParallel(make_net(), ["cpu"], process_group=mine)
-    copied, loaded = copy.deepcopy(model), restored(copy.copy(model))
-    assert copied.process_group is mine
+    with _log() as messages:
+        copied = copy.deepcopy(model)
+        assert copied.process_group is mine and not messages
+        loaded = restored(copy.copy(model))
     assert loaded.process_group is dist.group.WORLD
+    (message,) = messages
+    assert "does not hold its process group" in message and "update_process_group" in message
     loaded.update_process_group(mine)
     found = {"itself": model, "deepcopy": copied, "pickle": loaded}
     # It has the processes of the default group.
@@ -288,20 +306,15 @@ def test_a_copy_made_within_join_is_not_within_it(cluster: Cluster) -> None:
 
 
 def _hooked(rank: int, world_size: int) -> None:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dataparallel").addHandler(handler)
     model: Any = dp.DistributedDataParallel(make_net(), ["cpu"])
     model.register_comm_hook({"factor": 1.0, "lock": threading.Lock()}, _local_hook())
     for make in (copy.deepcopy, restored):
-        del messages[:]
-        made = make(model)
+        with _log() as messages:
+            made = make(model)
         (message,) = messages
         assert "halves is not in a copy" in message and "register_comm_hook()" in message
         made.register_comm_hook(None, "allreduce")
         backward(made, rank)
-    logging.getLogger("dataparallel").removeHandler(handler)
 
 
 def test_a_hook_that_is_not_in_the_copy_is_told_of(cluster: Cluster) -> None:

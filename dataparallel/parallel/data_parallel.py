@@ -192,13 +192,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Split the inputs, run the replicas, gather their outputs.
 
         Args:
-            inputs: Positional arguments of the module; tensors in them, however nested, are split
+            inputs, kwargs: Arguments of the module; tensors in them, however nested, are split
                 along ``dim``, everything else goes to each replica.
-            kwargs: Keyword arguments of the module, treated alike.
 
         Returns:
-            The outputs in the structure that the module returns, tensors concatenated along
-            ``dim``, or as ``out_dims`` says, on ``output_device``.
+            The outputs in the structure that the module returns, on ``output_device``.
 
         Raises:
             ValueError: The inputs cannot be split (no tensor, batch sizes that disagree, ``dim``
@@ -488,12 +486,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Let the replicas be some of those that there are, and new ones after them."""
         devices = [*(self.device_ids[index] for index in kept), *new]
         self.device_ids = devices
-        self._use_runner(Runner(devices, self.buffer_policy, self.timeline))
-        self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
-
-    def _use_runner(self, runner: Runner) -> None:
         self._runner.close()
-        self._runner = runner
+        self._runner = Runner(devices, self.buffer_policy, self.timeline)
+        self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
 
     # --- life ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import RLock
@@ -31,7 +31,7 @@ from dataparallel.parallel.buffers import (
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import UnevenInputs
 from dataparallel.parallel.loss import Loss
-from dataparallel.parallel.step import Call, Runner
+from dataparallel.parallel.step import Call
 from dataparallel.parallel.training import (
     HIDDEN_OPTIONS,
     MixedPrecision,
@@ -281,8 +281,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self.options = replace(self.options, **options)
         self._build()
 
-    def _use_runner(self, runner: Runner) -> None:
-        super()._use_runner(runner)
+    def _keep_replicas(self, kept: Sequence[int], new: Sequence[torch.device] = ()) -> None:
+        super()._keep_replicas(kept, new)
         if self._made is not None:
             self._made.use_devices(self)
 
@@ -542,8 +542,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def num_skipped(self) -> int:
         """How many backwards were skipped with ``nonfinite="skip"``, the same in all processes.
 
-        An optimizer does not tell whether it has changed anything. A learning rate schedule that
-        is not to go on with a skipped step compares this number.
+        A learning rate schedule that is not to go on with a skipped step compares this number.
         """
         return self.options.nonfinite.num_skipped
 
@@ -634,12 +633,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self.require_forward_param_sync = reduces
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What torch's ``Join`` calls in a process that has no more inputs.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size`` and ``step``, see :meth:`join`; others are for
-                others.
-        """
+        """What torch's ``Join`` calls in a process that has no more inputs; see :meth:`join`."""
         divides = kwargs.get("divide_by_initial_world_size", True)
         return self._uneven.begin(divides=divides, step=kwargs.get("step"))
 
@@ -695,19 +689,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _distributed_rank(self) -> int:
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """The parameters of a module that are not left to each process, with names if wanted."""
-        for name, parameter in module.named_parameters():
-            if not torch_internals.is_ignored(parameter):
-                yield (name, parameter) if named_params else parameter
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
-    ) -> None:
-        """Leave parameters and buffers of these names to each process: neither reduced nor sent."""
-        torch_internals.ignore_names(module, params_and_buffers_to_ignore)
+    _get_data_parallel_params = staticmethod(torch_internals.data_parallel_params)
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
 
     def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
         """How the wrapper was made, what has become of its buckets, and what was measured.

@@ -57,10 +57,7 @@ class Lent(NamedTuple):
 
 
 class Runner:
-    """The clones and the worker threads of one wrapper, both made at first use and kept.
-
-    A call borrows clones and gives them back, so calls may be nested or come from several threads.
-    """
+    """The clones and the worker threads of one wrapper; calls may be nested, and in threads."""
 
     def __init__(
         self, devices: Sequence[torch.device], policy: BufferPolicy, timeline: Timeline
@@ -103,25 +100,19 @@ class Runner:
 
     def lend(self, module: nn.Module, num_replicas: int, training: Training | None = None) -> Lent:
         """Clones of a module for the first slots, up to date; to be used within :meth:`using`."""
-        standing = None if training is None else training.clones
-        if standing is not None and standing.module is not module:
-            standing = None
-        clones = standing or _take(self._idle, lambda clones: clones.module is module)
-        if clones is None:
+        if training is not None and training.clones.module is module:
+            clones, returns = training.clones, False
+        else:
             # A mean is written to the original, which must not be what a replica saved for
             # backward.
             sharing: Sharing = "none" if self._policy == "mean" else "first"
-            clones = ModuleClones(module, self.devices, sharing)
-        try:
-            replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
-            if self._policy == "sync":
-                group = None if training is None else training.batch_group
-                synchronize(clones, group or LocalGroup())
-        except BaseException:
-            if standing is None:
-                self._idle.append(clones)
-            raise
-        return Lent(replicas, clones, returns=standing is None)
+            idle = _take(self._idle, lambda clones: clones.module is module)
+            clones, returns = idle or ModuleClones(module, self.devices, sharing), True
+        replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
+        if self._policy == "sync":
+            group = None if training is None else training.batch_group
+            synchronize(clones, group or LocalGroup())
+        return Lent(replicas, clones, returns)
 
     def lend_criterion(self, criterion: nn.Module | None, num_replicas: int) -> Lent:
         """Clones of a criterion; the criterion itself where there is one replica."""
