@@ -387,10 +387,12 @@ IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 ignore_names: Callable[[torch.nn.Module, Any], None] = _private(
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
 )
-#: The parameters of a module that are reduced, with names if wanted.
-data_parallel_params: Callable[..., Iterator[Any]] = _private(
-    "torch.nn.parallel.DistributedDataParallel._get_data_parallel_params"
-)
+
+
+def is_ignored(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has torch's mark for one that is not reduced."""
+    return hasattr(parameter, "_ddp_ignored")
+
 
 #: The wrapper of torch whose forward runs, or None. It would undo what one inside of it reduces.
 active_torch_wrapper: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = _private(

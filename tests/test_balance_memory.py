@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -117,6 +117,8 @@ def test_forward_as_if_nothing_had_happened(
     untroubled.load_state_dict(net.state_dict())
 
     model = wrapper(net, pair, buffers=buffers)
+    told: list[Sequence[int]] = []
+    model.timeline.subscribe(lambda span: None, lambda sizes, trains: told.append(sizes))
     with dataparallel.balance(model) as balancer:
         torch.manual_seed(3)
         result = compute(model, x, y, inside=inside)
@@ -124,6 +126,8 @@ def test_forward_as_if_nothing_had_happened(
         found = state_of(net)
         # 18, then 3/4 of it, then of that.
         assert [n for replica, n in narrow.calls if replica == 1] == [18, 13, 9]
+        # Three attempts are one forward for those who listen.
+        assert told == [(19, 18)]
         assert balancer.limits == (None, 9)
         assert [change.reason for change in balancer.history] == ["memory", "memory"]
         assert "replica 1 on " in balancer.history[0].why

@@ -689,7 +689,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _distributed_rank(self) -> int:
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
-    _get_data_parallel_params = staticmethod(torch_internals.data_parallel_params)
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of a module that are not left to each process, with names if wanted."""
+        for name, parameter in module.named_parameters():
+            if not torch_internals.is_ignored(parameter):
+                yield (name, parameter) if named_params else parameter
+
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
 
     def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
