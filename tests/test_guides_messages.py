@@ -148,7 +148,7 @@ def of_virtual(net: nn.Module) -> nn.Module:
 
 
 CASES: dict[str, Callable[[], object]] = {
-    "this wrapper was made before the process group of 2 processes": late_group,
+    "this process is one of 2, but the wrapper has no group": late_group,
     "Default process group has not been initialized": lambda: DistributedSampler(range(4)),  # type: ignore[arg-type]
     "device ... does not exist": lambda: dp.DataParallel(nn.Linear(4, 3), [9]),
     "device_ids is a list with one entry per replica": lambda: dp.DataParallel(
@@ -210,7 +210,7 @@ CASES: dict[str, Callable[[], object]] = {
     "KeyError: 'virtual'": lambda: of_virtual(torch.compile(nn.Linear(4, 3)))(x()),  # type: ignore[arg-type]
 }
 
-LAUNCHED = "WORLD_SIZE is 2, so this process is one of several, but there is no process group"
+LAUNCHED = "this process is one of 2, but the wrapper has no group"
 
 #: Messages with a test of their own below.
 BELOW = {
