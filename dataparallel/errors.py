@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch.distributed as dist
 
-CalledT = TypeVar("CalledT", bound=Callable[..., Any])
 T = TypeVar("T")
 
 # --- lists ----------------------------------------------------------------------------------------
@@ -48,41 +45,11 @@ def describe_names(names: Iterable[str]) -> str:
 
 def lines(entries: Iterable[str]) -> str:
     """A list for a message, each entry on a line of its own; begins with a new line."""
-    texts = list(entries)
-    more = len(texts) - MOST
-    shown = [*texts[:MOST], *([f"and {more} more"] if more > 0 else [])]
-    return "".join(f"\n  {text}" for text in shown)
+    separator = "\n  "
+    return separator + listed(entries, separator)
 
 
 # --- what was meant -------------------------------------------------------------------------------
-
-
-def suggesting(called: CalledT) -> CalledT:
-    """Let the TypeError of a misspelled keyword name the parameter that is nearest.
-
-    From 3.13 on Python does so for functions in Python; it is not said twice.
-    """
-    if isinstance(called, type):
-        type.__setattr__(called, "__init__", suggesting(vars(called)["__init__"]))
-        return called
-
-    @functools.wraps(called)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return called(*args, **kwargs)
-        except TypeError as error:
-            _suggest(error, kwargs, list(inspect.signature(called).parameters))
-            raise
-
-    return cast("CalledT", call)
-
-
-def _suggest(error: TypeError, given: Iterable[str], known: list[str]) -> None:
-    text = str(error)
-    wrong = [name for name in given if name not in known and f"'{name}'" in text]
-    near = difflib.get_close_matches(wrong[0], known, 1) if wrong else []
-    if near and "Did you mean" not in text:
-        error.args = (f"{text}. Did you mean '{near[0]}'?",)
 
 
 def chosen(option: str, value: object, allowed: tuple[T, ...], other: str = "") -> T:
@@ -102,38 +69,16 @@ def chosen(option: str, value: object, allowed: tuple[T, ...], other: str = "") 
 # --- where it happened ----------------------------------------------------------------------------
 
 
-class _KeyMessage(str):
-    """A string that ``KeyError`` shows as it is, where it would show the ``repr``."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def locate(error: BaseException, label: str) -> None:
-    """Add to an exception where it happened, so that ``str(error)`` tells.
+    """Add to an exception where it happened: to its message, or as a note below the traceback.
 
-    The exception stays the same object: type, attributes and traceback are kept. Where its type
-    makes the text from something other than its message, the label is a note below the traceback.
+    The exception stays the same object: type, attributes and traceback are kept.
     """
     text = str(error)
-    if label in text:
-        return
-    told = None
-    if len(error.args) == 1 and isinstance(error.args[0], str):
-        told = f"{error.args[0]}\n{label}" if error.args[0] else label
-    elif len(error.args) == 1 and isinstance(error, KeyError):
-        told = f"{error.args[0]!r}\n{label}"
-    elif not error.args and not text:
-        told = label
-    if told is not None:
-        error.args = (_KeyMessage(told) if isinstance(error, KeyError) else told,)
-    elif isinstance(error, OSError) and isinstance(error.strerror, str):
-        error.strerror = f"{error.strerror} ({label})"
-    elif isinstance(error, UnicodeError) and hasattr(error, "reason"):
-        error.reason = f"{error.reason} ({label})"
-    if label not in str(error):
+    if error.args == (text,) and text:
+        error.args = (text if label in text else f"{text}\n{label}",)
+    elif label not in getattr(error, "__notes__", ()):
+        # Its type makes the text from something other than its message.
         add_note(error, label)
 
 

@@ -72,14 +72,28 @@ def test_no_thread_is_created_after_the_first_call() -> None:
     pools.close()
 
 
-def test_failing_calls_create_no_threads() -> None:
+def test_failing_calls_leave_no_threads() -> None:
     pools = WorkerPools()
-    run(pools, int, int)
-    threads = replica_threads()
+    before = replica_threads()
     for _ in range(100):
         with pytest.raises(ZeroDivisionError, match="in replica 1 on device cpu"):
             run(pools, int, lambda: 1 // 0)
-    assert replica_threads() == threads
+        assert replica_threads() == before
+    assert run(pools, int, int) == [0, 0]
+    pools.close()
+
+
+def test_what_a_failing_task_leaves_in_its_thread_is_gone() -> None:
+    pools = WorkerPools()
+    local = threading.local()
+
+    def fail() -> None:
+        local.left = True
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run(pools, fail, fail)
+    assert run(pools, *[lambda: hasattr(local, "left")] * 2) == [False, False]
     pools.close()
 
 

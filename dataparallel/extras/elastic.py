@@ -44,7 +44,6 @@ from dataparallel.comm.process_errors import (
     name_ranks,
 )
 from dataparallel.devices import accelerators
-from dataparallel.errors import suggesting
 
 if TYPE_CHECKING:
     from dataparallel.torch_internals import Store
@@ -66,7 +65,6 @@ _GRACE = 1.0
 _REPLACED = 20
 
 
-@suggesting
 def init_process_group(
     backend: str | None = None,
     *,

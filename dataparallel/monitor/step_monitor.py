@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dataparallel.devices import memory_allocated
-from dataparallel.errors import suggesting
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.publisher import Publisher
@@ -28,7 +27,6 @@ from dataparallel.threads.timeline import Phase
 T = TypeVar("T")
 
 
-@suggesting
 class StepMonitor:
     """Records in which phase each replica of a wrapper is, step by step.
 

@@ -39,7 +39,7 @@ from dataparallel.devices import (
     parse_devices,
     parse_output_device,
 )
-from dataparallel.errors import chosen, suggesting
+from dataparallel.errors import chosen
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
@@ -77,7 +77,6 @@ class _Forward:
         return self._function if wrapper is None else _BoundForward(self._function, wrapper)
 
 
-@suggesting
 class DataParallel(nn.DataParallel[ModuleT]):
     """Run a module on several devices at once, each on its part of the batch.
 
@@ -512,7 +511,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
 
 
-@suggesting
 def data_parallel(
     module: nn.Module,
     inputs: Any,

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from dataparallel import torch_internals
 from dataparallel.batch.gather import ScalarsOption
 from dataparallel.devices import DeviceLike
-from dataparallel.errors import chosen, suggesting
+from dataparallel.errors import chosen
 from dataparallel.optim.in_backward import InBackwardOptimizers
 from dataparallel.parallel.buffers import (
     MESSAGE_BYTES,
@@ -57,7 +57,6 @@ _log = logging.getLogger("dataparallel")
 _NOT_COPIED = ("_made", "_forwards", "_uneven", "_progress", "device_mesh")
 
 
-@suggesting
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """Train a module on the devices of this process, and of all processes of a group.
 

@@ -31,7 +31,6 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import report
 from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from dataparallel.devices import is_accelerator
-from dataparallel.errors import suggesting
 from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.reducer.comm_hooks import ResolvedHook
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dataparallel")
 
 
-@suggesting
 @dataclass(frozen=True)
 class MixedPrecision:
     """The dtypes with which replicas compute and send gradients.

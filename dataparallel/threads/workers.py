@@ -13,15 +13,11 @@ import contextlib
 import ctypes
 import os
 import queue
+import sys
 import threading
 import time
-import traceback
-import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
-
-import torch.utils.checkpoint
 
 from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
@@ -69,7 +65,6 @@ class _Call:
             # Without this frame, which holds the call, which holds the error.
             error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             self._errors[index] = error
-            _leave_checkpoints(error)
         finally:
             self._tasks[index] = task = None
             self._ended.add(index)
@@ -96,6 +91,11 @@ class _Call:
         """Whether a task has ended."""
         return index in self._ended
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task has raised."""
+        return bool(self._errors)
+
     def take(self, label: Callable[[int], str]) -> list[Any]:
         """The results, once; or raises the error of the lowest index, with the others as notes."""
         # A worker may hold the call a moment longer; the results are the caller's alone.
@@ -117,27 +117,6 @@ class _Call:
             del error, errors
 
 
-def _leave_checkpoints(error: BaseException) -> None:
-    """Leave the activation checkpoints through which an error came, in this thread."""
-    # Up to torch 2.11 they are left when the last reference to the error goes, and by then their
-    # saved-tensor hooks would have acted on whatever this thread ran next.
-    chain: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in chain:
-        chain.append(each)
-        each = each.__context__
-    frames = [f for each in chain for f, _ in traceback.walk_tb(each.__traceback__)]
-    for frame in reversed(frames):
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            for value in frame.f_locals.values():
-                if isinstance(value, types.GeneratorType):
-                    try:
-                        value.close()
-                    except Exception as another:
-                        what = "leaving an activation checkpoint failed as well"
-                        add_note(error, f"{what}: {another!r}")
-
-
 # --- a pool ----------------------------------------------------------------------------------
 
 _Inbox: TypeAlias = "queue.SimpleQueue[_Call | None]"
@@ -155,32 +134,26 @@ def _serve(inbox: _Inbox, index: int) -> None:
     interpreter_end.stop()
 
 
-def _close(
-    threads: list[threading.Thread], inboxes: list[_Inbox], process: int, join: bool = True
-) -> None:
-    if process != os.getpid():
-        # After a fork the threads exist in the parent only.
-        return
-    for inbox in inboxes:
-        inbox.put(None)
-    for thread in threads:
-        if join and thread is not threading.current_thread():
-            thread.join(_JOIN_TIMEOUT)
-
-
 class Workers:
     """Worker threads, one per replica index, which run one call at a time; kept until collected."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._inboxes: list[_Inbox] = []
-        self._finalizer = weakref.finalize(self, _close, self._threads, self._inboxes, os.getpid())
-        # Then others may still use it, see Note [Threads at the end].
-        self._finalizer.atexit = False
 
-    def close(self) -> None:
-        """End the threads and wait for them; a second call does nothing."""
-        self._finalizer()
+    def close(self, *, join: bool = True) -> None:
+        """End the threads, and wait for them unless told not to; a second call does nothing."""
+        threads, self._threads = self._threads, []
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in threads:
+            if join and thread is not threading.current_thread():
+                thread.join(_JOIN_TIMEOUT)
+
+    def __del__(self) -> None:
+        # At the end others may still use them, see Note [Threads at the end].
+        if not sys.is_finalizing():
+            self.close()
 
     def start(self, call: _Call, num_tasks: int) -> None:
         """Let each thread run its task."""
@@ -197,8 +170,6 @@ class Workers:
 
     def interrupt(self, call: _Call, num_tasks: int) -> None:
         """Stop what still runs, or leave it behind after a grace time; the pool is given up."""
-        # An asynchronous exception may come late.
-        self._finalizer.detach()
         threads = self._threads[:num_tasks]
 
         def unfinished() -> list[threading.Thread]:
@@ -216,7 +187,7 @@ class Workers:
                 while unfinished() and time.monotonic() < again:
                     time.sleep(0.01)
         finally:
-            _close(self._threads, self._inboxes, os.getpid(), join=False)
+            self.close(join=False)
             call.forget()
 
 
@@ -265,7 +236,11 @@ class WorkerPools:
             finally:
                 workers.interrupt(call, len(tasks))
             raise
-        self._idle.append(workers)
+        if call.has_failed:
+            # What a task has left behind in its thread is gone with it.
+            workers.close()
+        else:
+            self._idle.append(workers)
         return call.take(label)
 
     def close(self) -> None:

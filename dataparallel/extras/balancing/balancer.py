@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from dataparallel.comm.local import chunk_lengths
-from dataparallel.errors import suggesting
 from dataparallel.extras.balancing.memory import (
     MemoryHandover,
     Obstacles,
@@ -78,7 +77,6 @@ class Change:
         )
 
 
-@suggesting
 def balance(
     model: DataParallel[Any],
     *,

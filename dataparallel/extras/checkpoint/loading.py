@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel.extras.checkpoint.random_states as random_states
-from dataparallel.errors import listed, suggesting
+from dataparallel.errors import listed
 from dataparallel.extras.checkpoint.directory import (
     UNFINISHED,
     CheckpointError,
@@ -89,7 +89,6 @@ class Loaded:
         self._restore()
 
 
-@suggesting
 def load(
     directory: Path | Sequence[Path],
     model: nn.Module | None = None,

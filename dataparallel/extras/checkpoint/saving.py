@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import dataparallel.extras.checkpoint.random_states as random_states
 from dataparallel import devices as _devices
-from dataparallel.errors import add_note, suggesting
+from dataparallel.errors import add_note
 from dataparallel.extras.checkpoint.directory import (
     CheckpointError,
     Writer,
@@ -457,7 +457,6 @@ _lock = threading.Lock()
 _inherited: list[dict[str, _Saver]] = []
 
 
-@suggesting
 def save(
     directory: Path,
     model: nn.Module | None = None,
