@@ -110,6 +110,11 @@ when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.qu
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
 #: empty. Without one of these names, replicas share the module's table.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Whether a tensor can take the memory of another one and stay the object that it is; ``module.to``
+#: asks, too. Where it is missing, torch decides alone.
+takes_memory_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private(
+    "torch._has_compatible_shallow_copy_type", lambda tensor, other: True
+)
 
 #: The hooks of a tensor by number, or None: those on its gradient, and those that run after its
 #: gradient was accumulated. Read to let hooks of users run on reduced gradients, once.

@@ -50,7 +50,8 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, repeat
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +69,8 @@ from dataparallel.graph.functions import (
 from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import will_execute
+
+_outer, _leaves = attrgetter("outer"), attrgetter("leaves")
 
 #: Number of no backward.
 NO_TASK = -1
@@ -122,31 +125,28 @@ class ReplicaInputs:
         self.given = list(values)
         self.outer: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        # By the id of a tensor: this, what the module is given for it, and the history of that.
-        self._stands: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        # By the id of a tensor: this, what the module is given for it, whether that requires grad,
+        # and its node.
+        self._stands: dict[int, tuple[torch.Tensor, torch.Tensor, bool, Any]] = {}
         self._written: list[torch.Tensor] = []
         for position, value in enumerate(values):
             if not isinstance(value, torch.Tensor):
                 continue
             if id(value) not in self._stands:
-                given = value
-                if value.requires_grad:
+                given, requires = value, value.requires_grad
+                if requires:
                     leaf = value.detach().requires_grad_()
                     given = leaf if value.is_leaf else apply_function(Identity, leaf)[0]
                     self.outer.append(value)
                     self.leaves.append(leaf)
-                self._stands[id(value)] = value, given, _history(given)
+                self._stands[id(value)] = value, given, requires, given.grad_fn
             self.given[position] = self._stands[id(value)][1]
 
     def take_written(self) -> list[torch.Tensor]:
-        """The replica's tensors for inputs that the module has made a part of its graph.
-
-        Raises:
-            RuntimeError: Inputs share memory, and the module wrote some of them.
-        """
+        """The replica's tensors for inputs that the module has made a part of its graph."""
         result: list[torch.Tensor] = []
-        for value, given, history in self._stands.values():
-            if _history(given) is history:
+        for value, given, required, node in self._stands.values():
+            if given.grad_fn is node and given.requires_grad is required:
                 continue
             self._written.append(value)
             if given is value:
@@ -163,7 +163,7 @@ class ReplicaInputs:
         memory = written.untyped_storage().data_ptr()
         sharing = [
             given
-            for value, given, _ in self._stands.values()
+            for value, given, *_ in self._stands.values()
             if given is not value and given.untyped_storage().data_ptr() == memory
         ]
         if len(sharing) > 1:
@@ -175,10 +175,7 @@ class ReplicaInputs:
             )
 
     def follow(self, results: list[torch.Tensor]) -> None:
-        """Make the caller's tensors results of the module; those of the cut are taken off a list.
-
-        Their memory is that of the results already.
-        """
+        """Make the caller's tensors results of the module; takes those of the cut off a list."""
         for tensor in reversed(self._written):
             result = results.pop()
             if result.requires_grad:
@@ -186,10 +183,6 @@ class ReplicaInputs:
                     apply_function(_Written, tensor, result)
             else:
                 tensor.detach_()
-
-
-def _history(tensor: torch.Tensor) -> Any:
-    return tensor.requires_grad and tensor.grad_fn
 
 
 def _taken_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +282,9 @@ class Cuts:
             RuntimeError: Their graphs lead to other workers.
         """
         rows = [[*row, *one.take_written()] for row, one in zip(outputs, inputs, strict=True)]
-        followed = [list(filter(_is_followed, row)) for row in rows]
+        followed = [
+            [x for x in row if isinstance(x, torch.Tensor) and x.requires_grad] for row in rows
+        ]
         if any(followed):
             if originals.passes.reach_other_workers(followed):
                 raise RuntimeError(
@@ -301,10 +296,13 @@ class Cuts:
             outside, shared = self._from_outside(inputs, followed)
             separate = not (self._together or outside or shared)
             cut = Cut(self, separate, synchronize, weight, outside)
-            outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
+            outer, leaves = list(map(_outer, inputs)), list(map(_leaves, inputs))
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
             results = chain(*cut.connect(outer, leaves, followed))
-            rows = [[next(results) if _is_followed(x) else x for x in row] for row in rows]
+            for row in rows:
+                for place, value in enumerate(row):
+                    if isinstance(value, torch.Tensor) and value.requires_grad:
+                        row[place] = next(results)
         for row, one in zip(rows, inputs, strict=True):
             one.follow(row)
         return rows
@@ -312,10 +310,7 @@ class Cuts:
     def _from_outside(
         self, inputs: Sequence[ReplicaInputs], outputs: _Rows
     ) -> tuple[list[torch.Tensor], bool]:
-        """Leaves from outside, and whether a node leads to leaves of several replicas.
-
-        See Note [Tensors from outside].
-        """
+        """Leaves from outside, and whether a node leads to leaves of several replicas."""
         owner = dict(self._replica_of)
         for index, one in enumerate(inputs):
             owner.update(dict.fromkeys(map(id, one.leaves), index))
@@ -362,16 +357,7 @@ class Cut:
         self._family = object()
 
     def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
-        """Put the cut into the caller's graph.
-
-        Args:
-            outer: Per replica, the caller's tensors that the outputs are computed from.
-            inputs: The leaves that stand for them in the replica's graph.
-            outputs: Per replica, the outputs that require grad; at least one.
-
-        Returns:
-            Per replica, what stands for its outputs in the caller's graph.
-        """
+        """Put the cut into the caller's graph."""
         cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
         # One backward may begin at the outputs of all replicas, with the stream of the first.
@@ -390,10 +376,6 @@ class Cut:
             self.ending = weakref.ref(Ending())
         cuts.outstanding.add(self)
         return _in_rows(outputs, results)
-
-    def around_gradients(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
-        """Another cut, around the graphs of gradients of this one."""
-        return copy.copy(self).connect(outer, inputs, outputs)
 
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
         """The gradients of the inputs, and of the originals where the engine is to have them."""
@@ -437,7 +419,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, cut: Cut, anchor: Any, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.cut = cut
-        return tuple([output.detach() for output in chain(*cut.outputs)])
+        return tuple(map(torch.Tensor.detach, chain(*cut.outputs)))
 
     @staticmethod
     @untraced
@@ -562,7 +544,7 @@ class _Backward:
                 if grad is not None and leaf is not None and leaf is not grad:
                     outer[replica].append(grad)
                     inputs[replica].append(leaf)
-        connected = chain(*cut.around_gradients(outer, inputs, outputs))
+        connected = chain(*copy.copy(cut).connect(outer, inputs, outputs))
         for row in found:
             row[:] = [next(connected) if g is not None and g.requires_grad else g for g in row]
         return self._sorted(found)
@@ -637,16 +619,11 @@ class _Backward:
 
 def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[Any]]:
     """A flat sequence, divided as some rows are."""
-    left = iter(flat)
-    return [list(islice(left, len(row))) for row in rows]
+    return list(map(list, map(islice, repeat(iter(flat)), map(len, rows))))
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
-def _is_followed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _leaves_behind(outputs: Sequence[torch.Tensor], known: set[Any]) -> dict[int, torch.Tensor]:

@@ -103,7 +103,7 @@ class Identity(Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors])
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
@@ -232,8 +232,8 @@ class Gather(_WithPlainWay):
 
     @staticmethod
     def forward(ctx: Any, target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.origins = [tensor.device for tensor in tensors]
-        ctx.stacked = not any([tensor.dim() for tensor in tensors])
+        ctx.origins = list(map(_device, tensors))
+        ctx.stacked = not any(map(torch.Tensor.dim, tensors))
         ctx.dim = 0 if ctx.stacked else dim
         parts = [tensor.view(1) for tensor in tensors] if ctx.stacked else tensors
         ctx.lengths = [part.size(ctx.dim) for part in parts]
@@ -266,15 +266,7 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Indices of tensors, bucket by bucket; the first bucket is the one that backward ends with.
-
-    Backward tends to produce gradients from the last parameter to the first, so the first bucket is
-    the one that is completed last; it has the smaller limit.
-
-    Example::
-
-        plan_buckets([weight, bias])   # ((0, 1),) when both are float32 and small
-    """
+    """Indices of tensors, bucket by bucket; the first bucket is the one that backward ends with."""
     buckets = fill(enumerate(tensors), (FIRST_BUCKET_BYTES, BUCKET_BYTES))
     return tuple([tuple(bucket.indices) for bucket in buckets])
 

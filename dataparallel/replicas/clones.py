@@ -226,14 +226,7 @@ class ModuleClones:
     # --- before a forward ------------------------------------------------------------------------
 
     def follow(self) -> bool:
-        """Find out what the module consists of now; with leaves, at the begin of each forward.
-
-        Returns:
-            Whether the leaves, if there are any, are those for its parameters.
-
-        Raises:
-            RuntimeError: Tensors that are no parameters have taken the place of some.
-        """
+        """Find out what the module consists of now; with leaves, at the begin of each forward."""
         if self._parts is None or not self._parts.are_current():
             self._drop()
             self._parts = None
@@ -245,16 +238,7 @@ class ModuleClones:
         return True
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
-        """Bring the clones up to date, or make new ones.
-
-        Args:
-            num_replicas: How many slots take part; the first ones.
-            detach: Whether to leave out the gradient edges to the originals. Leaves serve with and
-                without gradients.
-
-        Returns:
-            One clone per replica.
-        """
+        """Bring the clones up to date, or make new ones."""
         self.release()
         if self._leaves is None or self._parts is None:
             self.follow()
@@ -410,22 +394,13 @@ class ModuleClones:
                     yield self._counterparts[0][id(module)], name, values
 
     def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
-        """Give the clones of ``module`` an attribute of their own until the next :meth:`refresh`.
-
-        Args:
-            module: A module of the original.
-            name: The attribute's name; it is not carried back by :meth:`commit`.
-            values: One value per replica.
-        """
+        """Give clones of ``module`` an attribute, one value each, until the next refresh."""
         for replica, value in zip(self.counterparts, values, strict=True):
             replica[id(module)].__dict__[name] = value
         self._before_of(self.parts.modules.index(module))[0][name] = values[0]
 
     def commit(self) -> None:
-        """Assign to the originals what replica 0 has assigned to itself.
-
-        See Note [Clones follow the original].
-        """
+        """Assign to the originals what replica 0 has assigned to itself."""
         modules = self.parts.modules
         indices = range(len(modules)) if self._is_touched() else self.parts.intricate
         if indices:
@@ -528,14 +503,7 @@ def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
 def fill(
     module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
 ) -> None:
-    """Give a clone the attributes of its original, with the replica's own parts in them.
-
-    Args:
-        module: The original.
-        clone: Any object of its class.
-        references: Names of the attributes that may lead to a part.
-        counterparts: From the id of an original part to the replica's.
-    """
+    """Give a clone the attributes of its original, with the replica's own parts in them."""
     attributes = module.__dict__.copy()
     for name in references:
         attributes[name] = with_counterparts(attributes[name], counterparts)
@@ -566,14 +534,7 @@ def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
 def take_back(
     module: nn.Module, clone: nn.Module, before: Sequence[dict[str, Any]], back: Counterparts
 ) -> None:
-    """Do to the original what the forward did to the attributes of its clone.
-
-    Args:
-        module: The original.
-        clone: The clone of replica 0, after its forward.
-        before: Copies of its tables before it: attributes, and after them its registries.
-        back: From the id of a part of the clone to the original's.
-    """
+    """Do to the original what the forward did to the attributes of its clone."""
     attributes, assigned = module.__dict__, clone.__dict__
     given, *registries = before
     for name, value in assigned.items():

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
+from dataparallel import torch_internals
 from dataparallel.devices import DeviceLike, parse_devices
 from dataparallel.errors import add_note, listed
 from dataparallel.replicas.clones import ModuleClones
@@ -87,7 +88,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     # Between types of devices that are strange to each other torch makes new parameters, unless it
     # is told to swap what is in them: an optimizer would go on with those that nobody uses.
-    torch.__future__.set_swap_module_params_on_conversion(before or not _takes_memory_of(device))
+    keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=device))
+    torch.__future__.set_swap_module_params_on_conversion(before or not keeps)
     try:
         module.to(device)
     except RuntimeError as error:
@@ -99,13 +101,3 @@ def _move(module: nn.Module, device: torch.device) -> None:
         raise
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _takes_memory_of(device: torch.device) -> bool:
-    """Whether a tensor on the CPU can become one on ``device``, as the same object."""
-    tensor = torch.empty(0)
-    try:
-        tensor.data = torch.empty(0, device=device)
-    except RuntimeError:
-        return False
-    return True

@@ -195,17 +195,7 @@ class Values:
     def update(
         self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
     ) -> list[list[torch.Tensor]]:
-        """The values of ``tensors``, all on one device, for the first slots.
-
-        Args:
-            tensors: The originals.
-            num_slots: How many slots take part in this call.
-            now: Whether to wait for an answer if writes have left no other trace than the values.
-
-        Returns:
-            Per slot, one tensor for each original, without gradient history: the original itself
-            or a copy. See Note [What counts as a change].
-        """
+        """The values of ``tensors``, all on one device, for the first slots."""
         if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
             self._steps.follow(tensors)
@@ -247,10 +237,7 @@ class Values:
         self._marked = (self._versions(), dict(self._steps.last))
 
     def written(self) -> list[torch.Tensor]:
-        """The originals that were written since :meth:`mark`, or a copy of which was.
-
-        Not by an optimizer: then another thread trains the module, which is its own affair.
-        """
+        """The originals that were written since :meth:`mark`, or a copy of which was."""
         before, steps = self._marked
         now = self._versions()
         # Another thread may have begun a forward of other parameters meanwhile.
@@ -337,11 +324,7 @@ class Values:
     def _differ(
         self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool
     ) -> bool:
-        """Whether originals were written through ``.data`` since ``place`` was filled, if known.
-
-        Raises:
-            torch.OutOfMemoryError: There is no memory to compare them.
-        """
+        """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
         originals = [self._originals[i].detach() for i in indices]
         copies, home = [place.copies[i] for i in indices], originals[0].device
         if self._reference is None or indices != self._compared:
@@ -410,11 +393,7 @@ class ReplicaParameters:
         return _are_same(originals, self._originals)
 
     def follow(self) -> bool:
-        """Let the leaves be what the originals are now: frozen or not, and in the same memory.
-
-        Returns:
-            Whether they can be; not if an original has another dtype, shape or device.
-        """
+        """Let the leaves be what the originals are now: frozen or not, and in the same memory."""
         now = states(self._originals)
         if now == self._states:
             return True
