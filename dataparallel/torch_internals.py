@@ -473,13 +473,43 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
+# How many threads make a group, and to what the default group is bound meanwhile.
+_unbound: dict[str, Any] = {"threads": 0, "device": None}
+_unbinding = threading.Lock()
+
+
+@contextlib.contextmanager
+def _default_group_unbound() -> Iterator[None]:
+    """Hide from torch that the default group is bound to a device (``device_id=...``).
+
+    It splits new communicators from that of such a group. To a split all processes of the default
+    group have to come, and only those of the parent make the new group: they would wait for ever.
+    And a communicator is needed only once a tensor on an accelerator goes through the group.
+    """
+    world: Any = torch.distributed.group.WORLD
+    with _unbinding:
+        if not _unbound["threads"]:
+            _unbound["device"], world.bound_device_id = world.bound_device_id, None
+        _unbound["threads"] += 1
+    try:
+        yield
+    finally:
+        with _unbinding:
+            _unbound["threads"] -= 1
+            if not _unbound["threads"]:
+                world.bound_device_id = _unbound["device"]
+
+
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
 
     After its ranks in the default group come backend, store and name.
     """
     c10d: Any = torch.distributed.distributed_c10d
-    group, _ = c10d._new_process_group_helper(parent.size(), parent.rank(), ranks, *args, **kwargs)
+    with _default_group_unbound():
+        group, _ = c10d._new_process_group_helper(
+            parent.size(), parent.rank(), ranks, *args, **kwargs
+        )
     # The rest of what `new_group` does.
     world().pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     return group

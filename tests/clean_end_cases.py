@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 import dataparallel as dp
 from dataparallel import checkpoint, virtual
 from dataparallel.comm import interpreter_end
-from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.monitor import StepMonitor
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dataparallel.collectives import functional, pending
 from dataparallel.collectives.process_checks import set_checks
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from tests import collective_cases as cases
 from tests.cluster import Cluster, RankDied
 from tests.process_groups import new_group
@@ -158,8 +158,8 @@ def test_a_process_that_does_not_come_is_named(cluster: Cluster) -> None:
     for i, (operation, name) in enumerate(zip(operations, names, strict=False)):
         assert messages[2 * i] == messages[2 * i + 1]
         assert messages[2 * i].startswith(
-            f"rank 0: {operation} of a tensor (4, 3) of float32 (collective 1) over 2 processes "
-            f"for 'process group {name}' did not complete within"
+            f"rank 0: {operation} of a tensor (4, 3) of float32 (collective 1) for "
+            f"'process group {name}' over 2 processes did not complete within"
         )
 
 

@@ -193,7 +193,24 @@ def test_sums_and_products_of_complex_numbers(
             torch.testing.assert_close(found, stack.sum(0) if op == "sum" else stack.prod(0))
 
 
-SPARSE = [*FLOATS[:4], *INTEGERS[:5], torch.bool]
+def reduce_rare_types(rank: int, world_size: int) -> Results:
+    link = ProcessLink(purpose="test")
+    small = torch.tensor([1.0, 1.0, 448.0 * rank]).to(torch.float8_e4m3fn)
+    wide = torch.tensor([30000, -5, rank], dtype=torch.int16)
+    hybrid_members.reduce_over(link, small, "sum", "small")
+    hybrid_members.reduce_over(link, wide, "sum", "wide")
+    link.close()
+    return [small.float().tolist(), wide.tolist()]
+
+
+def test_types_without_a_sum_in_the_backend(cluster: Cluster) -> None:
+    wrapped = torch.tensor(90000).to(torch.int16).item()
+    for small, wide in cluster.run(reduce_rare_types, 3):
+        assert small[:2] == [3.0, 3.0]
+        assert wide == [wrapped, -15, 3]
+
+
+SPARSE = FLOATS[:4]
 
 
 def sparse_part(rank: int, dtype: torch.dtype) -> torch.Tensor:

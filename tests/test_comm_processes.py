@@ -56,27 +56,10 @@ def test_all_reduce_is_that_of_torch(cluster: Cluster, world_size: int) -> None:
         assert not [(dtype, op) for dtype, op, same in results if not same]
 
 
-def reduce_rare_types(rank: int, world_size: int) -> Numbers:
-    link = ProcessLink(purpose="test")
-    small = torch.tensor([1.0, 1.0, 448.0 * rank]).to(torch.float8_e4m3fn)
-    wide = torch.tensor([30000, -5, rank], dtype=torch.int16)
-    link.all_reduce(small, what="small").wait()
-    link.all_reduce(wide, what="wide").wait()
-    link.close()
-    return [small.float().tolist(), wide.tolist()]
-
-
-def test_types_without_a_sum_in_the_backend(cluster: Cluster) -> None:
-    wrapped = torch.tensor(90000).to(torch.int16).item()
-    for small, wide in cluster.run(reduce_rare_types, 3):
-        assert small[:2] == [3.0, 3.0]
-        assert wide == [wrapped, -15, 3]
-
-
 def move_everything(rank: int, world_size: int, device: str) -> Numbers:
     link = ProcessLink(purpose="test")
     right = []
-    for dtype in (*DTYPES, torch.bool, torch.int16, torch.float8_e4m3fn):
+    for dtype in (*DTYPES, torch.bool):
         for shape in ((4, 3), (), (0,)):
             expected = [random(r, *shape).to(dtype) for r in range(world_size)]
             mine = expected[rank].to(device, copy=True)
@@ -96,7 +79,7 @@ def move_everything(rank: int, world_size: int, device: str) -> Numbers:
 @pytest.mark.parametrize("device", ["cpu", "virtual:2"])
 def test_broadcast_and_all_gather_move_any_type(cluster: Cluster, device: str) -> None:
     for right in cluster.run(move_everything, 2, device, virtual=device != "cpu"):
-        assert len(right) == 11 * 3 * 10 and all(right)
+        assert len(right) == 9 * 3 * 10 and all(right)
 
 
 def reduce_in_memory_formats(rank: int, world_size: int) -> list[list[float]]:
@@ -145,19 +128,6 @@ def test_sparse_tensors_are_added_and_coalesced(cluster: Cluster) -> None:
         assert coalesced and total.equal(expected) and leaf.equal(expected)
 
 
-def send_sparse(rank: int, world_size: int) -> None:
-    link = ProcessLink(purpose="test")
-    try:
-        link.broadcast(sparse_part(rank), 0, what="embedding.weight")
-    finally:
-        link.close()
-
-
-def test_sparse_tensors_are_not_broadcast(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"broadcast takes strided tensors, but embedding.weight"):
-        cluster.run(send_sparse, 1)
-
-
 def gather_values(rank: int, world_size: int) -> list[Any]:
     link = ProcessLink(purpose="test")
     values = link.all_gather_json(
@@ -183,7 +153,7 @@ def reduce_staged(rank: int, world_size: int, strict: bool) -> Numbers:
     link = ProcessLink(purpose="test")
     found: Numbers = []
     with virtual.strict_mode(strict):
-        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
             mine = random(rank, 6, 2, dtype=dtype).to("virtual:1")
             # Queued work before and after, on the stream that the caller uses.
             mine.mul_(2)
@@ -198,6 +168,6 @@ def reduce_staged(rank: int, world_size: int, strict: bool) -> Numbers:
 @pytest.mark.parametrize("strict", [False, True])
 def test_other_devices_are_staged_through_the_host(cluster: Cluster, strict: bool) -> None:
     results = cluster.run(reduce_staged, 2, strict, virtual=True)
-    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.int16)):
+    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.int32)):
         expected = sum(2 * random(rank, 6, 2, dtype=dtype) for rank in range(2)) + 1
         assert results[0][i].equal(expected) and results[1][i].equal(expected)

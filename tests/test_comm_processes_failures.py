@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import OwnStore
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, OwnStore
 from dataparallel.comm.link import ProcessLink
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from tests.cluster import Cluster
 
 Numbers = list[Any]
@@ -55,7 +54,7 @@ def test_a_timeout_says_who_is_missing(cluster: Cluster, missing: int) -> None:
         assert [type(error) for error in errors] == [CollectiveTimeout] + [CollectiveError] * 3
         text = str(errors[0])
         assert text.startswith(
-            f"rank {rank}: all_reduce of bucket 0 (collective 2) over 3 processes for 'reducer' did"
+            f"rank {rank}: all_reduce of bucket 0 (collective 2) for 'reducer' over 3 processes did"
             " not complete within 0.4"
         ), text
         assert f"rank {missing} did not come" in text
@@ -109,12 +108,8 @@ def wait_in_two_links(rank: int, world_size: int) -> str:
 
 def test_a_timeout_finds_who_waits_in_another_link(cluster: Cluster) -> None:
     first, second = cluster.run(wait_in_two_links, 2)
-    assert (
-        "rank 1 waits in another link: all_reduce of numbers (collective 1) for 'control'" in first
-    )
-    assert (
-        "rank 0 waits in another link: all_reduce of numbers (collective 1) for 'reducer'" in second
-    )
+    assert "rank 1 is at all_reduce of numbers (collective 1) for 'control'" in first
+    assert "rank 0 is at all_reduce of numbers (collective 1) for 'reducer'" in second
 
 
 def come_late(rank: int, world_size: int) -> BaseException | None:
@@ -183,10 +178,9 @@ def test_a_link_that_a_process_does_not_make(cluster: Cluster) -> None:
     assert results[1] is None
     for rank in (0, 2):
         assert isinstance(results[rank], CollectiveTimeout)
-        assert str(results[rank]).startswith(
-            f"rank {rank} makes the process group 'reducer' over ranks 0, 1, 2, but rank 1 did "
-            "not come within 0.5 s"
-        )
+        text = f"rank {rank}: the making of the process group 'reducer' over 3 processes did not "
+        assert str(results[rank]).startswith(f"{text}complete within 0.5")
+        assert "s: rank 1 did not come; every process must" in str(results[rank])
 
 
 def await_nothing(rank: int, world_size: int) -> tuple[str, float]:
@@ -205,7 +199,7 @@ def await_nothing(rank: int, world_size: int) -> tuple[str, float]:
 
 def test_a_future_that_nobody_completes(cluster: Cluster) -> None:
     (first, seconds), (second, _) = cluster.run(await_nothing, 2)
-    assert "rank 0: future of the hook of bucket 2 (collective 0) over 2 processes" in first
+    assert "rank 0: the wait for the hook of bucket 2 over 2 processes" in first
     assert "rank 1 did not come" in first
     assert seconds < 4
     assert second == "3"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import dataparallel as dp
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
 from tests.cluster import Cluster
 from tests.process_groups import new_group
 
@@ -49,10 +49,10 @@ def test_several_are_in_flight_and_counted(cluster: Cluster) -> None:
             True,
             [2.0 * i for i in range(8)],
             {"all_reduce": 8},
-            "Pending(all_reduce of bucket 2 (collective 3), done=True)",
-            f"ProcessLink(test/1.1, rank {rank} of 2, open)",
+            "Pending(all_reduce of bucket 2 (collective 3) for 'test', done=True)",
+            f"ProcessLink(test/1.1.1, rank {rank} of 2, open)",
             {"all_reduce": 8, "broadcast": 1},
-            f"ProcessLink(test/1.1, rank {rank} of 2, closed)",
+            f"ProcessLink(test/1.1.1, rank {rank} of 2, closed)",
         ]
 
 
@@ -118,7 +118,7 @@ def links_over_overlapping_groups(rank: int, world_size: int) -> Numbers:
 
 
 def test_links_over_overlapping_groups(cluster: Cluster) -> None:
-    everybody, first, second = ("test/1.1", 3.0), ("test/1.1", 1.0), ("test/1.1", 3.0)
+    everybody, first, second = ("test/1.1.1", 3.0), ("test/1.1.1", 1.0), ("test/1.1.1", 3.0)
     found = cluster.run(links_over_overlapping_groups, 3)
     assert found == [[everybody, first], [everybody, first, second], [everybody, second]]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dataparallel as dp
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.ddp_buffer_cases import OPTIONS, Shift, State, assert_equal, batch, make_net, wrap
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import dataparallel as dp
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.ddp_buffer_cases import Shift, State, assert_equal, batch, make_net, wrap
 

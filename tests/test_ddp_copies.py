@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.optim.swa_utils import AveragedModel
 
 import dataparallel as dp
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
 
 #: In seconds; what communicates alone waits so long.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import dataparallel as dp
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.ddp_join_cases import (
     State,
@@ -168,7 +168,7 @@ def _never_joins(rank: int, world_size: int) -> str:
 
 def test_waiting_for_others_ends(cluster: Cluster) -> None:
     message, _ = cluster.run(_never_joins, 2)
-    assert "makes the process group 'join' over ranks 0, 1, but rank 1 did not come" in message
+    assert "the making of the process group 'join' over 2 processes did not complete" in message
 
 
 class _Fails(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel import DistributedDataParallel
-from dataparallel.comm.process_errors import CollectiveTimeout
+from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.models import assert_all_close
 

@@ -26,8 +26,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed import constants
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dataparallel.comm import process_errors
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.extras import elastic
 from dataparallel.extras.elastic import init_process_group
 from tests.cluster import Cluster
@@ -330,11 +329,11 @@ def start_without_one(rank: int, world_size: int, method: str, missing: int) -> 
     if rank == missing:
         return ""
     begin, said = time.monotonic(), logging.handlers.BufferingHandler(100)
-    logger = logging.getLogger(process_errors.__name__)
+    logger = logging.getLogger(elastic.__name__)
     logger.addHandler(said)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process_errors, "PATIENCE", 0.2)
+            patch.setattr(elastic, "PATIENCE", 0.2)
             return _start_without_one(rank, world_size, method, begin)
     finally:
         logger.removeHandler(said)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import Pending
-from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.reducer.exchange import OtherRanksFailed, ReplicasInDoubt, Vote
 from dataparallel.reducer.verify import ReplicaMismatch
 from tests.cluster import Cluster

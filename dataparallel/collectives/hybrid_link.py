@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel import torch_internals
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import ProcessLink, parent_group, timeout_of
-from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.threads.meeting import RendezvousKeyError
 
 _WANTS, _ABLE = 1, 2

@@ -27,7 +27,7 @@ from dataparallel.collectives.collective import (
 )
 from dataparallel.collectives.members import bring, spread
 from dataparallel.collectives.reductions import mean_of, reduce_terms
-from dataparallel.collectives.wires import plan_reduction
+from dataparallel.collectives.wires import Wire, plan_reduction
 from dataparallel.comm.link import ProcessLink
 
 
@@ -81,7 +81,7 @@ class HybridMembers:
         else:
             value = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         what = f"one of {self.size} members"
-        self.link.broadcast(value, source, what=what).wait()
+        self.link.broadcast(_bytes(value), source, what=what).wait()
         return spread(value, [x.device for x in inputs])
 
     def _all_gather(self, collective: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -90,7 +90,7 @@ class HybridMembers:
         stacked = inputs[0].new_empty((max(self.counts), *inputs[0].shape))
         for row, x in zip(stacked, inputs, strict=False):
             row.copy_(bring(x, device))
-        parts = self.link.all_gather(stacked, what=f"{self.size} members")
+        parts = _gather(self.link, stacked, f"{self.size} members")
         pieces = [
             row for part, n in zip(parts, self.counts, strict=True) for row in part[:n].unbind()
         ]
@@ -190,7 +190,7 @@ class HybridMembers:
         gives = [sum(part.numel() for part in parts) for parts in away]
         gets = [sum(each) for each in lengths]
         # Through the host where the backend does not take the device.
-        place = like.device if like.device.type in self.link.devices else torch.device("cpu")
+        place = like.device if like.device.type in self.link.backends else torch.device("cpu")
         sent = torch.empty(sum(gives), dtype=like.dtype, device=place)
         leaving = [part for parts in away for part in parts]
         ranges = torch.split(sent, [part.numel() for part in leaving])
@@ -223,16 +223,28 @@ class HybridMembers:
 
 def reduce_over(link: ProcessLink, tensor: Tensor, op: str, what: str) -> None:
     """Replace a tensor, in every process of a link, by the reduction over all of them."""
-    plan = plan_reduction(op, tensor, link.backend_for(tensor.device))
+    backend = link.backends.get(tensor.device.type) or link.backends.get("cpu")
+    plan = plan_reduction(op, tensor, backend)
     if plan.gathered:
-        tensor.copy_(reduce_terms(plan.op, link.all_gather(tensor, what=what)))
-    elif plan.wire.op is None:
+        tensor.copy_(reduce_terms(plan.op, _gather(link, tensor, what)))
+    elif plan.wire == Wire(tensor.dtype) and not tensor.is_conj():
         link.all_reduce(tensor, op=plan.op, what=what).wait()
     else:
         sent = torch.empty(tensor.numel(), dtype=plan.wire.dtype, device=tensor.device)
         plan.wire.load(sent, tensor)
         link.all_reduce(sent, op=plan.op, what=what).wait()
         tensor.copy_(plan.wire.restore(sent, tensor))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as what all backends take."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _gather(link: ProcessLink, tensor: Tensor, what: str) -> list[Tensor]:
+    """The tensors of all processes, by rank."""
+    parts = link.all_gather(_bytes(_plain(tensor)), what=what)
+    return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
 
 def _begun(op: str) -> str:

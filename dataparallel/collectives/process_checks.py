@@ -32,8 +32,7 @@ import torch.distributed as dist
 from dataparallel.collectives.group_lookup import group_of
 from dataparallel.collectives.groups import Group, resolve
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.comm.failures import failures_of
-from dataparallel.comm.process_errors import CollectiveError, name_ranks
+from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
 from dataparallel.errors import chosen
 
 #: When collectives are compared: never; the first three, and three after a difference; or always.

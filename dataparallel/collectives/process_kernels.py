@@ -44,8 +44,7 @@ from dataparallel.collectives.group_lookup import group_of as group_of
 from dataparallel.collectives.process_checks import Call, checks_of
 from dataparallel.collectives.process_work import ProcessWork, Start
 from dataparallel.collectives.reductions import mean_of, reduce_terms
-from dataparallel.collectives.wires import Reduction, Wire, plan_reduction
-from dataparallel.comm.link import TAKEN
+from dataparallel.collectives.wires import TAKEN, Reduction, Wire, plan_reduction
 
 # Dtypes with which torch computes on the CPU. The others are added, and so on, as something else.
 _COMPUTED = frozenset(

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel.collectives.process_checks import checks_of
-from dataparallel.comm.failures import SLICE
-from dataparallel.comm.link import is_time_limit, wait_briefly
-from dataparallel.comm.process_errors import (
+from dataparallel.comm.failures import (
+    SLICE,
     CollectiveError,
     CollectiveFailure,
     CollectiveTimeout,
-    Place,
 )
+from dataparallel.comm.link import is_time_limit, wait_briefly
 from dataparallel.devices import (
     NullStream,
     current_stream,
@@ -150,18 +149,18 @@ class ProcessWork:
 
     def _was_interrupted(self) -> None:
         raise RuntimeError(
-            f"{self._place()} was interrupted while its result was written; it is lost"
+            f"{self._where()} was interrupted while its result was written; it is lost"
         )
 
-    def _place(self) -> Place:
+    def _where(self) -> str:
         dtype, shape = self._shape
         what = f"a tensor {tuple(shape)} of {str(dtype).removeprefix('torch.')}"
-        return Place(self._sequence, self._operation, what)
+        name = f"process group {self._group.group_name}"
+        return f"{self._operation} of {what} (collective {self._sequence}) for {name!r}"
 
     def _error(self, reason: str | None) -> CollectiveError | CollectiveTimeout:
         seconds = time.monotonic() - self._started
-        name = f"process group {self._group.group_name}/collectives"
         timed_out = reason is not None and is_time_limit(reason)
         return self._checks.failures.explain(
-            self._place(), name, seconds, None if timed_out else reason, timed_out=timed_out
+            self._where(), seconds, None if timed_out else reason, timed_out=timed_out
         )

@@ -7,7 +7,28 @@ from typing import Any
 
 import torch
 
-from dataparallel.comm.link import summed_as
+# Note [What can be added]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# Backends add the types in TAKEN. Others have no sum anywhere. Integers travel as int64, where the
+# sum is exact and wraps on return as it would have; small floats travel as float32, complex ones as
+# complex64, and are rounded once, on return. What is only moved travels as bytes.
+
+#: What every backend takes.
+TAKEN = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
 
 #: What each does with two tensors of one shape and dtype.
 COMBINED: dict[str, Any] = {
@@ -120,7 +141,16 @@ def plan_reduction(op: str, tensor: torch.Tensor, backend: str | None) -> Reduct
     # No backend multiplies complex numbers.
     gathered = op == "product" and dtype.is_complex
     gathered |= op in BITWISE and backend not in _HAVE_BITWISE
-    return Reduction(op, Wire(summed_as(tensor)), gathered)
+    return Reduction(op, Wire(_summed_as(dtype)), gathered)
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    """The type in which to add values; see Note [What can be added]."""
+    if dtype in TAKEN:
+        return dtype
+    if dtype.is_complex:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _turn_negative(bits: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import math
 import os
 import pathlib
@@ -27,7 +28,7 @@ import sys
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,10 @@ import torch.distributed as dist
 from torch.distributed import constants
 from torch.distributed.rendezvous import rendezvous
 
-from dataparallel.comm.failures import failures_of
-from dataparallel.comm.process_errors import (
+from dataparallel.comm.failures import (
     CollectiveError,
     CollectiveTimeout,
-    Reminder,
+    failures_of,
     name_ranks,
 )
 from dataparallel.devices import accelerators
@@ -48,6 +48,10 @@ from dataparallel.devices import accelerators
 if TYPE_CHECKING:
     from dataparallel.torch_internals import Store
 
+#: Seconds that a process waits for others before it says so.
+PATIENCE = 60.0
+
+_logger = logging.getLogger(__name__)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # What the last call has set it to, so that the next one can take it back.
 _chosen: list[str] = []
@@ -305,6 +309,25 @@ def _number(value: object, name: str) -> int:
     return value
 
 
+class _Reminder:
+    """Says once in the log for whom a process waits, when it has done so for a minute.
+
+    Args:
+        limit: Seconds for which it waits at most.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._due = time.monotonic() + PATIENCE
+
+    def look(self, describe: Callable[[], str]) -> None:
+        """Called now and then by whoever waits; ``describe`` says who waits for whom."""
+        if time.monotonic() > self._due:
+            self._due = float("inf")
+            text = "%s, since %.3g s and for at most %.4g s"
+            _logger.warning(text, describe(), PATIENCE, self._limit)
+
+
 # --- the store -----------------------------------------------------------------------------------
 
 
@@ -368,7 +391,7 @@ def _listener(host: str, port: int) -> int | None:
 
 def _await_server(member: _Member, seconds: float) -> None:
     """Wait until somebody listens; the store's own wait ignores Ctrl-C and takes twice the time."""
-    deadline, reminder = time.monotonic() + seconds, Reminder(seconds)
+    deadline, reminder = time.monotonic() + seconds, _Reminder(seconds)
     assert member.address is not None
     while True:
         reminder.look(lambda: f"rank {member.rank} waits for {member.place}")
@@ -427,7 +450,7 @@ class _Round:
         self._all = PrefixStore(f"dataparallel/start/{run}", store)
         self._here = self._all
         self._member, self._seconds = member, seconds
-        self._deadline, self._reminder = time.monotonic() + left, Reminder(seconds)
+        self._deadline, self._reminder = time.monotonic() + left, _Reminder(seconds)
         who = f"pid {os.getpid()} on {socket.gethostname()}"
         name = [uuid.uuid4().hex, member.world_size, _machine(member.address), who]
         self._name = json.dumps(name)

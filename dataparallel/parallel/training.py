@@ -28,8 +28,7 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.comm.failures import report
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
 from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.optim.in_backward import StepsInBackward

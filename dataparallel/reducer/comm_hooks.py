@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dataparallel import torch_internals
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import ProcessLink
-from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import Bucket, BucketStorage
 

@@ -41,9 +41,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import failures_of, mark_reported
+from dataparallel.comm.failures import (
+    CollectiveError,
+    CollectiveTimeout,
+    Failure,
+    failures_of,
+    name_ranks,
+)
 from dataparallel.comm.link import Pending, ProcessLink, parent_group, timeout_of
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout, Failure, name_ranks
 from dataparallel.errors import describe_names
 from dataparallel.reducer.buckets import Bucket, Gradients
 from dataparallel.reducer.comm_hooks import HookSender
@@ -213,7 +218,6 @@ class ReducerProcesses:
 
     def report(self, error: BaseException, *, late: bool = False) -> None:
         """A round has failed here: let the others know, and use the links no more."""
-        mark_reported(error)
         if self.world_size == 1 and isinstance(error, Exception):
             return
         # First: telling may be interrupted.

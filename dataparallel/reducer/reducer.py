@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import checkpoint
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.extras.checkpoint import CheckpointError
 from dataparallel.extras.elastic import init_process_group
 from tests.faults import partition

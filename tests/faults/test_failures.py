@@ -17,8 +17,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import collectives
-from dataparallel.comm.failures import OwnStore
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, OwnStore
 from tests.cluster import Cluster, RankDied
 from tests.process_groups import new_group
 
@@ -160,7 +159,7 @@ def stop_a_rank(rank: int, world_size: int, timeout: float) -> tuple[str, float]
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_silent_rank_is_named_when_the_time_is_over(cluster: Cluster) -> None:
     text, seconds = cluster.run(stop_a_rank, 2, 2.0)[0]
-    assert "rank 1 did not come (it is stopped)" in text
+    assert "rank 1 did not come" in text
     assert "all_reduce of bucket 0 (bias .. weight) (collective " in text
     assert 1.9 < seconds < 2.0 + LIMIT
 

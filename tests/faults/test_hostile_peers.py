@@ -21,9 +21,8 @@ from torch import nn
 import dataparallel as dp
 from dataparallel import checkpoint, comm_hooks
 from dataparallel.collectives import SyncBatchNorm
-from dataparallel.comm.failures import failures_of, shared_store
+from dataparallel.comm.failures import CollectiveError, failures_of, shared_store
 from dataparallel.comm.link import ProcessLink
-from dataparallel.comm.process_errors import CollectiveError
 from dataparallel.extras.elastic import init_process_group
 from dataparallel.monitor import StepMonitor, sockets
 from dataparallel.monitor.attach import Attachment
@@ -126,9 +125,8 @@ def send_text(rank: int, world_size: int, text: bytes) -> str:
             padded = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
             link.all_gather(padded, what="words")
         else:
-            with pytest.raises(
-                ValueError, match=r"rank 1 sent .* as words, which is no JS"
-            ) as error:
+            refusal = "Expecting value|codec can't decode|recursion depth"
+            with pytest.raises((ValueError, RecursionError), match=refusal) as error:
                 link.all_gather_json("x", what="words")
             said = str(error.value)
     # And the link goes on.
@@ -165,7 +163,7 @@ def read_a_record(rank: int, world_size: int, text: bytes) -> str:
     assert world is not None
     if rank == 1:
         put: Any = shared_store(world).set
-        put(f"failed/{failures_of(world).generation}", text)
+        put(failures_of(world)._key("failed"), text)
         return ""
     with no_code_from_data(), pytest.raises(CollectiveError, match="was given up") as error:
         link.all_reduce(torch.ones(1), what="numbers").wait()

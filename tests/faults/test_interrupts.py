@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
-from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.reducer.buckets import Bucket, BucketStorage
 from dataparallel.reducer.exchange import Exchange
 from tests.cluster import Cluster

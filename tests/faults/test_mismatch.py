@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dataparallel import collectives
 from dataparallel.collectives import CollectiveMismatch
-from dataparallel.comm.process_errors import CollectiveError
+from dataparallel.comm.failures import CollectiveError
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 

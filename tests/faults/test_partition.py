@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import dataparallel as dp
-from dataparallel.comm.process_errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from tests.faults import partition
 from tests.faults.harness import Figures
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dataparallel import torch_internals
+from dataparallel.comm.failures import CollectiveFailure, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink, parent_group
-from dataparallel.comm.process_errors import CollectiveFailure, CollectiveTimeout
 from dataparallel.extras.checkpoint.directory import CheckpointError
 
 T = TypeVar("T")
