@@ -6,9 +6,12 @@ import copy
 import gc
 import pickle
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 import dataparallel as dp
+from dataparallel.reducer import round as reducer_round
+from dataparallel.reducer.buckets import local_sum
 from tests.test_ddp_graphs import Net, backward, batch, grads, two_layers
 
 Wrap = Callable[[nn.Module], Any]
@@ -385,6 +390,48 @@ def test_profilers_show_each_reduction() -> None:
         backward(model(batch("cpu", 0)).sum())
     names = {event.key for event in profile.key_averages()}
     assert {f"reduce {bucket.name}" for bucket in model.reducer.buckets.all} <= names
+
+
+class WaitInBackward(torch.autograd.Function):
+    """Goes on in backward when an event is set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        assert ctx.event.wait(20)
+        return grad, None
+
+
+def test_buckets_are_summed_in_order_by_one_thread_at_a_time() -> None:
+    summing, seen = threading.Event(), list[str]()
+    summing.set()
+
+    def forward(net: Any, x: Tensor) -> Any:
+        return net.layers[1](WaitInBackward.apply(net.layers[0](x), summing))
+
+    def slowly(rows: Any, home: torch.device) -> Any:
+        summing.set()
+        seen.append("begin")
+        # The replica that has waited comes to the next buckets meanwhile.
+        time.sleep(0.1)
+        seen.append("end")
+        return local_sum(rows, home)
+
+    net, bare = Net("cpu", forward), Net("cpu", forward)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], bucket_cap_mb=0.0001)
+    # The first backward tells the order.
+    backward(model(batch("cpu", 0)).sum())
+    net.zero_grad()
+    backward(bare(batch("cpu", 1)).sum())
+    summing.clear()
+    with mock.patch.object(reducer_round, "local_sum", slowly):
+        backward(model(batch("cpu", 1)).sum())
+    assert seen == ["begin", "end"] * len(model.reducer.buckets.all)
+    torch.testing.assert_close(grads(net), grads(bare))
 
 
 class OnlyFirst(nn.ModuleList):

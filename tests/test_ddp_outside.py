@@ -306,7 +306,10 @@ class _Refuse(torch.autograd.Function):
 def _fails_after_the_cut(rank: int, world_size: int, view: bool) -> None:
     net = Net()
     model = dp.DistributedDataParallel(net, ["cpu"] * 2, gradient_as_bucket_view=view)
-    model(batch(rank, 0)).sum().backward()
+    # After the first backward the buckets are made anew.
+    for _ in range(2):
+        net.zero_grad()
+        model(batch(rank, 0)).sum().backward()
     before = [p.grad.clone() for p in net.first.parameters() if p.grad is not None]
     kept = net.first.weight.grad
     encoder = nn.Linear(3, 3).double()

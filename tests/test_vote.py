@@ -88,7 +88,7 @@ def count(rank: int, world_size: int, replicas: int, spare: list[bool]) -> tuple
     launched = tuple(b - a for a, b in zip(before, after, strict=True))
     with counted_waits() as later:
         model(batch(rank))
-    return launched, dict(waits), dict(later), len(model.reducer.buckets.plan)
+    return launched, dict(waits), dict(later), len(model.reducer.buckets.all)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
