@@ -126,7 +126,8 @@ def test_grad_scaler(slots: list[str], fused: bool, unscale: bool) -> None:
     pairs = list(zip(scalers, (twins.plain, twins.sharded), strict=True))
     # What the scaler asks for.
     unscales = "_step_supports_amp_scaling"
-    assert getattr(twins.sharded, unscales, False) == getattr(twins.plain, unscales, False)
+    for duplicate in (twins.sharded, copy.deepcopy(twins.sharded)):
+        assert getattr(duplicate, unscales, False) == getattr(twins.plain, unscales, False)
     for number in range(5):
         twins.set_gradients(float("inf") if number == 2 else 8.0)
         for scaler, optimizer in pairs:
@@ -187,6 +188,8 @@ def test_copies_are_independent_and_go_on(
 ) -> None:
     twins = Twins(slots, fused=True)
     twins.steps(2)
+    torch.optim.lr_scheduler.StepLR(twins.sharded, 100)
+    torch.optim.lr_scheduler.StepLR(twins.plain, 100)
     other = Twins(slots)
     # Together, so that the copied optimizer has the parameters of the copied module.
     other.module, other.sharded = duplicate((twins.module, twins.sharded))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -87,6 +87,8 @@ def seen_versions(module: nn.Module) -> list[Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(recipe=recipes, nested=st.booleans(), assign=st.booleans())
+# A wrapper between two children called `module`.
+@example(recipe=("average", ("wrap", ("average", "linear"), "bare")), nested=False, assign=False)
 def test_states_of_all_wrappers_are_loaded(recipe: Recipe, nested: bool, assign: bool) -> None:
     whole: Recipe = {"a": recipe} if nested else ("wrap", recipe, "torch")
     expected = build(whole, "bare").state_dict()

@@ -65,13 +65,11 @@ class DividedOptimizer(Optimizer):
         """The parameters that there are now, each with the number of its group."""
         return {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
-    def _part(
-        self, groups: list[Group], state: Mapping[Any, Any], device: torch.device | None = None
-    ) -> Optimizer:
+    def _part(self, groups: list[Group], state: Mapping[Any, Any]) -> Optimizer:
         """An optimizer of the class and with the settings of this one, for other parameters."""
         part = object.__new__(self.optimizer_class)
-        settings = {name: _on_device(value, device) for name, value in vars(self).items()}
-        part.__setstate__({**settings, "param_groups": groups, "state": defaultdict(dict, state)})
+        own = {"param_groups": groups, "state": defaultdict(dict, state)}
+        part.__setstate__({**vars(self), **own})
         return part
 
     def _step_part(
@@ -96,7 +94,7 @@ class DividedOptimizer(Optimizer):
         for p, stand_in in stand_ins.items():
             members[groups[p]]["params"].append(stand_in)
         state = {s: self.state[p] for p, s in stand_ins.items() if p in self.state}
-        part = self._part(members, state, device)
+        part = self._part(members, state)
         step: Any = type(part).step
         try:
             (step if hooks else getattr(step, "__wrapped__", step))(part)
@@ -105,7 +103,9 @@ class DividedOptimizer(Optimizer):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizer_class": self.optimizer_class}
+        # A copy has no hooks, nor what a scheduler puts around step(), as with torch's optimizers.
+        own = vars(self).items()
+        return {n: v for n, v in own if n != "step" and not n.startswith("_optimizer_")}
 
 
 def _on_device(value: Any, device: torch.device | None) -> Any:

@@ -227,10 +227,6 @@ class ShardedOptimizer(DividedOptimizer):
         places = plan_shards([size[p] for p in new], len(loads), loads)
         self._place = {**known, **dict(zip(new, places, strict=True))}
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"_devices": self._devices, "_place": self._place, "_pools": WorkerPools()}
-        return {**super().__getstate__(), **own}
-
 
 def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
     """One device per shard: each CPU slot, and each accelerator once."""
