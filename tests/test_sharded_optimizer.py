@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dataparallel import ShardedOptimizer, comm
-from dataparallel.optim.sharded import plan_shards
 from tests.optimizer_cases import (
     ADAMW,
     CASES,
@@ -23,19 +22,6 @@ from tests.optimizer_cases import (
 )
 
 # --- which shard ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "loads", "expected"),
-    [
-        ([5, 3, 3, 1], [], [0, 1, 1, 0]),
-        ([1, 1, 1], [], [0, 1, 0]),
-        ([2, 9], [4, 0], [0, 1]),
-        ([], [], []),
-    ],
-)
-def test_plan_of_shards(sizes: list[int], loads: list[int], expected: list[int]) -> None:
-    assert plan_shards(sizes, 2, loads) == expected
 
 
 def test_added_parameters_go_where_least_is() -> None:

@@ -61,16 +61,7 @@ class StepsInBackward:
 
     @torch.no_grad()
     def step(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Step the parameters of one bucket, and set their gradients to None.
-
-        Args:
-            parameters: The parameters of the bucket, with their final gradients in ``.grad``.
-                Those without a gradient, and those that are not stepped in backward, are left
-                alone.
-
-        Raises:
-            RuntimeError: Called without parameters, as in a loop with an ordinary optimizer.
-        """
+        """Step the parameters of one bucket that have a gradient, and free their gradients."""
         if parameters is None:
             raise RuntimeError(
                 "these optimizers step during backward; leave optimizer.step() out of the loop "
@@ -90,29 +81,12 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
 
     It is a ``torch.optim.Optimizer`` for schedulers and checkpoints. Step hooks that are registered
     on it are called once per bucket, with an optimizer of the bucket.
-
-    Example::
-
-        optimizers = InBackwardOptimizers(torch.optim.AdamW, net.parameters(), lr=1e-3)
-        optimizers.begin()
-        criterion(net(x), y).backward()
-        optimizers.step(list(net.parameters()))     # the reducer's work, bucket by bucket
-        torch.save(optimizers.state_dict(), "optimizer.pt")
-
-    Args:
-        optimizer_class: For example ``torch.optim.AdamW``.
-        parameters: What the class takes as its first argument: parameters, named parameters or
-            dicts, one per group. Those that are left out are not stepped.
-        arguments: Keyword arguments of the class.
     """
 
     @staticmethod
     def of(parameters: Iterable[Tensor]) -> StepsInBackward | None:
-        """Drive the optimizers that torch's ``_apply_optimizer_in_backward`` left on parameters.
-
-        The hooks by which each would step by itself, before its gradient is reduced, are removed.
-        Returns None where no parameter has such an optimizer.
-        """
+        """Drive those that torch's ``_apply_optimizer_in_backward`` left on parameters, if any."""
+        # The hooks by which each would step by itself, before its gradient is reduced, are removed.
         found = {p: each for p in parameters if (each := torch_internals.optimizers_in_backward(p))}
         for p in found:
             for handle in torch_internals.hooks_of_optimizers_in_backward(p):

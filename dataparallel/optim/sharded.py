@@ -30,20 +30,6 @@ from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
 
 
-def plan_shards(sizes: Sequence[int], num_shards: int, loads: Sequence[int] = ()) -> list[int]:
-    """The index of a shard for each size, such that the shards are about equally full.
-
-    The largest comes first, each goes to the shard that has least (of several the first), on top
-    of its load. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (LPT).
-    """
-    filled = list(loads) or [0] * num_shards
-    places = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        places[index] = min(range(num_shards), key=filled.__getitem__)
-        filled[places[index]] += sizes[index]
-    return places
-
-
 class ShardedOptimizer(DividedOptimizer):
     """An optimizer that keeps the state of each parameter on one of the model's devices.
 
@@ -215,17 +201,22 @@ class ShardedOptimizer(DividedOptimizer):
         self._pools.close()
 
     def _follow(self) -> None:
-        """Give the parameters that the groups have now to shards; users may change the groups."""
+        """Give the parameters that the groups have now to shards, so that these are equally full.
+
+        The largest comes first, each goes to the shard that has least. Source: Graham, "Bounds on
+        multiprocessing timing anomalies", 1969 (LPT).
+        """
         current = self._group_numbers()
-        known = {p: place for p, place in self._place.items() if p in current}
-        new = [p for p in current if p not in known]
+        self._place = {p: place for p, place in self._place.items() if p in current}
         # Frozen parameters have no state.
         size = {p: p.nbytes if p.requires_grad else 0 for p in current}
-        loads = [0] * len(self._devices)
-        for p, place in known.items():
-            loads[place] += size[p]
-        places = plan_shards([size[p] for p in new], len(loads), loads)
-        self._place = {**known, **dict(zip(new, places, strict=True))}
+        filled = [0] * len(self._devices)
+        for p, place in self._place.items():
+            filled[place] += size[p]
+        for p in sorted([p for p in current if p not in self._place], key=lambda p: -size[p]):
+            place = min(range(len(filled)), key=filled.__getitem__)
+            filled[place] += size[p]
+            self._place[p] = place
 
 
 def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:

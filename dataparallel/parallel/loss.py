@@ -216,20 +216,14 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Loss:
-    """The forward and the loss of one batch; made by :func:`prepare`.
-
-    Attributes:
-        criterion: The criterion.
-        reduction: How one of torch's own reduces.
-        dim: Batch dimension of the output.
-        rule: What the criterion divides by; None for one that is not known.
-        weight: What a chunk of such a criterion counts.
-    """
+    """The forward and the loss of one batch; made by :func:`prepare`."""
 
     criterion: Callable[..., Any]
     reduction: str
     dim: int
+    #: What the criterion divides by; None for one that is not known.
     rule: Rule | None
+    #: What a chunk of such a criterion counts.
     weight: Weight | None
 
     @property
