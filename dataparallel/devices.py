@@ -95,15 +95,9 @@ def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device
     if device_ids is None:
         return default_devices()
     if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
-        readings = f"[{device_ids!r}]"
-        if isinstance(device_ids, int) and device_ids > 0:
-            readings += (
-                f" if it is the device, range({device_ids}) if it is the number of devices, or "
-                f'["cpu"] * {device_ids} if it is the number of replicas on the CPU'
-            )
         raise TypeError(
-            f"device_ids is a list with one entry per replica, but got {device_ids!r}; "
-            f"write {readings}"
+            f"device_ids is a list with one entry per replica, but got {device_ids!r}; write "
+            f'[{device_ids!r}] for one device, range(n) for n of them, ["cpu"] * n for CPU replicas'
         )
     slots: list[torch.device] = []
     faults: list[str] = []

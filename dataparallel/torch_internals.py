@@ -421,8 +421,6 @@ foreach_norm: Any = _private("torch._foreach_norm")
 #: How containers are opened that were registered with ``torch.utils._pytree``, by their class.
 #: Where it is missing they are leaves.
 registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES", {})
-#: The key of a child that is an attribute.
-AttributeKey: Any = _private("torch.utils._pytree.GetAttrKey", ())
 #: The leaves of containers as torch opens them.
 tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_leaves")
 
@@ -625,11 +623,6 @@ register_device_module: Callable[[str, Any], None] = _private("torch._register_d
 # --- the compiler ----------------------------------------------------------------------------
 #
 # Importing it takes seconds, so nothing here does unless something is compiled anyway.
-
-#: Attributes of what ``torch.compile`` makes of a function: the function as it was, and whether the
-#: compiler keeps out of it. They are in the ``__dict__`` of functions, as users copy functions.
-COMPILED_ORIGINAL = "_torchdynamo_orig_callable"
-COMPILED_INLINE = "_torchdynamo_inline"
 
 
 def mark_untraced(function: FunctionT) -> FunctionT:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
+from dataparallel.threads.workers import WorkerPools
 
 CPU = torch.device("cpu")
 # No constant, which Python would fold with another.
@@ -318,3 +319,18 @@ def test_a_torch_without_a_private_function_carries_the_rest(
     monkeypatch.setattr(torch_internals, "function_modes", list)
     with torch.no_grad():
         assert apply_replicas([torch.is_grad_enabled] * 2, [CPU] * 2) == [False, False]
+
+
+def test_a_thread_is_as_before_once_a_replica_has_ended() -> None:
+    def here() -> tuple[Any, ...]:
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), depth, modes_seen()
+
+    pools = WorkerPools()
+    before = pools.run([here] * 2, str)
+    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
+        inside = apply_replicas([here] * 2, [CPU] * 2, pools)
+    assert inside == [(False, True, 2, (["DeviceContext"], []))] * 2
+    assert pools.run([here] * 2, str) == before == [(True, False, 1, ([], []))] * 2
+    pools.close()

@@ -26,9 +26,8 @@ Note [Checkpoints around replicas]
 the tensors as they are saved, and give each the recomputed tensor with the same number. Its
 ``context_fn`` may add dispatch modes that count operations in the same way. Replicas run at the
 same time, in another order at each run, so these would mix up their tensors. They are the only
-hooks and modes that are not carried: the replicas then keep their activations, and nothing in them
-is taken from another run. A checkpoint inside of a replica sets its hooks there, and numbers what
-that replica alone saves.
+hooks and modes that are not carried: the replicas then keep their activations. A checkpoint inside
+of a replica numbers what that replica alone saves.
 
 Note [Intra-op threads of one thread]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -159,6 +159,24 @@ def test_nothing_runs_while_a_replica_compiles(monkeypatch: pytest.MonkeyPatch) 
     assert backend.disturbed == 0
 
 
+def test_a_call_that_begins_while_something_is_compiled_waits() -> None:
+    other = DataParallel(nn.Linear(4, 4), ["cpu"] * 2)
+    begun: list[threading.Thread] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        begun.append(threading.Thread(target=other, args=(torch.randn(4, 4),)))
+        begun[0].start()
+        begun[0].join(0.5)
+        assert begun[0].is_alive()
+        return graph.forward
+
+    module = torch.compile(nn.Linear(4, 4), backend=backend)
+    compiling.lock.install()
+    module(torch.randn(2, 4))
+    begun[0].join(10.0)
+    assert not begun[0].is_alive()
+
+
 def test_several_models_in_several_threads() -> None:
     failures: list[BaseException] = []
 
