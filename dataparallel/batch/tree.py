@@ -148,7 +148,7 @@ def flatten(
     else:
         opened = _open(obj, like)
     keys, values, make, context = opened
-    if not values:
+    if not keys:
         return [obj], LEAF
     leaves: list[Any] = []
     children: list[Structure] = []

@@ -423,7 +423,7 @@ def _add(
                 totals = [term.to(type_of_sum(term, count)) for term in row]
         elif is_new:
             foreach_add_(totals, row)
-        elif arrives and all(map(_lie_alike, totals, row)):
+        elif arrives and all(map(_fits, totals, row)):
             # Addition commutes, so that this is first + second in the last bit too.
             foreach_add_(row, totals)
             totals, is_new = row, True
@@ -437,10 +437,10 @@ def _add(
     return totals
 
 
-def _lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if (first.layout, first.dtype) != (torch.strided, second.dtype):
-        return False
-    return first.stride() == second.stride()
+def _fits(total: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a copy has the memory that a sum would have."""
+    is_dense_sum = total.layout == torch.strided and total.dtype == copy.dtype
+    return is_dense_sum and total.stride() == copy.stride()
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
