@@ -401,7 +401,8 @@ class Failures:
             gone = 0 in self.ranks and now - self._refusing_since > _REFUSING
             return self._cut_off(error) if gone else None
         self._refusing_since = None
-        if text is not None:
+        # Another thread may have entered the next generation meanwhile.
+        if text is not None and keys == [self._key("failed")]:
             self._end(Failure.of_text(text))
         return self.failure
 
