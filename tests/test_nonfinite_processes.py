@@ -304,16 +304,23 @@ def _ignored(rank: int, world_size: int, action: Any) -> None:
     net = make_net()
     net._ddp_params_and_buffers_to_ignore = ["a.weight"]  # type: ignore[assignment]
     model = DistributedDataParallel(net, ["cpu"], nonfinite=action)
-    spoils[:] = [Spoil("a.weight")] * rank
-    if action == "skip":
-        _backward(model, rank, 0)
-    else:
-        with pytest.raises(NonFiniteGradients, match=r"rank 1 of 2, replica 0 \(cpu\): a.weight"):
+    for earlier in (False, True):
+        spoils[:] = [Spoil("a.weight")] * rank
+        if earlier:
+            with model.no_sync():
+                _backward(model, rank, 0)
+            spoils.clear()
+        if action == "skip":
             _backward(model, rank, 0)
-    assert all(p.grad is None for p in model.parameters())
-    spoils.clear()
-    _backward(model, rank, 0)
-    assert all(p.grad is not None for p in model.parameters())
+        else:
+            text = r"rank 1 of 2, replica 0 \(cpu\): a.weight"
+            with pytest.raises(NonFiniteGradients, match=text):
+                _backward(model, rank, 0)
+        assert all(p.grad is None for p in model.parameters())
+        spoils.clear()
+        _backward(model, rank, 0)
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
     model.close()
 
 
