@@ -197,6 +197,18 @@ def test_it_is_decided_at_the_end_of_a_step(
     model.close()
 
 
+def test_what_was_zeroed_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
+    spoils[:] = [Spoil("a.weight", NAN, 1)]
+    with model.no_sync():
+        _backward(model)
+    model.zero_grad()
+    spoils[:] = [Spoil("a.weight", NAN, 0)]
+    _backward(model)
+    assert "not finite on replica 0 (cpu): a.weight (NaN). The" in caplog.messages[0]
+    model.close()
+
+
 def test_the_end_of_a_step_raises() -> None:
     model, _ = _make(["cpu"] * 2, 2, nonfinite="raise")
     spoils[:] = [Spoil("a.weight")]

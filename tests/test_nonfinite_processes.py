@@ -208,6 +208,23 @@ def test_a_hook_that_swallows_what_it_got(cluster: Cluster) -> None:
     cluster.run(_swallowing, 2)
 
 
+def _late(rank: int, world_size: int) -> None:
+    """A gradient that comes after its bucket was sent does not go through the hook."""
+    model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip", bucket_cap_mb=1e-4)
+    model.register_comm_hook(None, "allreduce")
+    _backward(model, rank, 0)
+    model.zero_grad()
+    outside = model.module.c.weight.sum() * (NAN if rank else 1.0)
+    (model(torch.randn(6, 4)).square().sum() + outside).backward()
+    assert model.num_skipped == 1
+    assert all(p.grad is None for p in model.parameters())
+    model.close()
+
+
+def test_a_late_gradient_beside_a_hook(cluster: Cluster) -> None:
+    cluster.run(_late, 2)
+
+
 def _accumulate(rank: int, world_size: int, view: bool) -> None:
     model = DistributedDataParallel(
         make_net(), ["cpu"] * 2, nonfinite="skip", gradient_as_bucket_view=view
