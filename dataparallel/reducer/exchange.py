@@ -134,7 +134,8 @@ class Progress:
 class ReducerProcesses:
     """The links of one reducer: one for buckets, one for what is said about rounds.
 
-    They are made at :meth:`connect`, or when one is first asked for; all processes come to it."""
+    They are made at :meth:`connect`, or when one is first asked for; all processes come to it.
+    """
 
     def __init__(
         self,
