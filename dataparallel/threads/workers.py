@@ -91,11 +91,6 @@ class _Call:
         """Whether a task has ended."""
         return index in self._ended
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a task has raised."""
-        return bool(self._errors)
-
     def take(self, label: Callable[[int], str]) -> list[Any]:
         """The results, once; or raises the error of the lowest index, with the others as notes."""
         # A worker may hold the call a moment longer; the results are the caller's alone.
@@ -236,12 +231,14 @@ class WorkerPools:
             finally:
                 workers.interrupt(call, len(tasks))
             raise
-        if call.has_failed:
+        try:
+            results = call.take(label)
+        except BaseException:
             # What a task has left behind in its thread is gone with it.
             workers.close()
-        else:
-            self._idle.append(workers)
-        return call.take(label)
+            raise
+        self._idle.append(workers)
+        return results
 
     def close(self) -> None:
         """End the threads of all idle pools. A later call starts new ones."""
