@@ -185,7 +185,8 @@ def outcome(rank: int, world_size: int, name: str, replicas: int) -> tuple[str, 
     try:
         return "", train(model, rank, step_here=True)
     except (AssertionError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", []
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        return f"{type(error).__name__}: {error}\n{notes}", []
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
