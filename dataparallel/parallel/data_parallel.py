@@ -73,6 +73,8 @@ class _Forward:
         self._function = function
         self.__doc__ = function.__doc__
 
+    # The compiler comes by here before it comes to the function.
+    @untraced
     def __get__(self, wrapper: Any, owner: type) -> Any:
         return self._function if wrapper is None else _BoundForward(self._function, wrapper)
 
