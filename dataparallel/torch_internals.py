@@ -701,6 +701,31 @@ def _holds(lost: str, check: Callable[[], bool], undo: Callable[[], object]) -> 
     return results == [True]
 
 
+def state_of_compiled_calls() -> Callable[[], None]:
+    """What a call of compiled code changes and then sets back, in variables of the whole process.
+
+    A flag, that a compiled module runs, and with ``dynamic=`` two settings, which belong to a
+    thread since torch 2.13. What this torch lacks is left out.
+    """
+    names = {
+        "torch._dynamo.eval_frame": ("_in_optimized_module",),
+        "torch._dynamo.config": ("automatic_dynamic_shapes", "assume_static_by_default"),
+    }
+    found = [
+        (sys.modules[module], name, getattr(sys.modules[module], name))
+        for module, its in names.items()
+        for name in its
+        if hasattr(sys.modules.get(module), name)
+    ]
+
+    def write_back() -> None:
+        for module, name, value in found:
+            if getattr(module, name) != value:
+                setattr(module, name, value)
+
+    return write_back
+
+
 def compile_lock() -> Any:
     """The lock under which torch compiles; None as long as nobody has imported the compiler.
 

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from dataparallel import DistributedDataParallel
+from dataparallel.comm_hooks import bf16_compress_hook
 from tests.comm_hook_cases import SMALL, Known, completed, keep_group, net, train
 
 Hook = Callable[[Any, Any], Any]
@@ -111,6 +112,12 @@ def test_torchs_types_register_themselves(kind: DDPCommHookType) -> None:
     register_ddp_comm_hook(kind, model)
     model(torch.ones(1)).backward()
     model.close()
+
+
+@pytest.mark.parametrize("hook", ["fp16_compress", functools.partial(bf16_compress_hook)])
+def test_hooks_of_16_bits_refuse_complex_numbers(hook: object) -> None:
+    with pytest.raises(TypeError, match=r"of 16 bits, but .* are torch\.complex64, .*'allreduce'"):
+        reduced(hook, dtype=torch.complex64)
 
 
 def one_argument(bucket: Any) -> None: ...

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dataparallel import torch_internals
 from dataparallel.comm.failures import CollectiveError
@@ -202,6 +203,11 @@ class HookSender:
         self._hook = hook
         self._control = control
         self._timeout = control.timeout
+        inner: Any = getattr(hook.function, "func", hook.function)
+        self._is_for_real_numbers = inner in (
+            default_hooks.fp16_compress_hook,
+            default_hooks.bf16_compress_hook,
+        )
         # Waits for the last bucket, where the hook gets one at a time.
         self._settle_previous: Callable[[], None] | None = None
 
@@ -216,6 +222,12 @@ class HookSender:
             # for this bucket.
             settle_previous()
         given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=hook.is_power_sgd)
+        if storage.flat.is_complex() and self._is_for_real_numbers:
+            raise TypeError(
+                f"the communication hook {hook.name} sends real numbers of 16 bits, but the "
+                f"gradients of {given} are {storage.flat.dtype}, whose imaginary parts it would "
+                "drop; use 'allreduce', or a hook that sends view_as_real()"
+            )
         future: Any = _in_hook(given, functools.partial(hook.function, hook.state, given))
         if not isinstance(future, torch_internals.Future):
             raise TypeError(

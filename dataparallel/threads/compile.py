@@ -84,7 +84,8 @@ class CompileLock:
         self._running: dict[threading.Thread, tuple[ParallelCall, int]] = {}
         if self._owner is not threading.current_thread():
             self._owner = None
-        self._num_waiting = 0
+        self._num_waiting = self._num_calls = 0
+        self._write_back: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Stand in the place of torch's lock."""
@@ -132,6 +133,23 @@ class CompileLock:
         finally:
             if share is not None:
                 self.share(*share)
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Around a parallel call in which compiled code may be called."""
+        # Each call of compiled code changes variables of the process and restores what it found,
+        # which is wrong for calls that overlap. So the last one restores what the first one found.
+        with self._changed:
+            if not self._num_calls:
+                self._write_back = torch_internals.state_of_compiled_calls()
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._write_back()
 
     def __enter__(self) -> None:
         """Take the lock alone, to compile; may be nested."""
@@ -263,7 +281,7 @@ class CompiledCalls:
         kind = _kind_of(calls[0]) if concurrent else None
         in_turn = kind is not None and kind not in self._quiet
         call = ParallelCall(num_devices, len(calls) if in_turn else 0)
-        with lock.paused():
+        with lock.restoring(), lock.paused():
             yield call
         if call.has_compiled:
             self._quiet.discard(kind)
