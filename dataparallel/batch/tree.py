@@ -154,7 +154,8 @@ def flatten(
     children: list[Structure] = []
     is_marked = kind is Replicate
     for position, value in enumerate(values):
-        if isinstance(value, _LEAF_TYPES):
+        # Mostly there are no keyword arguments.
+        if isinstance(value, _LEAF_TYPES) or (type(value) is dict and not value):
             leaves.append(value)
             children.append(LEAF)
             continue

@@ -32,7 +32,7 @@ from dataparallel.replicas.values import Sharing
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.compile import CompiledCalls
 from dataparallel.threads.context import one_thread, refuse_transforms
-from dataparallel.threads.timeline import Phase, Timeline, mark_backward
+from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
 
 if TYPE_CHECKING:
@@ -170,6 +170,10 @@ def _take(items: deque[T], fits: Callable[[T], object]) -> T | None:
     return None
 
 
+def _span(timeline: Timeline | None, phase: Phase) -> AbstractContextManager[object]:
+    return NO_SPAN if timeline is None else timeline.span(phase)
+
+
 class Chunks(NamedTuple):
     """The arguments of the replicas in one forward."""
 
@@ -218,31 +222,35 @@ def _run(
     is_first: bool = True,
 ) -> Any:
     """All of a forward that is repeated where a replica has too little memory."""
-    runner, timeline, loss, training = model._runner, model.timeline, call.loss, call.training
-    with timeline.span("scatter"), runner.quiet():
+    runner, loss, training = model._runner, call.loss, call.training
+    # Nobody is told of phases where nobody listens.
+    timeline = model.timeline if model.timeline.listeners else None
+    with _span(timeline, "scatter"), runner.quiet():
         must = call.weighs and not (loss is None and callable(model.scalars))
         chunks = model._split(inputs, kwargs, must=must)
-    if is_first:
+    if is_first and timeline is not None:
         timeline.call(chunks.sizes)
     direct = len(runner.devices) == 1 if training is None else training.direct
     if direct and training is None:
         check_placement(model.module, runner.devices[0])
     if direct and loss is None:
-        with timeline.span("forward"):
+        with _span(timeline, "forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])
         result = model._whole([output], model.output_device)
     else:
-        result = _run_replicas(model, call, chunks, direct=direct)
-    if timeline.is_active and (training is None or direct):
+        result = _run_replicas(model, call, chunks, timeline, direct=direct)
+    if timeline is not None and (training is None or direct):
         # No cut tells of the backward.
         mark_backward(timeline, flatten(result)[0])
     return result
 
 
-def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direct: bool) -> Any:
+def _run_replicas(
+    model: DataParallel[Any], call: Call, chunks: Chunks, timeline: Timeline | None, *, direct: bool
+) -> Any:
     """The chunks through the replicas, and what becomes of their outputs."""
-    runner, timeline, loss, training = model._runner, model.timeline, call.loss, call.training
-    with timeline.span("scatter"):
+    runner, loss, training = model._runner, call.loss, call.training
+    with _span(timeline, "scatter"):
         joining = Joining("stack", chunks.sizes)
         if loss is None:
             joining = join_scalars(model.scalars, *chunks[:3], weighs=call.weighs)
@@ -261,8 +269,10 @@ def _run_replicas(model: DataParallel[Any], call: Call, chunks: Chunks, *, direc
                 replicas.replicas, criteria.replicas, args, kwargs, chunks.sizes, strict=True
             )
             with runner.using(criteria, chunks.sizes), guarded:
-                outputs = runner.run([functools.partial(loss, timeline, *entry) for entry in each])
-    with timeline.span("gather"):
+                outputs = runner.run(
+                    [functools.partial(loss, model.timeline, *one) for one in each]
+                )
+    with _span(timeline, "gather"):
         if training is not None and given is not None:
             weight = float(sum(joining.counts)) if call.weight is None else call.weight
             outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)

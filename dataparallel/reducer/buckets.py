@@ -26,6 +26,7 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.local import sums_of
+from dataparallel.devices import is_accelerator
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import FIRST_BUCKET_BYTES, ReducerOptions, TrainedParameters
@@ -220,6 +221,8 @@ class Buckets:
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
+        #: Whether gradients come on streams of accelerators.
+        self.have_streams = any(is_accelerator(leaf.device) for row in leaves for leaf in row)
 
     def of(self, index: int) -> Bucket:
         """The bucket of a parameter."""

@@ -35,6 +35,7 @@ from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, TrainedParameters
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
+from dataparallel.threads.timeline import NO_SPAN
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
@@ -307,7 +308,7 @@ class Reducer:
         if round_.has_data:
             self.used = round_.used
             self._check_used()
-        with self._timeline.span("reduce local"):
+        with self._timeline.span("reduce local") if self._timeline.listeners else NO_SPAN:
             nonfinite = round_.receive()
         exchange = round_.exchange
         if round_.later or exchange is not None:

@@ -143,7 +143,8 @@ class Round:
             number = self._next[replica]
             if number >= self._first_left or not self.buckets.all[number].present(replica):
                 return
-            self._take(replica, number, _devices.current_stream(device))
+            stream = _devices.current_stream(device) if self.buckets.have_streams else None
+            self._take(replica, number, stream)
 
     def _take(self, replica: int, number: int, stream: _devices.Stream | None) -> None:
         taken = self.buckets.all[number].take(replica)
@@ -218,7 +219,8 @@ class Round:
             for stream in self._streams:
                 if stream is not None:
                     streams.enter_context(_devices.use_stream(stream))
-            streams.enter_context(self.timeline.span_here("reduce local"))
+            if self.timeline.listeners:
+                streams.enter_context(self.timeline.span_here("reduce local"))
             self._sums[bucket.number] = self._sum(bucket, rows)
             if bucket.number < self._first_left:
                 self._send(bucket)

@@ -155,7 +155,7 @@ class ThreadContext:
             for stream in self._streams:
                 if _devices.current_stream(stream.device) != stream:
                     stack.enter_context(_devices.use_stream(stream))
-            if _devices.is_accelerator(device):
+            if self._streams and _devices.is_accelerator(device):
                 stack.enter_context(_devices.use_device(device))
             for make in self._within:
                 stack.enter_context(make())
