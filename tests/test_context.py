@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
 # No constant, which Python would fold with another.
 DENORMAL = 5e-324
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
+# Torch declares what it keeps to itself in one release and not in another.
+untyped: Any = torch._C
 
 
 class PassingDispatch(TorchDispatchMode):
@@ -141,7 +143,7 @@ SETTINGS: dict[str, Setting] = {
     "function_mode": (PassingFunctions, modes_seen),
     "function_disabled": (
         torch._C.DisableTorchFunction,
-        lambda: int(torch._C._get_torch_function_state()),  # type: ignore[attr-defined]
+        lambda: int(untyped._get_torch_function_state()),
     ),
     "flush_denormal": (
         flushed_denormals,
