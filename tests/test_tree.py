@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from typing import Any, NamedTuple
 
@@ -105,6 +106,8 @@ def test_rebuilds_every_kind_of_container() -> None:
         OrderedDict(b=1, a=2),
         Counter(a=1, b=2),
         Point(1, 2),
+        time.gmtime(0),
+        torch.return_types.max((1, 2)),  # type: ignore[attr-defined]
         Pair(1),
         deque([1, 2]),
         Stack([1, 2]),

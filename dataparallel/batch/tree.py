@@ -212,6 +212,9 @@ def _open(obj: Any, like: Structure | None) -> _Opened:
     if isinstance(obj, (list, tuple)):
         if hasattr(kind, "_fields") and hasattr(kind, "_make"):
             return _Opened(kind._fields, obj, kind._make)
+        if hasattr(kind, "n_sequence_fields"):
+            # Such as time.struct_time; object.__new__ and tuple.__new__ refuse these.
+            return _Opened(range(len(obj)), obj, kind)
         return _Opened(range(len(obj)), list(obj), functools.partial(_new_sequence, obj))
     names: list[str] = []
     if isinstance(obj, UserDict):
