@@ -180,3 +180,32 @@ def test_the_reducer_allocates_nothing_after_the_third_step(
     for storages, large in cluster.run(_allocations, 2, replicas, view):
         assert storages == 0
         assert large == 0
+
+
+def _views_that_stay(rank: int, world_size: int, average: Any) -> tuple[bool, int]:
+    """Whether references to ``.grad`` show the later gradients, and how much memory was made."""
+    net = make_net()
+    model = dp.DistributedDataParallel(net, ["cpu"], gradient_as_bucket_view=True, average=average)
+    x = torch.randn(6, 16)
+    for _ in range(3):
+        net.zero_grad(set_to_none=False)
+        model(x, True).sum().backward()
+    kept = [p.grad for p in net.parameters()]
+    before = [grad.clone() for grad in kept if grad is not None]
+    net.zero_grad(set_to_none=False)
+    sizes = _Sizes()
+    for _ in range(2):
+        output = model(x, True).sum()
+        with sizes:
+            output.backward()
+    stays = all(p.grad is grad for p, grad in zip(net.parameters(), kept, strict=True))
+    for grad, first in zip(kept, before, strict=True):
+        assert grad is not None
+        torch.testing.assert_close(grad, 2 * first)
+    return stays, len([entry for entry in sizes.made if entry[1] >= 16 and "like" not in entry[0]])
+
+
+@pytest.mark.parametrize("average", ["processes", "none"])
+def test_bucket_views_that_were_not_set_to_none_stay(cluster: Cluster, average: str) -> None:
+    """An optimizer, or a captured graph, may hold what ``.grad`` is."""
+    assert cluster.run(_views_that_stay, 2, average) == [(True, 0)] * 2

@@ -11,7 +11,8 @@ Note [Bucket views]
 With ``gradient_as_bucket_view`` the originals' ``.grad`` become views of the flat tensor that was
 reduced, which saves the copy out of it. Where they are still there when the next round begins, the
 bucket takes new memory: so what ``.grad`` held is there when the round reads it, and after a round
-that has failed.
+that has failed. The result is then copied into the views, which stay what ``.grad`` is: a reference
+that somebody keeps shows later gradients, too, and the next round needs no new memory again.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.home = self.originals[0].device
+        # Memory that the bucket has left to gradients that are there still.
+        self._left: set[int] = set()
         first, last = self.names[0], self.names[-1]
         self.name = f"bucket {self.number} ({first if first == last else f'{first} .. {last}'})"
 
@@ -116,9 +119,15 @@ class Bucket:
         if not self.is_viewed or self.storage is None:
             return
         grads = [o.grad for o in self.originals if o.grad is not None and not o.grad.is_sparse]
-        memory = self.storage.flat.untyped_storage().data_ptr()
-        if any(grad.untyped_storage().data_ptr() == memory for grad in grads):
+        held = {grad.untyped_storage().data_ptr() for grad in grads}
+        own = self.storage.flat.untyped_storage().data_ptr()
+        self._left = held & {*self._left, own}
+        if own in held:
             self.storage = BucketStorage(self.originals)
+
+    def stays(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient is a view that was there before the round. See Note [Bucket views]."""
+        return not grad.is_sparse and grad.untyped_storage().data_ptr() in self._left
 
     def load(self, sums: Gradients, scale: float) -> torch.Tensor:
         """What is sent: the flat tensor or a sparse gradient, scaled, with zeros for None."""

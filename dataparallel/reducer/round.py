@@ -381,7 +381,8 @@ class Round:
             elif index in self._unreduced:
                 # What is unreduced of it is a part of the result.
                 grad = self.accumulated.add_reduced(index, grad)
-                held = grad if self.buckets.of(index).is_viewed else held.copy_(grad)
+                bucket = self.buckets.of(index)
+                held = grad if bucket.is_viewed and not bucket.stays(held) else held.copy_(grad)
             elif held.is_sparse and not grad.is_sparse:
                 held = grad + held
             else:
