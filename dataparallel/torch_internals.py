@@ -104,6 +104,10 @@ will_execute: Callable[[Any], bool] = _private("torch._C._will_engine_execute_no
 #: behind it then are kept as well.
 keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
 
+#: With this a checkpoint ends a forward that it runs again, as soon as it has what it needs: no
+#: failure of the forward. Where it is missing, other processes are told of one.
+StopRecomputation: Any = _private("torch.utils.checkpoint._StopRecomputationError", ())
+
 #: Call a function when the backward that runs now has ended; not called where it fails.
 when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 

@@ -123,6 +123,23 @@ def _checkpoints(net: Any, x: Tensor) -> Any:
     return checkpoint(net.layers[0], x, use_reentrant=True) * net.scale
 
 
+def _run_again(rank: int, world_size: int, replicas: int, view: bool) -> None:
+    model, net, bare = make(two_layers, replicas, gradient_as_bucket_view=view)
+    for step in range(3):
+        x = batch("cpu", 10 * step + rank, grad=True)
+        backward(checkpoint(model, x, use_reentrant=False).sum())
+        for k in range(world_size):
+            backward(bare(batch("cpu", 10 * step + k, grad=True)).sum() / world_size)
+        compare(net, bare, step)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_checkpoint_around_the_wrapper(cluster: Cluster, replicas: int, view: bool) -> None:
+    """It ends the second forward by an exception, which is no failure of this process."""
+    cluster.run(_run_again, 2, replicas, view)
+
+
 def _late(rank: int, world_size: int, replicas: int, view: bool) -> None:
     model, net, bare = make(
         _checkpoints, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001

@@ -316,7 +316,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             try:
                 yield Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
             except BaseException as error:
-                if reduces:
+                if reduces and not isinstance(error, torch_internals.StopRecomputation):
                     training.tell(error)
                 raise
             if sends and buffers.moment != PRE_FORWARD:
