@@ -108,6 +108,12 @@ keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_grap
 #: failure of the forward. Where it is missing, other processes are told of one.
 StopRecomputation: Any = _private("torch.utils.checkpoint._StopRecomputationError", ())
 
+#: How many tensors and storage objects refer to a storage, by its address. Tells whether anybody
+#: else has the memory of a gradient. Where it is missing, nobody is taken to have it.
+uses_of_storage: Callable[[int], int] = _private("torch._C._storage_Use_Count", lambda address: 0)
+#: The address of a storage object's storage; the object is one of those that refer to it.
+address_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
+
 #: Call a function when the backward that runs now has ended; not called where it fails.
 when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 

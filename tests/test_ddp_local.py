@@ -472,3 +472,29 @@ def test_a_parameter_that_is_replaced_within_the_forward_is_refused() -> None:
     with pytest.raises(RuntimeError, match="replaced while its forward was being prepared"):
         model(torch.ones(4, 2))
     model.close()
+
+
+class _Added(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(shape).flatten()) for _ in range(2))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.first.view(self.shape) + self.second.view(self.shape))
+
+
+@pytest.mark.parametrize("cap", [25, 1e-6], ids=["one bucket", "two buckets"])
+def test_parameters_whose_views_are_added(cap: float) -> None:
+    """The engine gives both one gradient, in one memory."""
+    bare = _Added(3, 2)
+    net = copy.deepcopy(bare)
+    model = dp.DistributedDataParallel(net, ["cpu"] * 3, bucket_cap_mb=cap)
+    x = torch.randn(7, 3)
+    for _ in range(3):
+        model(x).pow(2).sum().backward()
+        bare(x).pow(2).sum().backward()
+        for mine, expected in zip(net.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad)
+        net.zero_grad()
+        bare.zero_grad()

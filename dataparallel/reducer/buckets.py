@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from dataparallel import kernels
+from dataparallel import kernels, torch_internals
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.local import sums_of
 from dataparallel.devices import is_accelerator
@@ -96,12 +96,21 @@ class Bucket:
         leaves = self.leaves[replica]
         return all([leaf.grad is not None or not leaf.requires_grad for leaf in leaves])
 
-    def take(self, replica: int) -> Gradients:
-        """The gradients of one replica; what comes afterwards is apart from them."""
-        grads = []
-        for leaf in self.leaves[replica]:
-            grads.append(leaf.grad)
+    def take(self, replica: int, arriving: int = -1) -> Gradients:
+        """The gradients of one replica; what comes afterwards is apart from them.
+
+        They may be written: memory that somebody else has is copied. The engine itself still has
+        the gradient of the parameter ``arriving``, whose hook calls.
+        """
+        uses_of, address_of = torch_internals.uses_of_storage, torch_internals.address_of_storage
+        grads: Gradients = []
+        for index, leaf in zip(self.indices, self.leaves[replica], strict=True):
+            grad = leaf.grad
             leaf.grad = None
+            is_plain = type(grad) is torch.Tensor and grad.layout == torch.strided
+            uses = uses_of(address_of(grad.untyped_storage())) if is_plain else 0
+            # The engine gives parameters of which views are added one gradient, and no copy.
+            grads.append(grad.clone() if uses > 2 + (index == arriving) else grad)
         return grads
 
     def take_late(self) -> list[Gradients] | None:

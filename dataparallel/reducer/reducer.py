@@ -119,7 +119,7 @@ class Reducer:
             raise self._stray(index)
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
-        self._round.arrived(replica, leaf.device)
+        self._round.arrived(replica, index, leaf.device)
 
     def _stray(self, index: int) -> RuntimeError:
         return RuntimeError(

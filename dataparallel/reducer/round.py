@@ -135,7 +135,7 @@ class Round:
 
     # --- arrived ---------------------------------------------------------------------------------
 
-    def arrived(self, replica: int, device: torch.device) -> None:
+    def arrived(self, replica: int, index: int, device: torch.device) -> None:
         """Take what is complete on one replica; called by a sentinel."""
         if not self.eager or self.failure is not None:
             return
@@ -146,8 +146,10 @@ class Round:
             stream = _devices.current_stream(device) if self.buckets.have_streams else None
             self._take(replica, number, stream)
 
-    def _take(self, replica: int, number: int, stream: _devices.Stream | None) -> None:
-        taken = self.buckets.all[number].take(replica)
+    def _take(
+        self, replica: int, number: int, stream: _devices.Stream | None, arriving: int = -1
+    ) -> None:
+        taken = self.buckets.all[number].take(replica, arriving)
         if self.guard is not None:
             self.guard.look_at_replica(replica, self.buckets.all[number], taken)
         with self._lock:
