@@ -727,6 +727,8 @@ def state_of_compiled_calls() -> Callable[[], None]:
         for name in its
         if hasattr(sys.modules.get(module), name)
     ]
+    # Where it is up, a call around this one or in another thread has put it up, and takes it down.
+    found = [one for one in found if one[1:] != ("_in_optimized_module", True)]
 
     def write_back() -> None:
         for module, name, value in found:
