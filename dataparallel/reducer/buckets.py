@@ -107,10 +107,11 @@ class Bucket:
         for index, leaf in zip(self.indices, self.leaves[replica], strict=True):
             grad = leaf.grad
             leaf.grad = None
-            is_plain = type(grad) is torch.Tensor and grad.layout == torch.strided
-            uses = uses_of(address_of(grad.untyped_storage())) if is_plain else 0
             # The engine gives parameters of which views are added one gradient, and no copy.
-            grads.append(grad.clone() if uses > 2 + (index == arriving) else grad)
+            if type(grad) is torch.Tensor and grad.layout == torch.strided:
+                uses = uses_of(address_of(grad.untyped_storage()))
+                grad = grad.clone() if uses > 2 + (index == arriving) else grad
+            grads.append(grad)
         return grads
 
     def take_late(self) -> list[Gradients] | None:
