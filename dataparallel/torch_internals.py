@@ -4,15 +4,10 @@ Note [Private names of torch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A name that torch keeps to itself may go, or come to mean something else, with any release. So no
 other file touches one, and each stands here with what it is and why it is needed. Unless an entry
-says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning, and had it before 2.11.
+says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning. Where a torch lacks it,
+importing this file does not fail; using the name raises a RuntimeError that tells the versions.
 
-Where a torch lacks a name, importing this file does not fail. An entry that has a value for that
-case does without, and says what is lost. Any other raises a RuntimeError when it is used, which
-tells the name and the versions that have it; attributes of objects raise an AttributeError.
-
-What replaces something of torch's is a *patch*, and stands in the last section. One whose loss
-would show in results only is tried when it is put in place; if it has no effect, it is taken back,
-and the log ``dataparallel`` says what no longer holds.
+What replaces something of torch's is a *patch*, and stands in the last section.
 
 Names are bound when this file is imported, so a call costs no more than torch's own name. Functions
 stand where torch changes what a name is bound to, where torch would have to import something that
@@ -28,14 +23,13 @@ import datetime
 import functools
 import importlib
 import inspect
-import logging
 import operator
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.autograd.forward_ad
@@ -54,12 +48,6 @@ import torch.utils.checkpoint
 T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-_log = logging.getLogger("dataparallel")
-_RAISES: Any = object()
-
-#: The private names that this torch lacks, as they are written in this file.
-missing: list[str] = []
-
 
 class _Missing:
     """Stands for a name that this torch lacks."""
@@ -77,17 +65,12 @@ class _Missing:
         self()
 
 
-def _private(path: str, otherwise: Any = _RAISES) -> Any:
-    """What torch has under a private name; ``otherwise`` where this torch lacks it."""
+def _private(path: str) -> Any:
+    """What torch has under a private name."""
     try:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:
-        missing.append(path)
-        return _Missing(path) if otherwise is _RAISES else otherwise
-
-
-def _nothing(*_: object) -> None:
-    return None
+        return _Missing(path)
 
 
 # --- autograd's engine -----------------------------------------------------------------------
@@ -105,13 +88,13 @@ will_execute: Callable[[Any], bool] = _private("torch._C._will_engine_execute_no
 keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
 
 #: With this a checkpoint ends a forward that it runs again, as soon as it has what it needs: no
-#: failure of the forward. Where it is missing, other processes are told of one.
-StopRecomputation: Any = _private("torch.utils.checkpoint._StopRecomputationError", ())
+#: failure of the forward.
+StopRecomputation: Any = _private("torch.utils.checkpoint._StopRecomputationError")
 
 #: How many tensors and storage objects refer to a storage, by its address. Tells whether anybody
-#: else has the memory of a gradient. Where it is missing, nobody is taken to have it.
-uses_of_storage: Callable[[int], int] = _private("torch._C._storage_Use_Count", lambda address: 0)
-#: The address of a storage object's storage; the object is one of those that refer to it.
+#: else has the memory of a gradient.
+uses_of_storage: Callable[[int], int] = _private("torch._C._storage_Use_Count")
+#: The address of a storage object's storage, which tells storages apart.
 address_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
 
 #: Call a function when the backward that runs now has ended; not called where it fails.
@@ -121,9 +104,9 @@ when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.qu
 #: empty. Without one of these names, replicas share the module's table.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Whether a tensor can take the memory of another one and stay the object that it is; ``module.to``
-#: asks, too. Where it is missing, torch decides alone.
+#: asks, too.
 takes_memory_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private(
-    "torch._has_compatible_shallow_copy_type", lambda tensor, other: True
+    "torch._has_compatible_shallow_copy_type"
 )
 
 #: The hooks of a tensor by number, or None: those on its gradient, and those that run after its
@@ -147,93 +130,82 @@ def forward_mode_level() -> int:
 single_level_function: Callable[[], AbstractContextManager[None]] = _private(
     "torch._functorch.utils.enable_single_level_autograd_function"
 )
-_SingleLevelFunction: Any = _private("torch.autograd.function._SingleLevelFunction", object)
 
 
-class OneStepFunction(_SingleLevelFunction):  # type: ignore[misc]
+class OneStepFunction(torch.autograd.function._SingleLevelFunction):
     """The base of nodes that are themselves one step of a transform, and not yet to be transformed.
 
-    ``autograd.Function`` hands its nodes to the transform; from 2.15 on also where its ``apply`` is
-    called past that. Compiled autograd asks for the key, which only ``autograd.Function`` has.
+    ``autograd.Function`` hands its nodes to the transform. Compiled autograd asks for a key, which
+    only ``autograd.Function`` has.
     """
 
-    _compiled_autograd_key = staticmethod(
-        _private("torch.autograd.Function._compiled_autograd_key", _nothing)
-    )
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
 # --- thread-local context --------------------------------------------------------------------
 #
 # What the thread of a replica takes over from its caller; Note [What is thread-local] in
-# ``threads/context.py``. A torch without one of these names does not carry that setting, and
-# everything else works.
-
-
-def _setting(get: str, put: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How to read a setting of a thread, and how to set it."""
-    getter, putter = _private(get, None), _private(put, None)
-    return (getter, putter) if getter and putter else (_nothing, _nothing)
-
+# ``threads/context.py``.
 
 #: Whether gradients of forward mode are on, whether a backward uses threads of its own, whether
-#: views are replayed, and whether ``__torch_function__`` is off.
-THREAD_SETTINGS = (
-    _setting("torch._C._is_fwd_grad_enabled", "torch._C._set_fwd_grad_enabled"),
-    _setting("torch._C._is_multithreading_enabled", "torch._C._set_multithreading_enabled"),
-    _setting("torch._C._is_view_replay_enabled", "torch._C._set_view_replay_enabled"),
-    _setting("torch._C._get_torch_function_state", "torch._C._set_torch_function_state"),
+#: views are replayed, and whether ``__torch_function__`` is off: how to read it, how to set it.
+THREAD_SETTINGS = tuple(
+    (_private(f"torch._C.{get}"), _private(f"torch._C.{put}"))
+    for get, put in (
+        ("_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
+        ("_is_multithreading_enabled", "_set_multithreading_enabled"),
+        ("_is_view_replay_enabled", "_set_view_replay_enabled"),
+        ("_get_torch_function_state", "_set_torch_function_state"),
+    )
 )
 
 #: The modes that see functions.
-function_modes: Any = _private("torch.overrides._get_current_function_mode_stack", list)
-push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", _nothing)
-pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", _nothing)
-#: The kind of function mode that a default device is; no mode is one where it is missing.
-DeviceMode: Any = _private("torch.utils._device.DeviceContext", ())
+function_modes: Any = _private("torch.overrides._get_current_function_mode_stack")
+push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode")
+pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode")
+#: The kind of function mode that a default device is.
+DeviceMode: Any = _private("torch.utils._device.DeviceContext")
 
 #: The modes that see operators.
 dispatch_modes: Callable[[], list[Any]] = _private(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", list
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
-_push_mode: Any = _private("torch.utils._python_dispatch._push_mode", _nothing)
-_pop_mode: Any = _private("torch.utils._python_dispatch._pop_mode", _nothing)
+#: Pushes and pops anything with a ``__torch_dispatch__``, without the ``__enter__`` of a mode, and
+#: at a fraction of its cost: each result of a collective is wrapped under one.
+push_bare_mode: Callable[[Any], None] = _private("torch._C._push_on_torch_dispatch_stack")
+pop_bare_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack")
 
 
 @contextlib.contextmanager
 def dispatch_mode(mode: Any) -> Iterator[None]:
     """Have a mode see operators within a ``with`` block, without its own ``__enter__``."""
-    _push_mode(mode)
+    push_bare_mode(mode)
     try:
         yield
     finally:
         # One of torch's own, as that of fake tensors, stands under its key.
-        _pop_mode(getattr(mode, "_mode_key", None))
+        pop_bare_mode(getattr(mode, "_mode_key", None))
 
 
 #: The hooks on saved tensors that are innermost, and the message where such hooks are refused.
-top_saved_tensors_hooks: Any = _private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", _nothing
-)
+top_saved_tensors_hooks: Any = _private("torch._C._autograd._top_saved_tensors_default_hooks")
 push_saved_tensors_hooks: Any = _private("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_tensors_hooks: Any = _private("torch._C._autograd._pop_saved_tensors_default_hooks")
 saved_tensors_hooks_refusal: Any = _private(
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _nothing
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message"
 )
 
-#: Gives a thread of ours a name that ``top`` and the monitor show; without it, the program's.
-set_thread_name: Callable[[str], None] = _private("torch._C._set_thread_name", _nothing)
+#: Gives a thread of ours a name that ``top`` and the monitor show.
+set_thread_name: Callable[[str], None] = _private("torch._C._set_thread_name")
 
-#: A range for ``torch.profiler`` that is no operation, so dispatch modes do not see it; without it,
-#: they see the public one.
-record_range: Any = _private(
-    "torch._C._profiler._RecordFunctionFast", torch.autograd.profiler.record_function
-)
+#: A range for ``torch.profiler`` that is no operation, so dispatch modes do not see it.
+record_range: Any = _private("torch._C._profiler._RecordFunctionFast")
 
 # --- transforms and traces -------------------------------------------------------------------
 
 #: Whether a transform of ``torch.func`` is active: tensors of one thread cannot be moved to others
-#: then. Where it is missing, transforms over several replicas fail later, with worse words.
-transforms_active: Any = _private("torch._C._are_functorch_transforms_active", lambda: False)
+#: then.
+transforms_active: Any = _private("torch._C._are_functorch_transforms_active")
 #: The innermost transform, or None.
 innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_interpreter_stack")
 #: Whether a tensor stands for another one within a transform, and so has no memory.
@@ -254,7 +226,7 @@ def any_batched(values: Iterable[Any]) -> bool:
 
 
 #: What ``torch.jit.trace`` records into, or None.
-tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state", _nothing)
+tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state")
 
 # --- the dispatcher --------------------------------------------------------------------------
 
@@ -264,10 +236,6 @@ num_function_modes: Callable[[], int] = _private("torch._C._len_torch_function_s
 #: One of torch's own modes, by its key, or None.
 torchs_dispatch_mode: Callable[[Any], Any] = _private("torch._C._get_dispatch_mode")
 TorchsModes: Any = _private("torch._C._TorchDispatchModeKey")
-#: Pushes and pops anything with a ``__torch_dispatch__``, at a fraction of the cost of a
-#: ``TorchDispatchMode``: each result of a collective is wrapped under one.
-push_bare_mode: Callable[[Any], None] = _private("torch._C._push_on_torch_dispatch_stack")
-pop_bare_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack")
 #: A context without dispatch modes, for operations that are no concern of the user's modes.
 without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_current_modes")
 
@@ -301,14 +269,10 @@ check: Callable[[Any, Callable[[], str]], None] = _private("torch._check")
 def register_ordered(library: Any, qualified: str) -> None:
     """Have compilers keep the order of an operator of ours among all that are registered so.
 
-    Two members of a group that swap two collectives wait for each other. Where it is missing, they
-    are kept from being removed, but may be swapped: the log tells so.
+    Two members of a group that swap two collectives wait for each other.
     """
-    try:
-        effects: Any = importlib.import_module("torch._library.effects")
-        library._register_effectful_op(qualified, effects.EffectType.ORDERED)
-    except (ImportError, AttributeError, TypeError) as error:
-        _tell_once("the order of collectives is not kept in compiled code", str(error))
+    effects: Any = importlib.import_module("torch._library.effects")
+    library._register_effectful_op(qualified, effects.EffectType.ORDERED)
 
 
 # --- tensors and modules ---------------------------------------------------------------------
@@ -319,15 +283,14 @@ make_subclass: Callable[[Any, torch.Tensor, bool], Any] = _private("torch.Tensor
 #: A tensor of a class without memory of its own, which handles all operators itself.
 make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper_subclass")
 #: Have C++ that asks a tensor for its memory get an error instead of a null pointer.
-refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr", _nothing)
+refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr")
 #: The ``__torch_function__`` of a class that handles operators only.
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
-#: The storage of a tensor, by torch's own method, whatever a subclass makes of it; the number that
-#: tells storages apart; and the storage with a dtype, which ``Tensor.storage()`` warns about.
+#: The storage of a tensor, by torch's own method, whatever a subclass makes of it; and the storage
+#: with a dtype, which ``Tensor.storage()`` warns about.
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _private(
     "torch._C.TensorBase.untyped_storage"
 )
-storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 typed_storage: Callable[[torch.Tensor], Any] = operator.methodcaller("_typed_storage")
 #: The tensor that a tensor is a view of, or None.
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
@@ -411,14 +374,13 @@ def is_ignored(parameter: torch.Tensor) -> bool:
 
 #: The wrapper of torch whose forward runs, or None. It would undo what one inside of it reduces.
 active_torch_wrapper: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = _private(
-    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", _nothing
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module"
 )
 
 
 # --- lists of tensors ------------------------------------------------------------------------
 #
-# One launch for many tensors. Torch's optimizers are made of them, so they stay as they are longer
-# than most; each raises where it is missing.
+# One launch for many tensors. Torch's optimizers are made of them.
 
 foreach_add: Any = _private("torch._foreach_add")
 foreach_add_: Any = _private("torch._foreach_add_")
@@ -429,8 +391,7 @@ foreach_norm: Any = _private("torch._foreach_norm")
 # --- containers ------------------------------------------------------------------------------
 
 #: How containers are opened that were registered with ``torch.utils._pytree``, by their class.
-#: Where it is missing they are leaves.
-registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES", {})
+registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES")
 #: The leaves of containers as torch opens them.
 tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_leaves")
 
@@ -444,18 +405,16 @@ def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
     return numbers
 
 
-def optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
-    """The optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter."""
-    found: Sequence[Any] = getattr(parameter, "_in_backward_optimizers", None) or ()
-    return found
+def take_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
+    """The optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter.
 
-
-def hooks_of_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
-    """The handles of the hooks by which these optimizers step."""
+    The hooks by which each would step by itself, before its gradient is reduced, are removed.
+    """
     # A module that nobody has imported has registered no hook.
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    handles: Any = getattr(module, "param_to_optim_hook_handle_map", {})
-    found: Sequence[Any] = handles.get(parameter, ())
+    for handle in getattr(module, "param_to_optim_hook_handle_map", {}).get(parameter, ()):
+        handle.remove()
+    found: Sequence[Any] = getattr(parameter, "_in_backward_optimizers", None) or ()
     return found
 
 
@@ -544,38 +503,26 @@ def time_limits(group: Any) -> list[datetime.timedelta]:
 #: How many collectives of a group were called here; RuntimeError where its backend forgets.
 num_collectives: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
-#: Collectives under the names that they had before, which old programs call; or None.
-all_gather_base: Any = _private("torch.distributed._all_gather_base", None)
-reduce_scatter_base: Any = _private("torch.distributed._reduce_scatter_base", None)
+#: Collectives under the names that they had before, which old programs call.
+all_gather_base: Any = _private("torch.distributed._all_gather_base")
+reduce_scatter_base: Any = _private("torch.distributed._reduce_scatter_base")
 
-
-def functional_collectives() -> Any:
-    """Torch's own functional collectives; imported when they are asked for."""
-    return importlib.import_module("torch.distributed._functional_collectives")
-
-
-# The stores in which processes meet: public names, which torch does not export for type checkers,
-# and which builds without `torch.distributed` lack. And the class that compiled code asks for
-# before it waits for an argument; ours is derived from it. All are found when they are asked for.
-if TYPE_CHECKING:
+# Custom builds may lack ``torch.distributed``.
+if torch.distributed.is_available():
+    # The stores in which processes meet: public, but torch does not export them for type checkers.
     from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
+
+    # Compiled code asks for this class before it waits for an argument; ours is derived from it.
     from torch.distributed._functional_collectives import (
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
 
+    functional_collectives = torch.distributed._functional_collectives
 
-def __getattr__(name: str) -> Any:
-    if name in ("HashStore", "PrefixStore", "Store", "TCPStore"):
-        return getattr(torch.distributed, name)
-    if name == "AsyncCollectiveTensor":
-        return functional_collectives().AsyncCollectiveTensor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-#: What a wrapper has of the ``Join`` that it takes part in, since 1.10; torch's base class sets it.
+#: What a wrapper has of the ``Join`` that it takes part in; torch's base class sets it.
 JOIN_CONFIG = "_join_config"
 join_config: Callable[[Any], Any] = operator.attrgetter(JOIN_CONFIG)
 
@@ -623,8 +570,6 @@ def rpc_transport(name: str) -> dict[str, Any]:
 
 # --- builds and backends ---------------------------------------------------------------------
 
-#: Which of two libraries of C++ torch was built with: what is linked with it needs the same.
-CXX11_ABI: bool = _private("torch._C._GLIBCXX_USE_CXX11_ABI", True)
 #: The name of the backend that came from outside; ``"privateuseone"`` where there is none.
 privateuse1_name: Callable[[], str] = _private("torch._C._get_privateuse1_backend_name")
 #: Makes a module the one of a type of device: ``torch.virtual``.
@@ -638,22 +583,20 @@ register_device_module: Callable[[str, Any], None] = _private("torch._register_d
 def mark_untraced(function: FunctionT) -> FunctionT:
     """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
 
-    That imports the compiler, and costs at each call. Where torch has no such switch for calls by
-    what is not compiled itself, the mark for compiled callers remains.
+    That imports the compiler, and costs at each call.
     """
     why = "replicas run in threads, which cannot be compiled"
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
     frames: Any = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError, TypeError):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
 def mark_constant(function: FunctionT) -> FunctionT:
     """Have compiled code take over what a function returned, as ``assume_constant_result`` does.
 
-    That imports the compiler. Where it no longer looks at the mark, it compiles the function.
+    That imports the compiler.
     """
     vars(function).update(_dynamo_marked_constant=True)
     return function
@@ -679,36 +622,6 @@ def settings_of_compiler(room: int) -> Iterator[None]:
 
 
 # --- patches ---------------------------------------------------------------------------------
-
-_told: set[str] = set()
-
-
-def _tell_once(lost: str, why: str) -> None:
-    if lost not in _told:
-        _told.add(lost)
-        _log.warning("torch %s: %s (%s)", torch.__version__, lost, why)
-
-
-def _holds(lost: str, check: Callable[[], bool], undo: Callable[[], object]) -> bool:
-    """Whether a patch has its effect; else it is taken back, and the log tells what is lost."""
-    results: list[bool] = []
-    why = "what was put in place of a part of torch is not reached"
-
-    def run() -> None:
-        nonlocal why
-        try:
-            results.append(check())
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-
-    # Where no mode or setting of the caller's is in force.
-    thread = threading.Thread(target=run, name="dataparallel-check")
-    thread.start()
-    thread.join()
-    if results != [True]:
-        undo()
-        _tell_once(lost, why)
-    return results == [True]
 
 
 def state_of_compiled_calls() -> Callable[[], None]:
@@ -755,9 +668,8 @@ def replace_compile_lock(lock: Any) -> None:
 
 #: Have torch leave what it compiled for a function in the order in which it was compiled. It moves
 #: what fits to the front, and another thread that looks through the entries meanwhile may miss its
-#: own. A switch, which torch's documentation of checkpointing names. Where it is missing, something
-#: may be compiled once more than needed.
-move_entries_of_compiler: Any = _private("torch._C._dynamo.eval_frame._set_lru_cache", _nothing)
+#: own.
+move_entries_of_compiler: Any = _private("torch._C._dynamo.eval_frame._set_lru_cache")
 
 
 @contextlib.contextmanager
@@ -765,10 +677,10 @@ def first_calls_without_search() -> Iterator[None]:
     """Within this, torch compiles what does not look for custom operations at its first call.
 
     The search is a dispatch mode, under which random operations do not see in which replica they
-    are. Where it has another name, the first call draws from torch's default generator.
+    are.
     """
     wrappers: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
-    first: Any = getattr(wrappers, "_FirstInvocationContext", type("_None", (), {}))
+    first: Any = wrappers._FirstInvocationContext
     before, first.__init__ = first.__init__, _not_first
     try:
         yield
@@ -833,20 +745,14 @@ def keep_guard_of_compiler() -> None:
     made.wait(60)
 
 
-def replace_default_generator(stand_in: Any, is_reached: Callable[[], bool]) -> bool:
+def replace_default_generator(stand_in: Any) -> None:
     """Put a stand-in for the CPU's generator where the functions of ``torch.random`` find it.
 
     ``torch.get_rng_state()`` and ``manual_seed()`` then mean the generator of the replica in whose
-    thread they are called, as checkpoints need it. Where they no longer look there, recomputation
-    in a replica draws other numbers than forward did.
+    thread they are called, as checkpoints need it.
     """
     module: Any = torch.random
-    before, module.default_generator = module.default_generator, stand_in
-    return _holds(
-        "checkpoints in replicas draw other numbers when they are recomputed",
-        is_reached,
-        lambda: setattr(module, "default_generator", before),
-    )
+    module.default_generator = stand_in
 
 
 def replace_checkpoint_states(
@@ -855,7 +761,7 @@ def replace_checkpoint_states(
     """Have checkpoints remember the states that replicas of one accelerator draw from.
 
     ``torch.utils.checkpoint`` asks ``get_device_states``, which knows the default generators of the
-    devices. Where it no longer does, recomputation on a shared accelerator draws other numbers.
+    devices.
     """
     module: Any = torch.utils.checkpoint
     original = module.get_device_states
@@ -868,61 +774,21 @@ def replace_checkpoint_states(
 
 
 class Kernels:
-    """Kernels of ours for operators of torch, at a dispatch key that torch has for its tests.
+    """Kernels of ours for operators of torch, at a dispatch key; in force while this object lives.
 
-    In force while this object lives. See Note [A dispatch key for random operations] in
-    ``threads/random.py``. A RuntimeError where others have registered kernels there.
+    See Note [A dispatch key for random operations] in ``threads/random.py``.
     """
 
     def __init__(self, name: str) -> None:
-        if torch._C._dispatch_get_registrations_for_dispatch_key(name):
-            raise RuntimeError(f"the dispatch key {name} is in use")
-        self._name = name
-        key: Any = torch._C._parse_dispatch_key(name)
-        self.key = key
+        self.key: Any = torch._C._parse_dispatch_key(name) or _Missing(f"key {name}")()
         #: The set of all keys that come after it.
-        self.below = torch._C._dispatch_keyset_full_after(key)
+        self.below: Any = torch._C._dispatch_keyset_full_after(self.key)
+        self._name = name
         # Through Any, since torch.library has no types.
         library: Any = torch.library
-        self._libraries = [library.Library(namespace, "IMPL") for namespace in ("_", "aten")]
-        self._libraries[0].fallback(library.fallthrough_kernel, name)
+        self._aten, self._all = library.Library("aten", "IMPL"), library.Library("_", "IMPL")
+        self._all.fallback(library.fallthrough_kernel, name)
 
-    def register(self, kernels: Iterable[tuple[str, Callable[..., Any]]]) -> None:
-        """Register functions that take the dispatch keys first, by the names of operators."""
-        for operation, kernel in kernels:
-            name = operation.removeprefix("aten::")
-            self._libraries[1].impl(name, kernel, self._name, with_keyset=True)
-
-    def remove(self) -> None:
-        """Take them back."""
-        while self._libraries:
-            self._libraries.pop()._destroy()
-
-
-def install_kernels(
-    name: str,
-    kernels: Callable[[Kernels], Iterable[tuple[str, Callable[..., Any]]]],
-    is_reached: Callable[[Any], bool],
-) -> Kernels | None:
-    """Register kernels, and try them; None where it cannot be done, as the log tells.
-
-    ``is_reached`` says whether an operation comes to them while the key is switched on.
-    """
-    made: list[Kernels] = []
-
-    def check() -> bool:
-        holder = Kernels(name)
-        made.append(holder)
-        holder.register(kernels(holder))
-        include_key(holder.key, True)
-        return is_reached(holder.key)
-
-    def undo() -> None:
-        for holder in made:
-            holder.remove()
-
-    lost = (
-        "random operations cannot be redirected: replicas that share a device draw from one "
-        "generator, so dropout masks depend on timing"
-    )
-    return made[0] if _holds(lost, check, undo) else None
+    def register(self, operation: str, kernel: Callable[..., Any]) -> None:
+        """Register a function that takes the dispatch keys first, by the name of an operator."""
+        self._aten.impl(operation.removeprefix("aten::"), kernel, self._name, with_keyset=True)

@@ -25,7 +25,6 @@ from types import ModuleType
 import torch
 
 from dataparallel.kernels.cache_folder import cache_directory, close_to_others, is_trusted
-from dataparallel.torch_internals import CXX11_ABI
 
 __all__ = ["NativeExtension", "cache_directory"]
 
@@ -105,7 +104,7 @@ class NativeExtension:
         parts = [
             torch.__version__,
             str(torch.version.git_version),
-            str(CXX11_ABI),
+            str(torch.compiled_with_cxx11_abi()),
             str(sys.implementation.cache_tag),
             sysconfig.get_config_var("SOABI") or "",
             platform.machine(),
@@ -149,7 +148,7 @@ class NativeExtension:
         flags = [
             *_FLAGS,
             f"-DTORCH_EXTENSION_NAME={self.name}",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(CXX11_ABI)}",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *self._include_flags(),
         ]
         started = time.monotonic()

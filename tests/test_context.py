@@ -315,14 +315,6 @@ def test_replicas_can_be_traced() -> None:
     torch.testing.assert_close(traced(y), pair(y))
 
 
-def test_a_torch_without_a_private_function_carries_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch_internals, "function_modes", list)
-    with torch.no_grad():
-        assert apply_replicas([torch.is_grad_enabled] * 2, [CPU] * 2) == [False, False]
-
-
 def test_a_thread_is_as_before_once_a_replica_has_ended() -> None:
     def here() -> tuple[Any, ...]:
         depth = torch.autocast_increment_nesting()

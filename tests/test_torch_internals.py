@@ -10,24 +10,20 @@ import ast
 import contextvars
 import functools
 import importlib.util
-import logging
 import pathlib
 import re
 import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
-from torch.nn import functional as F
 
 from dataparallel import torch_internals
-from dataparallel.threads.apply import apply_replicas
 from tests.private_names import defined_in, is_private, touches
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -135,15 +131,15 @@ class Without:
         return Without(getattr(self._real, name), self._path[1:])
 
 
-def entries() -> dict[str, tuple[str, bool]]:
-    """By path, the name in our file, and whether there is something for a torch without it."""
+def entries() -> dict[str, str]:
+    """By path, the name in our file."""
     found = {}
     for node in ast.walk(ast.parse(FILE.read_text(encoding="utf-8"))):
         call = getattr(node, "value", None)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "_private":
             assert isinstance(node, (ast.Assign, ast.AnnAssign))
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            found[ast.literal_eval(call.args[0])] = ast.unparse(target), len(call.args) > 1
+            found[ast.literal_eval(call.args[0])] = ast.unparse(target)
     return found
 
 
@@ -158,22 +154,22 @@ def copy_without(path: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType
     return copy
 
 
+def missing(module: types.ModuleType) -> list[str]:
+    """The entries that have no name of torch."""
+    pairs = [*vars(module).items(), *enumerate(sum(module.THREAD_SETTINGS, ()))]
+    return [str(name) for name, entry in pairs if type(entry) is module._Missing]
+
+
 def test_this_torch_has_all_names() -> None:
-    assert torch_internals.missing == []
-    assert len(entries()) > 65
+    assert missing(torch_internals) == []
+    assert len(entries()) > 60
 
 
 @pytest.mark.parametrize("path", entries())
-def test_a_torch_without_a_name_says_so_at_use_or_does_without(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, has_other = entries()[path]
+def test_a_torch_without_a_name_says_so_at_use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = copy_without(path, monkeypatch)
-    assert copy.missing == [path]
-    entry = getattr(copy, name)
-    if has_other:
-        assert not isinstance(entry, copy._Missing)
-        return
+    assert missing(copy) == [entries()[path]]
+    entry = getattr(copy, entries()[path])
     for use in (entry, lambda: entry.anything, lambda: isinstance(1, entry)):
         with pytest.raises(RuntimeError, match=f"has no {re.escape(path)}.*torch 2.11 to 2.15"):
             use()
@@ -183,44 +179,6 @@ def test_names_are_torchs_own_objects() -> None:
     assert torch_internals.current_graph_task_id is torch._C._current_graph_task_id
     assert torch_internals.foreach_add_ is torch._foreach_add_
     assert torch_internals.BatchNorm is torch.nn.modules.batchnorm._BatchNorm
-
-
-def settings() -> list[str]:
-    """The paths of what reads and sets the settings of a thread."""
-    calls = [node for node in ast.walk(ast.parse(FILE.read_text())) if isinstance(node, ast.Call)]
-    found = [call.args for call in calls if ast.unparse(call.func) == "_setting"]
-    return [ast.literal_eval(path) for paths in found for path in paths]
-
-
-CONTEXT = [
-    name
-    for path, (name, has_other) in entries().items()
-    if has_other and re.search(r"enabled|mode|hooks|state|nesting|autocast|_push|_pop", path)
-]
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_replicas_take_over_the_rest_of_the_context(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = next(path for path, (own, _) in entries().items() if own == name)
-    monkeypatch.setattr(torch_internals, name, getattr(copy_without(path, monkeypatch), name))
-    with torch.no_grad():
-        assert apply_replicas([torch.is_grad_enabled] * 2, [torch.device("cpu")] * 2) == [
-            False,
-            False,
-        ]
-
-
-@pytest.mark.parametrize("path", settings())
-def test_a_setting_that_torch_lacks_is_not_carried(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = copy_without(path, monkeypatch)
-    assert copy.missing == [path]
-    without = [get() for get, use in copy.THREAD_SETTINGS if use(get()) is None]
-    assert without.count(None) == 1
-    assert len(without) == len(torch_internals.THREAD_SETTINGS)
 
 
 def test_the_compiler_is_not_imported() -> None:
@@ -242,24 +200,8 @@ def test_the_compiler_is_not_imported() -> None:
 # --- patches ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[pytest.LogCaptureFixture]:
-    """The log, as if nothing had been said in this process before."""
-    monkeypatch.setattr(torch_internals, "_told", set())
-    caplog.set_level(logging.WARNING, logger="dataparallel")
-    yield caplog
-
-
-def only_line(said: pytest.LogCaptureFixture) -> str:
-    (line,) = said.messages
-    assert line.startswith(f"torch {torch.__version__}: ")
-    return line
-
-
 def test_what_a_backward_hands_on_can_be_entered_by_several_threads(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph: Any = torch.autograd.graph
     if getattr(graph, "contextvars", None) is not None:
@@ -273,7 +215,6 @@ def test_what_a_backward_hands_on_can_be_entered_by_several_threads(
         context = handed.copy_context()
         assert context.run(context.copy().run, context.run, int) == 0
         assert handed.ContextVar is contextvars.ContextVar
-    assert not said.messages
 
 
 def test_nothing_is_replaced_where_torch_copies_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,27 +223,6 @@ def test_nothing_is_replaced_where_torch_copies_contexts(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.15.1"))
     torch_internals.hand_on_contexts_for_any_thread()
     assert graph.contextvars is contextvars
-
-
-def test_the_default_generator_stays_where_torch_no_longer_looks_for_it(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
-) -> None:
-    module: Any = torch.random
-    before = module.default_generator
-    monkeypatch.setattr(module, "default_generator", before)
-    stand_in = torch.Generator()
-
-    def is_reached() -> bool:
-        return torch.equal(torch.get_rng_state(), stand_in.get_state())
-
-    assert torch_internals.replace_default_generator(stand_in, is_reached)
-    assert is_reached() and not said.messages
-
-    module.default_generator = before
-    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.zeros(1))
-    assert not torch_internals.replace_default_generator(stand_in, is_reached)
-    assert module.default_generator is before
-    assert "draw other numbers when they are recomputed" in only_line(said)
 
 
 def test_checkpoints_ask_for_the_states_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,66 +235,6 @@ def test_checkpoints_ask_for_the_states_of_replicas(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "_infer_device_type", lambda *args: "virtual")
     torch_internals.replace_checkpoint_states(lambda *found: found)
     assert module.get_device_states(3, 5) == ([3, 5], ("virtual", [3, 5], ["theirs"] * 2))
-
-
-#: Another one that nothing in torch uses.
-KEY = "TESTING_ONLY_GenericWrapper"
-
-
-def kernels_of(holder: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return torch.ops.aten.relu.default.redispatch(keys & holder.below, *args, **kwargs)
-
-    yield "aten::relu", kernel
-
-
-calls: list[Any] = []
-
-
-def test_kernels_are_tried_in_a_thread_of_their_own(said: pytest.LogCaptureFixture) -> None:
-    def is_reached(key: Any) -> bool:
-        calls.clear()
-        F.relu(torch.ones(2))
-        return len(calls) == 1 and torch.is_grad_enabled()
-
-    with torch.no_grad():
-        installed = torch_internals.install_kernels(KEY, kernels_of, is_reached)
-    assert installed is not None and not said.messages
-    # They are in force, so nobody else can have the key.
-    assert torch_internals.install_kernels(KEY, kernels_of, is_reached) is None
-    assert "is in use" in only_line(said)
-    installed.remove()
-    assert not torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
-
-
-@pytest.mark.parametrize("outcome", [False, ValueError("another signature")])
-def test_kernels_that_are_not_reached_are_removed(
-    outcome: Any, said: pytest.LogCaptureFixture
-) -> None:
-    def is_reached(key: Any) -> bool:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return bool(outcome)
-
-    assert torch_internals.install_kernels(KEY, kernels_of, is_reached) is None
-    assert "dropout masks depend on timing" in only_line(said)
-    assert not torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
-
-
-def test_functions_keep_their_mark_where_calls_cannot_be_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # One that takes no strategy.
-    monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", id)
-    function = torch_internals.mark_untraced(lambda: 1)
-    assert vars(function)["_torchdynamo_disable"] is True
-
-
-def test_a_switch_that_torch_lacks_is_told_of_once(said: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        torch_internals.register_ordered(object(), "dataparallel::all_reduce")
-    assert "the order of collectives is not kept" in only_line(said)
 
 
 def test_threads_that_compiled_may_end() -> None:

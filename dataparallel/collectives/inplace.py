@@ -333,8 +333,7 @@ traceable_collective_remaps: dict[Callable[..., Any], Callable[..., None]] = {
     # Some versions of torch lack the newer names, and without torch.distributed there are none.
     if hasattr(dist, name)
 }
-_BY_OLD_NAME = {
+traceable_collective_remaps |= {
     torch_internals.all_gather_base: _all_gather_tensor,
     torch_internals.reduce_scatter_base: _reduce_scatter_tensor,
 }
-traceable_collective_remaps |= {old: new for old, new in _BY_OLD_NAME.items() if old is not None}

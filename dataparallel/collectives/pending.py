@@ -392,7 +392,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 def _key(tensor: Tensor) -> int | None:
     try:
-        return torch_internals.storage_number(_storage(tensor))
+        return torch_internals.address_of_storage(_storage(tensor))
     except NotImplementedError:
         # Wrapped by a transform, or not strided.
         return None

@@ -86,11 +86,8 @@ class InBackwardOptimizers(StepsInBackward, DividedOptimizer):  # type: ignore[m
     @staticmethod
     def of(parameters: Iterable[Tensor]) -> StepsInBackward | None:
         """Drive those that torch's ``_apply_optimizer_in_backward`` left on parameters, if any."""
-        # The hooks by which each would step by itself, before its gradient is reduced, are removed.
-        found = {p: each for p in parameters if (each := torch_internals.optimizers_in_backward(p))}
-        for p in found:
-            for handle in torch_internals.hooks_of_optimizers_in_backward(p):
-                handle.remove()
+        taken = ((p, torch_internals.take_optimizers_in_backward(p)) for p in parameters)
+        found = {p: optimizers for p, optimizers in taken if optimizers}
         return _TorchsOptimizers(found) if found else None
 
     def held(self) -> Mapping[Tensor, Any]:

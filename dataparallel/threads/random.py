@@ -17,11 +17,10 @@ Note [A dispatch key for random operations]
 A ``TorchDispatchMode`` that puts in a generator would slow down *every* operation. A dispatch key,
 switched on in replica threads, costs nothing where it falls through. Only operations whose schema
 has a ``Generator?`` have a kernel there, which fills in the thread's generator where the caller
-gave none. Operations without that argument (``rand``, ``dropout``) call one that has it. Fused
-operations of accelerators that take no generator get a kernel where replicas share one: while they
-run, the device's default generator has the state of the thread's own. The key is
-TESTING_ONLY_GenericMode: torch registers nothing for it, and it ranks above autograd, so that
-autograd and checkpointing see an ordinary operation with an explicit generator.
+gave none; others (``rand``, ``dropout``) call one that has it. Fused operations of accelerators
+that take no generator get a kernel where replicas share one: while they run, the device's default
+generator has the state of the thread's own. The key is one that torch has for its tests. It ranks
+above autograd, so that autograd and checkpointing see an ordinary operation with a generator.
 
 Note [Checkpointing in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -40,7 +39,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -75,12 +74,13 @@ class ReplicaGenerators:
     """The generators of one call, made in the calling thread."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        install()
         accelerators, self._shared = _accelerators(devices)
+        with _lock:
+            _install()
+            if self._shared:
+                _install_swaps()
         if accelerators:
             separate_device_generators(devices)
-        if self._shared:
-            _installed.install_swaps()
         self._devices = devices
         self._parent = current_source()
         self._lock = threading.Lock()
@@ -157,10 +157,8 @@ class _Local(threading.local):
     def switch(
         self, source: Source | None, task: int | None = None, included: bool = True
     ) -> _Drawing:
-        """Draw from a source, where that is possible; what switches back, likewise."""
-        key = _installed.key
-        if key is None:
-            return None, None, False
+        """Draw from a source; returns what switches back, likewise."""
+        key = _kernels().key
         before = self.source, self.task, torch_internals.is_key_included(key)
         self.source, self.task = source, task
         torch_internals.include_key(key, included)
@@ -174,7 +172,7 @@ drawing = _Local()
 def current_source() -> Source | None:
     """The source in force in this thread, or ``None`` where the default generators are used."""
     source = drawing.source
-    if source is None or not torch_internals.is_key_included(_installed.key):
+    if source is None or not torch_internals.is_key_included(_kernels().key):
         return None
     # In a thread of the autograd engine, it may have been left behind by another node.
     task = drawing.task
@@ -184,59 +182,50 @@ def current_source() -> Source | None:
 # --- operations draw from the source ---------------------------------------------------------
 
 
-class _Installed:
-    """The registered kernels; they are in force while the object is alive."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        #: Of the kernels; None where operations cannot be redirected.
-        self.key: Any = None
-        self._kernels: torch_internals.Kernels | None = None
-        self._is_tried = self._swaps = False
-
-    def install(self) -> None:
-        """Let operations draw from the source of their thread, or the log says why not."""
-        with self.lock:
-            if self._is_tried:
-                return
-            kernels = torch_internals.install_kernels(_KEY_NAME, _filling_kernels, self._fills)
-            self._kernels, self.key = kernels, None if kernels is None else kernels.key
-            if kernels is not None:
-                torch_internals.replace_default_generator(_StandIn(), _stands_in)
-            self._is_tried = True
-
-    def _fills(self, key: Any) -> bool:
-        """Whether a draw with ``key`` switched on takes the generator of this thread's source."""
-        expected = torch.empty(1, device=_CPU).uniform_(generator=torch.Generator())
-        self.key = key
-        drawing.switch(lambda device: torch.Generator())
-        return torch.equal(torch.empty(1, device=_CPU).uniform_(), expected)
-
-    def install_swaps(self) -> None:
-        """Redirect fused operations, too, that draw without saying so."""
-        with self.lock:
-            kernels = self._kernels
-            if kernels is None or self._swaps:
-                return
-            kernels.register(
-                (name, _swapping_kernel(_overload(name), kernels.below))
-                for name in torch_internals.all_operators()
-                if name.startswith("aten::") and _draws_unseen(name)
-            )
-            torch_internals.replace_checkpoint_states(_states_in_replica)
-            self._swaps = True
+#: Held while kernels are registered, and while a default generator has the state of another one.
+_lock = threading.RLock()
 
 
-_installed = _Installed()
-#: Once in a process.
-install = functools.cache(_installed.install)
-
-
-def _filling_kernels(kernels: torch_internals.Kernels) -> Iterator[tuple[str, Any]]:
+@functools.cache
+def _kernels() -> torch_internals.Kernels:
+    """Kernels by which operations, and functions on states, use the source of their thread."""
+    kernels = torch_internals.Kernels(_KEY_NAME)
     for name in torch_internals.all_operators():
         position = _generator_position(name) if name.startswith("aten::") else None
         if position is not None:
-            yield name, _filling_kernel(_overload(name), position, kernels.below)
+            kernels.register(name, _filling_kernel(_overload(name), position, kernels.below))
+    torch_internals.replace_default_generator(_StandIn())
+    return kernels
+
+
+@functools.cache
+def _install() -> None:
+    """See once that both have their effect in this torch; else results would depend on timing."""
+    own = torch.Generator()
+    unused = own.get_state()
+    before = drawing.switch(lambda device: own)
+    try:
+        with torch.DisableTorchFunction(), torch_internals.without_dispatch_modes():
+            torch.empty(1, device=_CPU).uniform_()
+            state = torch.get_rng_state()
+            if torch.equal(state, unused) or not torch.equal(state, own.get_state()):
+                raise RuntimeError(
+                    f"random operations of torch {torch.__version__} cannot be redirected to the "
+                    "generators of replicas; install one of torch 2.11 to 2.15, or a newer "
+                    "dataparallel"
+                )
+    finally:
+        drawing.switch(*before)
+
+
+@functools.cache
+def _install_swaps() -> None:
+    """Redirect fused operations, too, that draw without saying so."""
+    kernels = _kernels()
+    for name in torch_internals.all_operators():
+        if name.startswith("aten::") and _draws_unseen(name):
+            kernels.register(name, _swapping_kernel(_overload(name), kernels.below))
+    torch_internals.replace_checkpoint_states(_states_in_replica)
 
 
 def _overload(name: str) -> Any:
@@ -299,7 +288,7 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
         default = default_generator(device)
         if own is None or default is None:
             return operation.redispatch(keys & below, *args, **kwargs)
-        with _installed.lock:
+        with _lock:
             before = default.get_state()
             default.set_state(own.get_state())
             try:
@@ -350,16 +339,6 @@ def _for_writing() -> torch.Generator:
 def _source_of_node() -> Source:
     generator = torch.Generator()
     return lambda device: generator if device == _CPU else None
-
-
-def _stands_in() -> bool:
-    """Whether the functions of ``torch.random`` mean the generator of this thread's source."""
-    source = _source_of_node()
-    drawing.switch(source)
-    own = source(_CPU)
-    assert own is not None
-    own.manual_seed(mixed_seed(0, 1))
-    return torch.equal(torch.get_rng_state(), own.get_state())
 
 
 def _states_in_replica(

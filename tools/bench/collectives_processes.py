@@ -49,7 +49,7 @@ class Processes:
             if task.forms != ("process",)
         }
         operations = task.operations if "process" in task.forms else ()
-        theirs = torch_internals.functional_collectives()
+        theirs = torch_internals.functional_collectives
         self.forms = {name: {"ours": _call(ours, name), "torch": _call(theirs, name)}
                       for name in operations}  # fmt: skip
 
