@@ -1,15 +1,13 @@
 """What a device is: device lists, streams, copies and threads.
 
 This is the only file that branches on the device type. Everything above it works with
-``torch.device`` and the stream objects that come from here; on the CPU those are null objects, so
-the code above needs no second path. Accelerators are driven through ``torch.accelerator`` and the
-device's own module (``torch.cuda``, ``torch.virtual``), never by name.
+``torch.device`` and the streams that come from here. Accelerators are driven through
+``torch.accelerator`` and the device's own module, such as ``torch.cuda``, never by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -48,19 +46,11 @@ def accelerators() -> tuple[torch.device, ...]:
     return tuple(torch.device(kind.type, index) for index in range(count))
 
 
-def default_devices() -> tuple[torch.device, ...]:
-    """All accelerators, or one CPU slot where there are none."""
-    return accelerators() or (_CPU,)
-
-
 def parse_device(spec: DeviceLike) -> torch.device:
-    """Turn one device specification into a ``torch.device`` that exists here.
+    """The ``torch.device`` that is meant; a TypeError or a ValueError where there is none.
 
-    Without an index the current device of that type is meant. An int is the index of an
-    accelerator. Raises TypeError for another type, and ValueError where there is no such device.
+    Without an index it is the current device of its type; an int is the index of an accelerator.
     """
-    if spec == _CPU:
-        return _CPU
     if isinstance(spec, bool) or not isinstance(spec, (int, str, torch.device)):
         raise TypeError(
             f"a device is an int, a str or a torch.device, but got {spec!r} "
@@ -82,50 +72,6 @@ def parse_device(spec: DeviceLike) -> torch.device:
         raise ValueError(
             f"{spec!r} is not a device: {str(error).splitlines()[0]}; {_devices_that_exist()}"
         ) from error
-    return _existing(device, spec)
-
-
-def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Turn a device list into device slots, one per replica, in the order given.
-
-    A device may be named several times: its replicas then share parameter storage. ``None`` means
-    every accelerator, or the CPU once. Raises TypeError for another type, and ValueError where the
-    list is empty or names devices that don't exist (all of them are listed).
-    """
-    if device_ids is None:
-        return default_devices()
-    if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
-        raise TypeError(
-            f"device_ids is a list with one entry per replica, but got {device_ids!r}; write "
-            f'[{device_ids!r}] for one device, range(n) for n of them, ["cpu"] * n for CPU replicas'
-        )
-    slots: list[torch.device] = []
-    faults: list[str] = []
-    for spec in device_ids:
-        try:
-            slots.append(parse_device(spec))
-        except ValueError as error:
-            faults.append(str(error))
-    if faults:
-        raise ValueError("; ".join(faults))
-    if not slots:
-        raise ValueError(
-            "device_ids is empty, but a replica needs a device; leave it out to use every "
-            f"device. {_devices_that_exist()}"
-        )
-    return tuple(slots)
-
-
-def parse_output_device(spec: DeviceLike | None, default: torch.device) -> torch.device:
-    """Like :func:`parse_device`; ``None`` means ``default`` and ``-1`` the CPU, as in torch."""
-    if spec is None:
-        return default
-    if spec == -1:
-        return _CPU
-    return parse_device(spec)
-
-
-def _existing(device: torch.device, spec: DeviceLike) -> torch.device:
     if device.type == "cpu":
         return _CPU
     if device.type == "meta":
@@ -146,6 +92,36 @@ def _existing(device: torch.device, spec: DeviceLike) -> torch.device:
     return torch.device(device.type, index)
 
 
+def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """The device slots of a list, one per replica; None means all accelerators, or the CPU once.
+
+    A device may have several slots.
+    """
+    if device_ids is None:
+        return accelerators() or (_CPU,)
+    if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
+        raise TypeError(
+            f"device_ids is a list with one entry per replica, but got {device_ids!r}; write "
+            f'[{device_ids!r}] for one device, range(n) for n of them, ["cpu"] * n for CPU replicas'
+        )
+    slots = tuple(map(parse_device, device_ids))
+    if not slots:
+        raise ValueError(
+            "device_ids is empty, but a replica needs a device; leave it out to use every "
+            f"device. {_devices_that_exist()}"
+        )
+    return slots
+
+
+def parse_output_device(spec: DeviceLike | None, default: torch.device) -> torch.device:
+    """Like :func:`parse_device`; ``None`` means ``default`` and ``-1`` the CPU, as in torch."""
+    if spec is None:
+        return default
+    if spec == -1:
+        return _CPU
+    return parse_device(spec)
+
+
 def _devices_that_exist() -> str:
     names = ", ".join(str(device) for device in (*accelerators(), _CPU))
     return f"the devices of this machine are: {names}"
@@ -162,36 +138,30 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def device_module(device: torch.device) -> Any:
-    """The torch module that drives ``device``, for example ``torch.cuda``."""
-    return torch.get_device_module(device)
-
-
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make ``device`` the current device of its type within a ``with`` block."""
     if device.type == "cpu":
         return contextlib.nullcontext()
-    context: AbstractContextManager[Any] = device_module(device).device(device)
+    context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     return context
 
 
 def memory_allocated(device: torch.device) -> int:
     """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
-    return 0 if device.type == "cpu" else int(device_module(device).memory_allocated(device))
+    return (
+        0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
+    )
 
 
 def empty_cache(device: torch.device) -> None:
     """Give memory back that the allocator of an accelerator keeps for later; nothing on the CPU."""
     if device.type != "cpu":
-        with use_device(device):
-            device_module(device).empty_cache()
+        torch.get_device_module(device).empty_cache()
 
 
 def device_uuid(device: torch.device) -> str | None:
     """What identifies an accelerator in every process and tool; None where nothing does."""
-    if device.type == "cpu":
-        return None
-    properties = getattr(device_module(device), "get_device_properties", None)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(device), "uuid", None)
     return None if uuid is None else f"GPU-{uuid}"
 
@@ -199,39 +169,17 @@ def device_uuid(device: torch.device) -> str | None:
 # --- streams ---------------------------------------------------------------------------------
 
 
-class NullStream:
-    """The stream of a device that executes at once: everything on it has already happened."""
+#: None is the stream of the CPU, which executes at once: everything on it has already happened.
+Stream: TypeAlias = torch.Stream | None
 
-    __slots__ = ("device",)
-
-    def __init__(self, device: torch.device = _CPU) -> None:
-        self.device = device
-
-    def __enter__(self) -> NullStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def __repr__(self) -> str:
-        return f"NullStream(device={str(self.device)!r})"
-
-
-Stream: TypeAlias = torch.Stream | NullStream
-
-_NULL_STREAM = NullStream()
 _copy_streams: dict[torch.device, torch.Stream] = {}
-_copy_streams_lock = threading.Lock()
 
 
 def current_stream(device: torch.device) -> Stream:
     """The stream on which work for ``device`` is queued by this thread."""
     if device.type == "cpu":
-        return _NULL_STREAM
-    stream: torch.Stream = device_module(device).current_stream(device)
+        return None
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
     return stream
 
 
@@ -241,17 +189,17 @@ def copy_stream(device: torch.device) -> Stream:
     One per device for the life of the process; the caller orders it with :func:`wait_stream`.
     """
     if device.type == "cpu":
-        return _NULL_STREAM
-    with _copy_streams_lock:
-        if device not in _copy_streams:
-            _copy_streams[device] = torch.Stream(device)
-        return _copy_streams[device]
+        return None
+    if device not in _copy_streams:
+        # Of several threads that come here at once, one wins.
+        _copy_streams.setdefault(device, torch.Stream(device))
+    return _copy_streams[device]
 
 
 @contextlib.contextmanager
 def use_stream(stream: Stream) -> Iterator[None]:
     """Queue this thread's work for the stream's device on ``stream`` within a ``with`` block."""
-    if isinstance(stream, NullStream):
+    if stream is None:
         yield
         return
     with use_device(stream.device), stream:
@@ -261,15 +209,14 @@ def use_stream(stream: Stream) -> Iterator[None]:
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
     """Let later work on ``waiting`` start only after all work queued so far on ``awaited``.
 
-    The host does not block. Work on the CPU has always happened already. A CPU stream that waits
-    for a device blocks the host, since the CPU has no queue to order.
+    The host does not block, unless the CPU waits for a device: it has no queue to order.
     """
-    if isinstance(awaited, NullStream) or waiting == awaited:
+    if awaited is None or waiting == awaited:
         return
-    if isinstance(waiting, NullStream):
+    if waiting is None:
         awaited.synchronize()
-        return
-    waiting.wait_event(awaited.record_event())
+    else:
+        waiting.wait_event(awaited.record_event())
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
@@ -277,28 +224,24 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
     Needed where a tensor is used on another stream than the one on which it was allocated.
     """
-    if isinstance(stream, NullStream) or tensor.device.type == "cpu":
+    if stream is None or tensor.device.type == "cpu":
         return
-    for part in _dense_parts(tensor):
-        part.record_stream(stream)
-
-
-def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout == torch.sparse_coo:
-        return torch_internals.sparse_indices(tensor), torch_internals.sparse_values(tensor)
-    return (tensor,)
+        torch_internals.sparse_indices(tensor).record_stream(stream)
+        tensor = torch_internals.sparse_values(tensor)
+    tensor.record_stream(stream)
 
 
 def timing_event(device: torch.device) -> torch.Event | None:
-    """An event that tells when the work has happened that this thread has queued so far.
-
-    None for the CPU, where everything has happened already.
-    """
+    """An event that happens when all has that this thread has queued; None for the CPU."""
     if device.type == "cpu":
         return None
-    event = torch.Event(device, enable_timing=True)
+    return _recorded(torch.Event(device, enable_timing=True), device)
+
+
+def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
     with use_device(device):
-        event.record(device_module(device).current_stream(device))
+        event.record(torch.get_device_module(device).current_stream(device))
     return event
 
 
@@ -306,16 +249,13 @@ def to_host_later(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
     """A copy of a tensor of an accelerator on the host, and the event after which it is there."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    event = torch.Event(tensor.device)
-    with use_device(tensor.device):
-        event.record(device_module(tensor.device).current_stream(tensor.device))
-    return copy, event
+    return copy, _recorded(torch.Event(tensor.device), tensor.device)
 
 
 def synchronize(device: torch.device) -> None:
     """Block the host until all work queued on ``device`` has happened."""
     if device.type != "cpu":
-        device_module(device).synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 # --- intra-op threads ------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dataparallel import comm, devices, virtual
-from dataparallel.devices import NullStream
 from tests.comm_cases import (
     queued_work,
     values,
@@ -30,7 +29,7 @@ def test_a_freed_copy_outlives_the_work_that_uses_it() -> None:
     with virtual.strict_mode():
         (copy,) = comm.broadcast(queued_work("virtual:0"), ["virtual:1"])
         tripled = copy * 3
-        devices.copy_stream(copy.device).synchronize()
+        devices.wait_stream(None, devices.copy_stream(copy.device))
         del copy
         assert values(tripled) == {3}
 
@@ -39,7 +38,7 @@ def test_a_part_on_the_destination_is_computed_before_it_is_gathered() -> None:
     with virtual.strict_mode():
         parts = [queued_work("virtual:1"), queued_work("virtual:2")]
         gathered = comm.gather(parts, destination="virtual:1")
-        devices.copy_stream(gathered.device).synchronize()
+        devices.wait_stream(None, devices.copy_stream(gathered.device))
         assert values(gathered) == {1}
 
 
@@ -78,18 +77,18 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: dict[int, str] = {}
 
     def stream(kind: str) -> Any:
-        def of(device: torch.device) -> NullStream:
-            made = NullStream(device)
+        def of(device: torch.device) -> object:
+            made = object()
             names[id(made)] = f"{kind} {device}"
             kept.append(made)
             return made
 
         return of
 
-    kept: list[NullStream] = []
+    kept: list[object] = []
 
     @contextlib.contextmanager
-    def use(made: NullStream) -> Iterator[None]:
+    def use(made: object) -> Iterator[None]:
         log.append(f"on {names[id(made)]}:")
         yield
         log.append("done")
@@ -115,10 +114,13 @@ def test_order_of_a_copy_between_devices(queued: list[str]) -> None:
     ]
 
 
-def test_scatter_copies_on_the_stream_that_is_given(queued: list[str]) -> None:
-    streams = [None, devices.current_stream(torch.device("virtual:1"))]
+def test_a_chunk_is_ready_on_the_stream_that_is_given(queued: list[str]) -> None:
+    streams = [None, devices.copy_stream(torch.device("virtual:1"))]
     comm.scatter(torch.ones(2), ["cpu", "virtual:1"], streams=streams)
-    assert queued[0] == "on current virtual:1:"
+    assert queued[-2:] == [
+        "copy virtual:1 waits for current virtual:1",
+        "virtual:1 tensor used on copy virtual:1",
+    ]
 
 
 def test_order_of_a_gather_of_several_devices(queued: list[str]) -> None:

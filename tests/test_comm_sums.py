@@ -146,7 +146,7 @@ def test_sparse_broadcast_scatter_and_gather() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([], "at least one tensor, got none"),
+        ([], r"as many tensors, but the replicas give \[\]"),
         (
             [torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2, 2)],
             r"input 0 is torch.float32 \(2,\) and input 1 torch.float32 \(3,\)",

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dataparallel import torch_internals
-from dataparallel.devices import NullStream, Stream, current_stream
+from dataparallel.devices import Stream, current_stream
 
 #: How many entries each registration examines for leftovers; more than it adds.
 _EXAMINED = 2
@@ -226,14 +226,14 @@ class _Writes:
                 work.wait()
         except Exception as error:
             failure = error
-        if not isinstance(stream, NullStream):
+        if stream is not None:
             self._ordered = {stream}
             self._event = stream.record_event()
         return failure
 
     def _order(self, stream: Stream) -> None:
         event = self._event
-        if event is not None and not isinstance(stream, NullStream) and stream not in self._ordered:
+        if event is not None and stream is not None and stream not in self._ordered:
             stream.wait_event(event)
             self._ordered.add(stream)
 

@@ -26,7 +26,6 @@ from dataparallel.comm.failures import (
 )
 from dataparallel.comm.link import is_time_limit, wait_briefly
 from dataparallel.devices import (
-    NullStream,
     current_stream,
     is_accelerator,
     use_stream,
@@ -113,7 +112,7 @@ class ProcessWork:
             CollectiveTimeout: Another process did not come in time; the message says which.
             CollectiveError: The collective failed.
         """
-        if isinstance(self._stream, NullStream):
+        if self._stream is None:
             self._complete()
             return
         # See Note [Whose memory].

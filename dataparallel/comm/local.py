@@ -8,24 +8,21 @@ Floating-point addition is not associative, so a sum over replicas has a value o
 order. The order is that of the replicas, ((g0 + g1) + g2) + ..., wherever the sum is placed: the
 result depends neither on thread timing, nor on the destination, nor on the way of the terms.
 
-Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end. Otherwise it would
-show whether terms are added in one pass over memory or one after the other, and each addition would
-cost half a digit or more of the few that there are. Sums of two come out alike in any case, and
-sparse tensors are added as torch adds them.
+Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end: rounding after each
+addition would cost half a digit or more of the few that there are. Sums of two come out alike in
+any case, and sparse tensors are added as torch adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dataparallel import devices as _devices
-from dataparallel import kernels
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.errors import listed
-from dataparallel.kernels.backend import backend_of
 from dataparallel.kernels.dtypes import wide
 from dataparallel.kernels.memory import is_dense, lie_alike
 from dataparallel.torch_internals import foreach_add, foreach_add_
@@ -63,20 +60,16 @@ LARGE_BYTES = 256 * 2**10
 
 
 def arrive(
-    device: torch.device,
-    sources: Sequence[torch.Tensor],
-    make: Callable[[], torch.Tensor],
-    stream: _devices.Stream | None = None,
+    device: torch.device, sources: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """Make a tensor on ``device`` out of tensors elsewhere, ready on its current stream there.
 
     See Note [Streams of a copy]. ``make`` reads ``sources``, allocates the result on ``device`` and
-    queues the copies into it. Default of ``stream``: the device's copy stream.
+    queues the copies into it.
     """
     if not _devices.is_accelerator(device):
         return make()
-    copying = _devices.copy_stream(device) if stream is None else stream
-    current = _devices.current_stream(device)
+    copying, current = _devices.copy_stream(device), _devices.current_stream(device)
     if any(source.device == device for source in sources):
         _devices.wait_stream(copying, current)
     with _devices.use_stream(copying):
@@ -86,9 +79,7 @@ def arrive(
     return result
 
 
-def copy_to(
-    tensor: torch.Tensor, device: torch.device, stream: _devices.Stream | None = None
-) -> torch.Tensor:
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on ``device``: shared memory if it is there already, else a copy.
 
     Strides, layout and dtype are kept; the result takes no part in autograd.
@@ -97,7 +88,7 @@ def copy_to(
     if tensor.device == device:
         return tensor
     deferred = may_be_deferred(tensor, device)
-    return arrive(device, [tensor], lambda: tensor.to(device, non_blocking=deferred), stream)
+    return arrive(device, [tensor], lambda: tensor.to(device, non_blocking=deferred))
 
 
 def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
@@ -112,21 +103,19 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 # --- flat buffers --------------------------------------------------------------------------------
 
 
-def _plan_groups(columns: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> list[list[int]]:
+def _plan_groups(
+    columns: Mapping[int, Sequence[torch.Tensor]], buffer_size: int
+) -> list[list[int]]:
     """Which columns share a buffer, by their first tensors; those that gain nothing are alone."""
-    alone = {
-        i for i, column in enumerate(columns) if not all(_is_packable(t, column[0]) for t in column)
-    }
-    firsts = enumerate(column[0] for column in columns)
+    alone = {i for i, c in columns.items() if not all(_is_packable(t, c[0]) for t in c)}
+    firsts = ((i, column[0]) for i, column in columns.items())
     return [group.indices for group in fill(firsts, [buffer_size], alone)]
 
 
 def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
     """Whether a tensor is small and lies in memory without gaps, its elements as in another one."""
-    if tensor.layout != torch.strided or tensor.nbytes >= LARGE_BYTES:
-        return False
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return not is_lazy and is_dense(tensor) and lie_alike(tensor, like)
+    is_small = tensor.layout == torch.strided and tensor.nbytes < LARGE_BYTES
+    return is_small and is_dense(tensor) and lie_alike(tensor, like)
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,24 +124,15 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in a flat buffer, laid out as some others: they share its memory.
-
-    See Note [Version counters of coalesced results].
-    """
+    """The tensors in a flat buffer, laid out as some others: they share its memory."""
     tensors = []
     offset = flat.storage_offset()
     for like in likes:
+        # Views of one buffer share its version counter: a change of one parameter would count as a
+        # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
         tensors.append(flat.as_strided(like.shape, like.stride(), offset).data)
         offset += like.numel()
     return tensors
-
-
-# Note [Version counters of coalesced results]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Views of one buffer share its version counter: an in-place change of one parameter would then
-# count as a change of all, and backward would refuse tensors that nobody touched. The results
-# occupy disjoint parts of the buffer and the buffer itself is never handed out, so each gets a
-# counter of its own (`.data`).
 
 
 # --- broadcast -----------------------------------------------------------------------------------
@@ -176,20 +156,15 @@ def broadcast(
         out: Tensors to copy into, instead of ``devices``.
 
     Returns:
-        One tensor per device with the strides of ``tensor``, or ``out``. On the tensor's own
-        device, and between slots of one device, memory is shared. No result requires grad.
+        One tensor per device, as of :func:`broadcast_coalesced`, or ``out``.
 
     Raises:
-        ValueError: Both or none of ``devices`` and ``out`` are given, a device doesn't exist, or a
-            tensor of ``out`` has another size.
+        ValueError: A device doesn't exist, ``out`` has other sizes, or both or none are given.
     """
     if out is not None and devices is None:
         return _write(out, [tensor] * len(out))
-    if devices is None or out is not None:
-        raise ValueError(
-            f"give either devices or out, but got devices={devices} and "
-            f"out={None if out is None else f'{len(out)} tensors'}"
-        )
+    if out is not None or devices is None:
+        raise ValueError("say by either devices or out where the copies are")
     return tuple(row[0] for row in copies_of([tensor], _devices.parse_devices(list(devices))))
 
 
@@ -210,22 +185,21 @@ def broadcast_coalesced(
         buffer_size: Bytes with which a buffer is full. Default: 10 MiB.
 
     Returns:
-        For each device the list of tensors on it, in the order of ``tensors``. On the tensors' own
-        device, and between slots of one device, memory is shared; see
-        Note [Version counters of coalesced results].
+        For each device the list of tensors on it, in the order of ``tensors``, with their strides.
+        On the tensors' own device, and between slots of one device, memory is shared. No result
+        requires grad.
 
     Raises:
         ValueError: A device doesn't exist, there is none, or the tensors are on several devices.
     """
     given = list(tensors)
-    slots = _devices.parse_devices(list(devices))
     found = list(dict.fromkeys(str(tensor.device) for tensor in given))
     if len(found) > 1:
         raise ValueError(
             f"the tensors must be on one device, but they are on {listed(found)}; "
             "call once per device"
         )
-    return copies_of(given, slots, buffer_size)
+    return copies_of(given, _devices.parse_devices(list(devices)), buffer_size)
 
 
 def copies_of(
@@ -235,10 +209,10 @@ def copies_of(
 ) -> list[list[torch.Tensor]]:
     """As :func:`broadcast_coalesced`."""
     sources = [tensor.detach() for tensor in tensors]
-    on = {slot: sources for slot in slots}
+    on = {slot: list(sources) for slot in slots}
     away = [slot for slot in on if sources and slot != sources[0].device]
-    on.update({slot: list(sources) for slot in away})
-    for members in _plan_groups([[t] for t in sources], buffer_size) if away else ():
+    columns = {i: [source] for i, source in enumerate(sources)} if away else {}
+    for members in _plan_groups(columns, buffer_size):
         group = [sources[i] for i in members]
         flat = _pack(group) if len(group) > 1 else group[0]
         for slot in away:
@@ -267,8 +241,8 @@ def reduce_add(
         destination: Where the sum is. Default: the device of the first input.
 
     Returns:
-        The sum in replica order, see Note [Order of a sum], in new memory; a single input is
-        returned as it is if it is on ``destination`` already.
+        The sum in replica order, in new memory; a single input is returned as it is if it is on
+        ``destination`` already.
 
     Raises:
         ValueError: There is no input, sizes or dtypes disagree, or ``destination`` doesn't exist.
@@ -288,25 +262,20 @@ def reduce_add_coalesced(
         weight_grad, bias_grad = reduce_add_coalesced([[w0, b0], [w1, b1]], destination=0)
 
     Args:
-        inputs: For each replica its tensors: as many in each, with equal sizes and dtypes.
+        inputs: For each replica its tensors: as many in each, as for :func:`reduce_add`.
         destination: Where the sums are. Default: the device of the first input.
         buffer_size: Bytes with which a buffer is full. Default: 10 MiB.
 
     Returns:
-        One sum per tensor, in order, in new memory unless there is only one replica.
-        See Note [Order of a sum].
+        One sum per tensor, in order, as of :func:`reduce_add`.
 
     Raises:
         ValueError: Sizes, dtypes or counts disagree, or ``destination`` doesn't exist.
     """
     replicas = [list(tensors) for tensors in inputs]
-    if not replicas:
-        raise ValueError("reduce_add_coalesced needs at least one tensor, got none")
     counts = [len(replica) for replica in replicas]
-    if len(set(counts)) > 1:
+    if len(set(counts)) != 1:
         raise ValueError(f"each replica must give as many tensors, but the replicas give {counts}")
-    if not replicas[0]:
-        return ()
     columns = list(zip(*replicas, strict=True))
     for first, *others in columns:
         for i, term in enumerate(others, start=1):
@@ -316,7 +285,9 @@ def reduce_add_coalesced(
                     f"{first.dtype} {tuple(first.shape)} and input {i} {term.dtype} "
                     f"{tuple(term.shape)}"
                 )
-    target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
+    if not columns:
+        return ()
+    target = columns[0][0].device if destination is None else _devices.parse_device(destination)
     return tuple(sums_of(columns, target, buffer_size=buffer_size))
 
 
@@ -334,9 +305,8 @@ def sums_of(
     over the first term of its column if that is on the device.
     """
     sums: list[torch.Tensor | None] = [None] * len(columns)
-    # What is added or packed together is on the same devices in each row.
-    together: dict[Any, list[int]] = {}
-    given: list[list[torch.Tensor]] = []
+    # What is added in one call is on the same devices in each row.
+    together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}
     for i, column in enumerate(columns):
         terms, places, layouts = [], [], set()
         for term in column:
@@ -346,62 +316,27 @@ def sums_of(
                 layouts.add(term.layout)
         if len(layouts) > 1:
             terms = [term if term.layout == torch.strided else term.to_dense() for term in terms]
-        given.append(terms)
         if len(terms) > 1:
-            where = tuple(places) if torch.strided in layouts else i
-            together.setdefault(where, []).append(i)
+            # A sparse sum is made alone.
+            alone = -1 if torch.strided in layouts else i
+            together.setdefault((alone, *places), {})[i] = terms
         elif terms:
             moves = places[0] != target or terms[0].requires_grad
             sums[i] = copy_to(terms[0], target) if moves else terms[0]
-    for where, members in together.items():
-        group = [given[i] for i in members]
-        if isinstance(where, int):
-            totals = _add(group, target, in_place=False)
-        elif set(where) == {target}:
-            totals = _add_here(group, target, in_place)
-        else:
-            totals = _add_packed(group, target, in_place, buffer_size)
-        for i, total in zip(members, totals, strict=True):
-            sums[i] = total
+    for (alone, *places), given in together.items():
+        # Small ones are copied together.
+        apart = any(map(target.__ne__, places))
+        for members in _plan_groups(given, buffer_size) if apart else [list(given)]:
+            group = [given[i] for i in members]
+            if apart and len(group) > 1:
+                flat = [_pack(row) for row in zip(*group, strict=True)]
+                (total,) = _add([flat], target, in_place=False)
+                totals = _unpack(total, [column[0] for column in group])
+            else:
+                totals = _add(group, target, in_place=in_place and alone < 0)
+            for i, total in zip(members, totals, strict=True):
+                sums[i] = total
     return sums
-
-
-def _add_here(
-    columns: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool
-) -> list[torch.Tensor]:
-    """Sums of dense tensors of one device: of many large ones by a kernel, in one pass."""
-    if len(columns[0]) == 2 or backend_of(target) is None:
-        return _add(columns, target, in_place)
-    sums = {
-        i: kernels.reduce_add(column, out=column[0] if in_place else None)
-        for i, column in enumerate(columns)
-        if column[0].nbytes >= LARGE_BYTES
-    }
-    small = [i for i in range(len(columns)) if i not in sums]
-    if small:
-        totals = _add([columns[i] for i in small], target, in_place)
-        sums.update(zip(small, totals, strict=True))
-    return [sums[i] for i in range(len(columns))]
-
-
-def _add_packed(
-    columns: Sequence[Sequence[torch.Tensor]],
-    target: torch.device,
-    in_place: bool,
-    buffer_size: int,
-) -> list[torch.Tensor]:
-    """Sums of dense tensors of several devices, small ones together."""
-    sums: dict[int, torch.Tensor] = {}
-    for members in _plan_groups(columns, buffer_size):
-        group = [columns[i] for i in members]
-        if len(group) == 1:
-            totals = _add(group, target, in_place)
-        else:
-            flat = [_pack(row) for row in zip(*group, strict=True)]
-            (total,) = _add([flat], target, in_place=False)
-            totals = _unpack(total, [column[0] for column in group])
-        sums.update(zip(members, totals, strict=True))
-    return [sums[i] for i in range(len(columns))]
 
 
 def _add(
@@ -466,7 +401,7 @@ def scatter(
     devices: Iterable[_devices.DeviceLike] | None = None,
     chunk_sizes: Iterable[int] | None = None,
     dim: int = 0,
-    streams: Sequence[_devices.Stream | None] | None = None,
+    streams: Iterable[_devices.Stream] | None = None,
     *,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -483,8 +418,8 @@ def scatter(
         chunk_sizes: Length of each chunk, one per device. Default: as ``torch.chunk`` divides,
             which may give fewer chunks than devices.
         dim: Dimension to split.
-        streams: For each device a stream of it to copy on. Default: its copy stream. Either way
-            the chunks are ready on the current stream.
+        streams: For each device a stream, or None, on which its chunk is ready, too. The chunks are
+            ready on the current streams in any case.
         out: Tensors to copy the chunks into, instead of ``devices`` and ``chunk_sizes``.
 
     Returns:
@@ -493,45 +428,40 @@ def scatter(
 
     Raises:
         ValueError: ``dim`` is out of range, the chunks don't add up to the tensor, a device doesn't
-            exist, or ``out`` is given together with ``devices`` or ``chunk_sizes``.
+            exist, or ``out`` is given together with what it stands for.
     """
     dim = joint_dim([tensor.shape], dim)
-    if out is not None and (devices is not None or chunk_sizes is not None):
-        raise ValueError(
-            "out already says where the chunks go and how long they are, but got it together "
-            f"with devices={devices} and chunk_sizes={chunk_sizes}; leave those out"
-        )
     if out is not None:
+        if devices is not None or chunk_sizes is not None:
+            raise ValueError("out says where the chunks are; leave out devices and chunk_sizes")
         devices = [target.device for target in out]
-        chunk_sizes = [target.size(dim) if dim < target.dim() else 0 for target in out]
+        chunk_sizes = [target.size(dim) for target in out]
     slots = _devices.parse_devices(None if devices is None else list(devices))
-    if chunk_sizes is None:
-        lengths = chunk_lengths(tensor.size(dim), len(slots))
-    else:
-        lengths = tuple(chunk_sizes)
-        if (len(lengths), sum(lengths)) != (len(slots), tensor.size(dim)) or min(lengths) < 0:
-            raise ValueError(
-                f"chunk_sizes gives each of the {len(slots)} devices a length, and the tensor has "
-                f"{tensor.size(dim)} along dim {dim}, but got {lengths}, which is {sum(lengths)}"
-            )
-    chunks = split(tensor, slots, lengths, dim, streams)
+    size = tensor.size(dim)
+    lengths = chunk_lengths(size, len(slots)) if chunk_sizes is None else tuple(chunk_sizes)
+    adds_up = (len(lengths), sum(lengths)) == (len(slots), size) and min(lengths) >= 0
+    if chunk_sizes is not None and not adds_up:
+        raise ValueError(
+            f"chunk_sizes gives each of the {len(slots)} devices a length, and the tensor has "
+            f"{size} along dim {dim}, but got {lengths}, which is {sum(lengths)}"
+        )
+    chunks = split(tensor, slots, lengths, dim)
+    for chunk, stream in zip(chunks, streams or (), strict=False):
+        if stream is not None:
+            _devices.wait_stream(stream, _devices.current_stream(chunk.device))
+            _devices.record_stream(chunk, stream)
     return chunks if out is None else _write(out, chunks)
 
 
 def split(
-    tensor: torch.Tensor,
-    slots: Sequence[torch.device],
-    lengths: Sequence[int],
-    dim: int,
-    streams: Sequence[_devices.Stream | None] | None = None,
+    tensor: torch.Tensor, slots: Sequence[torch.device], lengths: Sequence[int], dim: int
 ) -> tuple[torch.Tensor, ...]:
     """As :func:`scatter`; there may be fewer lengths than slots."""
     narrow = torch.narrow if tensor.layout == torch.strided else torch.narrow_copy
     whole = tensor.detach()
     chunks, start = [], 0
     for i, length in enumerate(lengths):
-        stream = None if streams is None else streams[i]
-        chunks.append(copy_to(narrow(whole, dim, start, length), slots[i], stream))
+        chunks.append(copy_to(narrow(whole, dim, start, length), slots[i]))
         start += length
     return tuple(chunks)
 
@@ -566,17 +496,13 @@ def gather(
     if not parts:
         raise ValueError("gather needs at least one tensor, got none")
     if out is not None and destination is not None:
-        raise ValueError(
-            f"out already says where the result goes, but got it together with "
-            f"destination={destination}; leave that out"
-        )
+        raise ValueError("out says where the result is; leave out destination")
     if all(part.dim() == 0 for part in parts):
         parts = [part.view(1) for part in parts]
     dim = joint_dim([part.shape for part in parts], dim)
     if out is not None:
         return _write([out], [concatenate(parts, dim, out.device)])[0]
-    target = _devices.parse_output_device(destination, parts[0].device)
-    return concatenate(parts, dim, target)
+    return concatenate(parts, dim, _devices.parse_output_device(destination, parts[0].device))
 
 
 def joint_dim(shapes: Sequence[torch.Size], dim: int) -> int:
@@ -609,12 +535,9 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -
 
     def make() -> torch.Tensor:
         result = torch.empty_like(like, device=device)
-        start = 0
-        for part in parts:
-            length = part.size(dim)
-            deferred = may_be_deferred(part, device)
-            result.narrow(dim, start, length).copy_(part, non_blocking=deferred)
-            start += length
+        places = torch.split(result, [part.size(dim) for part in parts], dim)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part, non_blocking=may_be_deferred(part, device))
         return result
 
     return arrive(device, parts, make)
@@ -623,12 +546,10 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -
 def _write(
     out: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of ``out``, with some content."""
-    for i, (target, content) in enumerate(zip(out, contents, strict=True)):
+    """The tensors of ``out``, with some content of their sizes."""
+    for target, content in zip(out, contents, strict=True):
         if target.shape != content.shape:
-            raise ValueError(
-                f"out[{i}] has shape {tuple(target.shape)} but its content has shape "
-                f"{tuple(content.shape)}"
-            )
+            sizes = f"{tuple(target.shape)}, and its content {tuple(content.shape)}"
+            raise ValueError(f"a tensor of out has shape {sizes}; give one that fits")
         target.detach().copy_(copy_to(content, target.device))
     return tuple(out)

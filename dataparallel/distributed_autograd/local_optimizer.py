@@ -57,8 +57,8 @@ class LocalOptimizer:
                 self._optimizer.zero_grad()
             # Calls that come next may use other streams.
             for device in {parameter.device for parameter in self._parameters}:
-                if devices.is_accelerator(device):
-                    devices.current_stream(device).synchronize()
+                if (stream := devices.current_stream(device)) is not None:
+                    stream.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, on the CPU."""

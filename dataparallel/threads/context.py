@@ -120,7 +120,7 @@ class ThreadContext:
         self._variables = contextvars.copy_context()
         places = frozenset((*devices, *others))
         self._settings = [(get, use, get()) for get, use in _settings(places)]
-        self._streams = [*map(_devices.current_stream, filter(_devices.is_accelerator, places))]
+        self._streams = [*filter(None, map(_devices.current_stream, places))]
         self._nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()

@@ -138,7 +138,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     """The default generator of a device; ``None`` if its module does not tell."""
     if not _devices.is_accelerator(device):
         return torch.default_generator
-    generators = getattr(_devices.device_module(device), "default_generators", ())
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
     index = device.index or 0
     return generators[index] if index < len(generators) else None
 

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _device(given: str | None) -> torch.device:
     if given is None:
-        return devices.default_devices()[0]
+        return devices.parse_devices(None)[0]
     return devices.parse_device(int(given) if given.isdecimal() else given)
 
 
@@ -108,7 +108,7 @@ def device_name(device: torch.device) -> str:
     """What the makers call a device; its type where they say nothing."""
     if not devices.is_accelerator(device):
         return str(device)
-    module = devices.device_module(device)
+    module = torch.get_device_module(device)
     return (
         str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
     )
