@@ -24,12 +24,15 @@ def _logging(rank: int, world_size: int, replicas: int) -> tuple[dict[str, Any],
     return first, dict(model._get_ddp_logging_data())
 
 
-#: What is measured, or is about another way to reduce.
+#: What is about another way to reduce, what is called otherwise, and what os.environ tells.
 _DIFFERENT = {
     # Torch's first plan is one bucket, since it does not look for unused parameters.
     "bucket_sizes",
     "initial_bucket_size_limits",
     "gloo_num_threads",
+    "dtypes",
+    *("master_addr", "master_port", "torch_distributed_debug", "cuda_visible_devices"),
+    *("gloo_device_transport", "gloo_socket_ifname"),
 }
 
 
@@ -44,6 +47,7 @@ def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
         after = ours[1]
         assert after["forward_compute_time"] > 0 and after["backward_compute_time"] > 0
         assert after["iteration"] == 2 and after["num_buckets_reduced"] == 1
+        assert after["dtypes"] == "float32"
 
 
 def _iterations(rank: int, world_size: int, replicas: int) -> list[Any]:

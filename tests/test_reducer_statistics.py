@@ -96,6 +96,7 @@ def test_one_iteration(clock: Clock) -> None:
         **{f"avg_{name}": value for name, value in expected.items()},
         "num_sampled": 1,
         "forward_compute_time_start": start,
+        "forward_compute_time_end": start + 3 * MS,
         "backward_compute_time_start": start + 4 * MS,
         "backward_compute_time_end": start + 12 * MS,
         "backward_comm_time_start": start + 8 * MS,

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel import torch_internals
 from dataparallel.batch.gather import read_weight
 from dataparallel.threads.timeline import Timeline
 
@@ -29,15 +28,13 @@ Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
 
 
 class Part(NamedTuple):
-    """What one replica contributes to the loss of the batch.
+    """What one replica contributes to the loss of the batch."""
 
-    ``numerator`` is 0-d, or holds the losses themselves where they are not reduced;
-    ``denominator`` is ``None`` where nothing is divided; ``dtype`` is that of the loss, which may
-    be narrower than that of the sums, and ``None`` for a chunk without weight.
-    """
-
+    #: 0-d; the losses themselves where they are not reduced.
     numerator: Tensor
+    #: None where nothing is divided.
     denominator: Tensor | float | None
+    #: Of the loss, which may be narrower than the sum; None for a chunk without weight.
     dtype: torch.dtype | None
 
 
@@ -75,66 +72,56 @@ def _targets(losses: Tensor, named: Mapping[str, Any]) -> Tensor | float:
     return _total(weight[target.long().where(valid, 0)].where(valid, 0))
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What the mean of a family of criteria divides by, and which shapes it needs for that.
+class Rule(NamedTuple):
+    """What is known of one of torch's criteria."""
 
-    ``dims`` is the least number of dimensions of a batched output. ``aligned`` criteria broadcast
-    output and target silently.
-    """
-
-    denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float]
+    function: Callable[..., Tensor]
+    #: The least number of dimensions of a batched output.
     dims: int = 1
-    aligned: bool = False
+    #: Whether output and target of other shapes are broadcast silently.
+    broadcasts: bool = False
+    #: What the mean divides by, from the losses and the arguments by name.
+    denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float] = _elements
 
 
-_ELEMENTS = Rule(_elements)
-_BROADCAST = Rule(_elements, aligned=True)
-_BROADCAST_WEIGHTED = Rule(_element_weights, aligned=True)
-_DIVERGENCE = Rule(_elements, aligned=True)
-_ROWS = Rule(_elements, dims=2)
-_CLASSES = Rule(_targets, dims=2)
-# CTC divides each loss by the length of its target first.
-_SEQUENCES = Rule(_elements, dims=3)
-
-_FAMILIES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
-    (nn.BCELoss, F.binary_cross_entropy, _ELEMENTS),
-    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _ELEMENTS),
-    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _ROWS),
-    (nn.CrossEntropyLoss, F.cross_entropy, _CLASSES),
-    (nn.CTCLoss, F.ctc_loss, _SEQUENCES),
-    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _BROADCAST),
-    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _BROADCAST),
-    (nn.HuberLoss, F.huber_loss, _BROADCAST),
-    (nn.KLDivLoss, F.kl_div, _DIVERGENCE),
-    (nn.L1Loss, F.l1_loss, _BROADCAST_WEIGHTED),
-    (nn.MSELoss, F.mse_loss, _BROADCAST_WEIGHTED),
-    (nn.MarginRankingLoss, F.margin_ranking_loss, _BROADCAST),
-    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _ROWS),
-    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, Rule(_elements, 2, True)),
-    (nn.MultiMarginLoss, F.multi_margin_loss, _ROWS),
-    (nn.NLLLoss, F.nll_loss, _CLASSES),
-    (nn.PoissonNLLLoss, F.poisson_nll_loss, _BROADCAST),
-    (nn.SmoothL1Loss, F.smooth_l1_loss, _BROADCAST),
-    (nn.SoftMarginLoss, F.soft_margin_loss, _BROADCAST),
-    (nn.TripletMarginLoss, F.triplet_margin_loss, _ROWS),
-    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _ROWS),
-]
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.BCELoss: Rule(F.binary_cross_entropy),
+    nn.BCEWithLogitsLoss: Rule(F.binary_cross_entropy_with_logits),
+    nn.CosineEmbeddingLoss: Rule(F.cosine_embedding_loss, dims=2),
+    nn.CrossEntropyLoss: Rule(F.cross_entropy, dims=2, denominator=_targets),
+    nn.CTCLoss: Rule(F.ctc_loss, dims=3),
+    nn.GaussianNLLLoss: Rule(F.gaussian_nll_loss, broadcasts=True),
+    nn.HingeEmbeddingLoss: Rule(F.hinge_embedding_loss, broadcasts=True),
+    nn.HuberLoss: Rule(F.huber_loss, broadcasts=True),
+    nn.KLDivLoss: Rule(F.kl_div, broadcasts=True),
+    nn.L1Loss: Rule(F.l1_loss, broadcasts=True, denominator=_element_weights),
+    nn.MSELoss: Rule(F.mse_loss, broadcasts=True, denominator=_element_weights),
+    nn.MarginRankingLoss: Rule(F.margin_ranking_loss, broadcasts=True),
+    nn.MultiLabelMarginLoss: Rule(F.multilabel_margin_loss, dims=2),
+    nn.MultiLabelSoftMarginLoss: Rule(F.multilabel_soft_margin_loss, dims=2, broadcasts=True),
+    nn.MultiMarginLoss: Rule(F.multi_margin_loss, dims=2),
+    nn.NLLLoss: Rule(F.nll_loss, dims=2, denominator=_targets),
+    nn.PoissonNLLLoss: Rule(F.poisson_nll_loss, broadcasts=True),
+    nn.SmoothL1Loss: Rule(F.smooth_l1_loss, broadcasts=True),
+    nn.SoftMarginLoss: Rule(F.soft_margin_loss, broadcasts=True),
+    nn.TripletMarginLoss: Rule(F.triplet_margin_loss, dims=2),
+    nn.TripletMarginWithDistanceLoss: Rule(F.triplet_margin_with_distance_loss, dims=2),
+}
 if hasattr(nn, "LinearCrossEntropyLoss"):
-    _FAMILIES.append((nn.LinearCrossEntropyLoss, F.cross_entropy, _CLASSES))
+    _RULES[nn.LinearCrossEntropyLoss] = _RULES[nn.CrossEntropyLoss]
 
 
 def _rule_of(criterion: Callable[..., Any]) -> Rule | None:
-    """What one of torch's own criteria divides by; None for any other."""
+    """What is known of one of torch's own criteria; None for any other."""
     if isinstance(criterion, nn.Module):
         found = type(criterion)
         if "forward" in vars(criterion) or found.__call__ is not nn.Module.__call__:
             return None
-        same = (r for c, _, r in _FAMILIES if issubclass(found, c) and found.forward is c.forward)
-        return next(same, None)
+        known = (kind for kind in _RULES if issubclass(found, kind))
+        return next((_RULES[kind] for kind in known if found.forward is kind.forward), None)
     if isinstance(criterion, functools.partial) and not criterion.args:
         criterion = criterion.func
-    return next((rule for _, function, rule in _FAMILIES if function is criterion), None)
+    return next((rule for rule in _RULES.values() if rule.function is criterion), None)
 
 
 def _quiet(
@@ -159,21 +146,14 @@ def _named(
     function: Callable[..., Any] = quiet.func
     settings = {}
     if isinstance(function, nn.Module):
-        keys = ("weight", "pos_weight", "ignore_index")
+        keys = ("weight", "ignore_index")
         settings = {key: getattr(function, key) for key in keys if hasattr(function, key)}
         function = function.forward
     bound = inspect.signature(function).bind(output, *args, **{**quiet.keywords, **kwargs})
-    named = bound.arguments | settings
-    if "reduction" in kwargs or any(named.get(k) is not None for k in ("size_average", "reduce")):
-        raise ValueError(
-            f"the replicas must agree on how {_name_of(quiet)} reduces: give reduction= with the "
-            f"criterion, as in functools.partial({_name_of(quiet)}, reduction='sum'), and neither "
-            "with the targets nor as size_average= or reduce="
-        )
-    return named
+    return bound.arguments | settings
 
 
-def _check_shapes(name: str, rule: Rule, named: Mapping[str, Any]) -> None:
+def _check(name: str, rule: Rule, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments whose losses do not divide into those of single samples."""
     output, target = list(named.values())[:2]
     if output.dim() < rule.dims:
@@ -181,21 +161,17 @@ def _check_shapes(name: str, rule: Rule, named: Mapping[str, Any]) -> None:
             f"{name} needs an output with a batch dimension, of at least {rule.dims} dimensions, "
             f"but the module returned shape {tuple(output.shape)}"
         )
-    if rule.aligned and isinstance(target, Tensor) and target.dim() not in (0, output.dim()):
+    if rule.broadcasts and isinstance(target, Tensor) and target.dim() not in (0, output.dim()):
         raise ValueError(
             f"{name} would compare every output of shape {tuple(output.shape)} with every target "
             f"of shape {tuple(target.shape)}, across samples; give both the same dimensions"
         )
-    weights = [named.get("weight"), named.get("pos_weight")] if rule is _ELEMENTS else []
-    try:
-        for weight in weights:
-            _ = weight is None or weight.expand_as(output)
-    except RuntimeError as error:
+    if "reduction" in kwargs or any(named.get(k) is not None for k in ("size_average", "reduce")):
         raise ValueError(
-            f"a weight of {name} has another size than this chunk of the batch, {error}; pass one "
-            "entry per sample with the targets, so that they are split alike: targets={'target': "
-            "..., 'weight': ...}"
-        ) from error
+            f"the replicas must agree on how {name} reduces: give reduction= with the criterion, "
+            f"as in functools.partial({name}, reduction='sum'), and neither with the targets nor "
+            "as size_average= or reduce="
+        )
 
 
 # --- any criterion ---------------------------------------------------------------------------
@@ -269,13 +245,14 @@ class Loss:
         divides = self.reduction not in ("sum", "none")
         quiet = _quiet(criterion, "none" if divides else self.reduction, output.device)
         named = _named(quiet, output, args, kwargs)
-        _check_shapes(name, self.rule, named)
+        _check(name, self.rule, named, kwargs)
         losses = quiet(output, *args, **kwargs)
         if not divides:
             return Part(losses, None, losses.dtype)
         dtype = losses.dtype
         denominator = self.rule.denominator(losses, named)
-        if self.rule is _SEQUENCES:
+        if self.rule.function is F.ctc_loss:
+            # It divides each loss by the length of its target first.
             lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
             losses = losses / lengths.clamp_min(1)
         if self.reduction == "batchmean":
@@ -295,9 +272,7 @@ class Loss:
             weight = read_weight("weight=", self.weight(output, *args, **kwargs))
         if weight == 0:
             # The loss of a chunk without weight is often 0/0; even times zero it would be NaN.
-            leaves = torch_internals.tree_leaves(output)
-            device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-            return Part(torch.zeros((), device=device), 0, None)
+            return Part(torch.zeros(()), 0, None)
         loss = criterion(output, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -323,23 +298,16 @@ class Loss:
 
 def prepare(criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0) -> Loss:
     """Find out what a criterion divides by; see the arguments of ``DataParallel.loss``."""
-    if not callable(criterion):
-        raise TypeError(f"a criterion is a callable, but got {criterion!r}")
     name, rule = _name_of(criterion), _rule_of(criterion)
-    if rule is None and weight is None:
-        raise ValueError(
-            f"what {name} divides its loss by is not known, so the losses of the chunks cannot be "
-            'weighted; pass weight="samples" if it is a mean over samples, or a function of its '
-            "arguments that returns what it divides by, for example "
-            "weight=lambda output, target: (target != -100).sum(). Known without weight= are the "
-            "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
-            "keywords"
-        )
     if rule is None:
         if weight != "samples" and not callable(weight):
-            raise TypeError(
-                'weight= is "samples" or a function of the criterion\'s arguments, but got '
-                f"{weight!r}"
+            raise ValueError(
+                f"what {name} divides its loss by is not known, so the losses of the chunks cannot "
+                f'be weighted with weight={weight!r}; pass weight="samples" if it is a mean over '
+                "samples, or a function of its arguments that returns what it divides by, for "
+                "example weight=lambda output, target: (target != -100).sum(). Known are the "
+                "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
+                "keywords"
             )
         return Loss(criterion, "weighted", dim, None, weight)
     if weight is not None:
@@ -349,7 +317,7 @@ def prepare(criterion: Callable[..., Any], weight: Weight | None = None, dim: in
         )
     keywords = criterion.keywords if isinstance(criterion, functools.partial) else vars(criterion)
     reduction = keywords.get("reduction", "mean")
-    known = ("mean", "sum", "none", *(["batchmean"] if rule is _DIVERGENCE else []))
+    known = ("mean", "sum", "none", *(["batchmean"] if rule.function is F.kl_div else []))
     if reduction not in known:
         raise ValueError(f"the reduction of {name} is one of {known}, but is {reduction!r}")
     if reduction == "batchmean" and dim != 0:

@@ -4,7 +4,7 @@ Note [What is measured]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The first ten iterations are sampled, and then one in ``sample_rate``. An iteration begins with a
 forward; of several backwards that follow it, the first one counts. What is measured are spans of
-the timeline, see Note [Phases of a replica]:
+the timeline, see Note [Phases of a replica], from the first begin to the last end:
 
     |- forward -|   (loss)   |--------- backward ---------|
                                       |- reduce local -| ... |- reduce across processes -|
@@ -12,17 +12,15 @@ the timeline, see Note [Phases of a replica]:
                                       '- communication ----------------------------------'
 
 Torch takes the loss for a part of backward compute, since its reducer doesn't see where backward
-begins. Where spans have events of accelerators, these tell the time; of several replicas, the one
-for which a measure is longest counts. Events are read when they have happened; only :meth:`read`
-waits.
+begins. Where spans have events of accelerators, these tell the time, and the slowest device counts;
+only :meth:`Statistics.read` waits for them.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -41,21 +39,8 @@ if TYPE_CHECKING:
 LoggingValue: TypeAlias = int | str
 
 _ALWAYS_SAMPLED = 10
-
-# What torch calls some dtypes here.
-_CPP_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
-
-_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
-_OF_NCCL = ("SOCKET_IFNAME", "BLOCKING_WAIT", "DEBUG", "NTHREADS", "IB_TIMEOUT")
-_BACKEND_ENVIRONMENT = {
-    "nccl": (*(f"NCCL_{name}" for name in _OF_NCCL), "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-}
+# Means are over so many iterations, the last that were sampled.
+_KEPT = 100
 
 
 class Statistics:
@@ -72,12 +57,9 @@ class Statistics:
         #: What torch calls the iteration: the last that was sampled before the current one.
         self.reported = 0
         self._sampled = 0
-        self._sample: list[Span] = []
-        self._unread: deque[list[Span]] = deque()
-        self._latest: dict[str, int] = {}
-        self._sums: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._num_read = 0
+        self._num_sampled = 0
+        self._spans: list[Span] = []
+        self._samples: deque[list[Span]] = deque(maxlen=_KEPT)
 
     def set_sample_rate(self, sample_rate: int) -> None:
         """Sample one in so many iterations, from the next one on and after the first ten."""
@@ -93,88 +75,80 @@ class Statistics:
         self.reported = self._sampled
         # If there was no backward, what is known of the forward counts.
         self.end()
-        self._read(wait=False)
         if number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0:
             self._sampled, self.due = number, number + 1
-            self._timeline.subscribe(self._listen)
-            self.measures = True
+            self.measures, self._spans = True, []
+            self._timeline.subscribe(self._spans.append)
         else:
             self.due = number + self._sample_rate - number % self._sample_rate
-
-    def _listen(self, span: Span) -> None:
-        self._sample.append(span)
 
     def end(self) -> None:
         """The round has ended; nothing more is measured in this iteration."""
         if self.measures:
-            self._unread.append(self._sample)
+            self._num_sampled += 1
+            self._samples.append(self._spans)
             self.abandon()
 
     def abandon(self) -> None:
         """Forget the current iteration, which has failed."""
-        self.measures, self._sample = False, []
-        self._timeline.unsubscribe(self._listen)
+        self.measures = False
+        self._timeline.unsubscribe(self._spans.append)
 
     def read(self) -> dict[str, int]:
         """What was measured, in nanoseconds; waits until the accelerators have come that far."""
-        self._read(wait=True)
-        means = {f"avg_{name}": total // self._counts[name] for name, total in self._sums.items()}
-        return {**self._latest, **means, "num_sampled": self._num_read}
-
-    def _read(self, *, wait: bool) -> None:
-        while self._unread:
-            for span in self._unread[0]:
-                for event in (*span.begin_events, *span.end_events):
-                    if event is not None and wait:
-                        event.synchronize()
-                    elif event is not None and not event.query():
-                        return
-            measures, times = _measures(self._unread.popleft())
-            self._sums.update(measures)
-            self._counts.update(measures.keys())
-            self._num_read += 1
-            self._latest = {**measures, **times}
+        latest: dict[str, int] = {}
+        lengths: defaultdict[str, list[int]] = defaultdict(list)
+        for spans in self._samples:
+            latest = _measures(spans)
+            for name, value in latest.items():
+                if name.endswith("_time"):
+                    lengths[f"avg_{name}"].append(value)
+        means = {name: sum(values) // len(values) for name, values in lengths.items()}
+        return {**latest, **means, "num_sampled": self._num_sampled}
 
 
-def _until(first: Span, last: Span) -> int:
-    """Nanoseconds from the begin of a span to the end of one, for the slowest of the replicas."""
-    ends = dict(zip(last.replicas, last.end_events, strict=False))
-    both = [(a, ends.get(r)) for r, a in zip(first.replicas, first.begin_events, strict=False)]
-    # Events tell milliseconds.
-    on_devices = [int(a.elapsed_time(b) * 1e6) for a, b in both if a is not None and b is not None]
-    return max(on_devices) if on_devices else last.end - first.begin
-
-
-def _measures(spans: Sequence[Span]) -> tuple[dict[str, int], dict[str, int]]:
-    """How long the phases of an iteration took, and when they were, in ns since 1970."""
-    phases: dict[str, list[Span]] = {}
+def _measures(spans: Sequence[Span]) -> dict[str, int]:
+    """How long the phases of an iteration took, and when they were since 1970, in nanoseconds."""
+    phases: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.begin):
-        phases.setdefault(span.phase, []).append(span)
-    forward, backward = phases.get("forward", []), phases.get("backward", [])
-    local, across = phases.get("reduce local", []), phases.get("reduce across processes", [])
+        phases[span.phase].append(span)
+    backward = phases["backward"]
+    local, across = phases["reduce local"], phases["reduce across processes"]
     # The first bucket is sent when it was summed up; the last is waited for at the end.
-    communication = [local[0], *across] if local and across else local
-    took, when = {}, {}
-    if forward:
-        took["forward_compute_time"] = max(_until(span, span) for span in forward)
-        when["forward_compute_time_start"] = forward[0].begin
-    if backward:
-        firsts = {span.replicas: span for span in reversed(backward)}
-        took["backward_compute_time"] = max(_until(firsts[s.replicas], s) for s in backward)
-    for name, found in (("backward_compute", backward), ("backward_comm", communication)):
-        if found:
-            when[f"{name}_time_start"] = found[0].begin
-            when[f"{name}_time_end"] = max(span.end for span in found)
+    communication = [*local[:1], *across] if across else local
+    named = {
+        "forward_compute": phases["forward"],
+        "backward_compute": backward,
+        "backward_comm": communication,
+    }
+    since = time.time_ns() - time.perf_counter_ns()
+    found = {}
+    for name, part in named.items():
+        if part:
+            found[f"{name}_time"] = _length(part, part)
+            found[f"{name}_time_start"] = since + part[0].begin
+            found[f"{name}_time_end"] = since + max(span.end for span in part)
     if backward and communication:
-        first = communication[0]
-        # An event of one device tells nothing of another one.
-        near = [s for s in backward if not s.end_events or {*s.replicas} & {*first.replicas}]
-        total = max(_until(first, span) for span in communication)
-        computed = max((_until(first, span) for span in near), default=0)
-        took["backward_comm_time"] = total
-        took["backward_compute_comm_overlap_time"] = min(max(computed, 0), total)
-    offset = time.time_ns() - time.perf_counter_ns()
-    return took, {name: at + offset for name, at in when.items()}
+        overlap = max(_length(communication[:1], backward), 0)
+        found["backward_compute_comm_overlap_time"] = min(overlap, found["backward_comm_time"])
+    return found
+
+
+def _length(begins: Sequence[Span], ends: Sequence[Span]) -> int:
+    """Nanoseconds from the first begin to the last end, on the device where these are longest."""
+    firsts = {span.replicas: span for span in reversed(begins)}
+    lasts = {span.replicas: span for span in ends}
+    on_devices = []
+    for first, last in itertools.product(firsts.values(), lasts.values()):
+        events = dict(zip(last.replicas, last.end_events, strict=False))
+        for replica, begin in zip(first.replicas, first.begin_events, strict=False):
+            end = events.get(replica)
+            if begin is not None and end is not None:
+                begin.synchronize()
+                end.synchronize()
+                # Events tell milliseconds.
+                on_devices.append(int(begin.elapsed_time(end) * 1e6))
+    return max(on_devices, default=max(span.end for span in ends) - begins[0].begin)
 
 
 # --- torch's logging data --------------------------------------------------------------------
@@ -197,14 +171,23 @@ def logging_data(
     count = reducer.trained.num_reduced
     parameters = reducer.trained.parameters[:count]
     cap = options.bucket_bytes(sends=sends)
+    batch_norms = nn.SyncBatchNorm, SyncBatchNorm
 
     def sizes(plan: BucketPlan) -> str:
         pairs = zip(plan.buckets, plan.bytes, strict=True)
         return _text(size for bucket, size in pairs if bucket[0] < count)
 
     found: dict[str, LoggingValue] = {
-        **_facts(module, parameters, group),
         **more,
+        "module_name": type(module).__name__,
+        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
+        "dtypes": _text(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+        "world_size": 1 if group is None else dist.get_world_size(group),
+        "rank": 0 if group is None else dist.get_rank(group),
+        "backend_name": "" if group is None else dist.get_backend(group),
         "num_replicas": len(places),
         "device_ids": _text(index for index in places if index is not None),
         "output_device": -1 if output is None else output,
@@ -234,26 +217,6 @@ def logging_data(
     if reducer.last_error:
         found |= {"has_error": 1, "error": reducer.last_error}
     return found
-
-
-def _facts(
-    module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
-) -> dict[str, LoggingValue]:
-    backend = "" if group is None else dist.get_backend(group)
-    variables = (*_ENVIRONMENT, *_BACKEND_ENVIRONMENT.get(backend, ()))
-    batch_norms = nn.SyncBatchNorm, SyncBatchNorm
-    return {
-        "module_name": type(module).__name__,
-        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
-        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
-        "dtypes": _text(sorted({_CPP_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
-        "num_parameter_tensors": len(parameters),
-        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-        "world_size": 1 if group is None else dist.get_world_size(group),
-        "rank": 0 if group is None else dist.get_rank(group),
-        "backend_name": backend,
-        **{name.lower(): os.environ.get(name, "N/A") for name in variables},
-    }
 
 
 def _text(entries: Iterable[object]) -> str:
