@@ -117,7 +117,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             ``"ignore"`` (default): nobody looks. ``"skip"``: ``.grad`` is None in all processes, so
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
-            forward left them. ``"skip"`` refuses PowerSGD hooks.
+            forward left them.
         buffers, scalars, in_dims, out_dims, split_lists: See :class:`DataParallel`.
 
     Attributes:
@@ -191,7 +191,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             deterministic=deterministic,
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
-            nonfinite=NonFinitePolicy.of(nonfinite),
+            nonfinite=NonFinitePolicy(nonfinite),
         )
         super().__init__(
             module,
@@ -424,8 +424,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 of one; see :func:`dataparallel.reducer.comm_hooks.resolve_hook`.
 
         Raises:
-            TypeError, ValueError: The hook cannot be one, or there is no process group; or the hook
-                is one of PowerSGD, and ``nonfinite="skip"``.
+            TypeError, ValueError: The hook cannot be one, or there is no process group.
             RuntimeError: There is a hook already.
         """
         resolved = resolve_hook(hook, state)
@@ -443,8 +442,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 "deterministic=True makes the sum over processes in rank order, which a "
                 "communication hook replaces; use one of them"
             )
-        if resolved.is_power_sgd:
-            self.options.nonfinite.refuse_kept_nan(resolved.name)
         self.options = replace(self.options, hook=resolved)
         if self._training.processes is None:
             self._build()

@@ -10,16 +10,16 @@ is not finite in what it has sent or received. Either way the host waits once fo
 the end of the round.
 
 The gradients of each replica are looked at before they are added up, since sums in place destroy
-the evidence: one norm for each, in the thread that has computed them. These norms only tell which
-replica is to be named; on an accelerator they are not read before something was found. A backward
-under ``no_sync()`` is a part of the round that reduces what it leaves: it is decided there.
+the evidence: one norm for each, in the thread that has computed them. On an accelerator these norms
+are not read before something was found. A backward under ``no_sync()`` is a part of the round that
+reduces what it leaves: it is decided there.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -54,10 +54,8 @@ class NonFinitePolicy:
     #: How many backwards were skipped so far.
     num_skipped: int = 0
 
-    @staticmethod
-    def of(action: object) -> NonFinitePolicy:
-        """The policy for what a user has passed; a ValueError if there is no such action."""
-        return NonFinitePolicy(chosen("nonfinite", action, get_args(NonFiniteAction)))
+    def __post_init__(self) -> None:
+        chosen("nonfinite", self.action, get_args(NonFiniteAction))
 
     @property
     def looks(self) -> bool:
@@ -71,15 +69,6 @@ class NonFinitePolicy:
                 f"nonfinite={self.action!r} and optimizers in backward do not go together: some "
                 "parameters have taken their step when a gradient is found that is not finite; "
                 "leave nonfinite at 'ignore', or take the step after backward"
-            )
-
-    def refuse_kept_nan(self, hook: str) -> None:
-        """Raise a ValueError where training is to go on after a NaN, which a hook remembers."""
-        if self.action == "skip":
-            raise ValueError(
-                f"nonfinite='skip' and the communication hook {hook} do not go together: it keeps "
-                "what it has rounded away for the next steps, so one NaN would spoil all of them; "
-                "pass 'raise', or use another hook, such as 'bf16_compress'"
             )
 
     def count_again_from(self, num_skipped: int) -> None:
@@ -109,40 +98,34 @@ class Guard:
         policy: NonFinitePolicy,
         originals: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        devices: Sequence[torch.device],
         processes: ReducerProcesses | None,
     ) -> None:
-        self.policy = policy
+        self._policy = policy
         self._originals = originals
         self._names = names
         self._processes = processes
-        self.use_devices(devices)
         #: Whether each process has to say what it found: its results may be others.
         self.votes = False
-        # By backward, also those under no_sync() until the round that reduces what they leave.
-        self._evidence: list[list[_Look]] = []
-        # Of what this process sends and receives, where it has to say.
-        self._own: list[_Look] = []
-
-    def use_devices(self, devices: Sequence[torch.device]) -> None:
-        """Name the replicas after other devices from now on."""
-        self._places = [f"replica {i} ({device})" for i, device in enumerate(devices)]
+        # Of replicas, those under no_sync() until the round that reduces what they leave.
+        self._evidence: list[_Look] = []
 
     def begin(self, accumulated: Accumulated, *, stays: bool, votes: bool) -> None:
         """Begin a round; if its gradients stay and others are added, a later one decides."""
         self._accumulated, self._stays, self.votes = accumulated, stays, votes
         held = accumulated.home.read(self._originals)
         if all([grad is None for grad in held]):
-            self._evidence = []
-        before = [] if stays else _looks(enumerate(held), "what .grad held before the backward")
-        self._evidence += [before, []]
-        # Of parameters that stay in this process it is not sent.
-        self._own = before.copy()
+            self._evidence.clear()
+        self._before = (
+            [] if stays else _looks(enumerate(held), "what .grad held before the backward")
+        )
+        # What this process sends and receives, where it has to say; of parameters that stay in it
+        # nothing is sent.
+        self._own = self._before.copy()
 
     def look_at_replica(self, replica: int, bucket: Bucket, grads: Sequence[MaybeTensor]) -> None:
         """Look at gradients of one replica, in any thread."""
-        members = zip(bucket.indices, grads, strict=True)
-        self._evidence[-1].extend(_looks(members, self._places[replica]))
+        place = f"replica {replica} ({bucket.leaves[replica][0].device})"
+        self._evidence.extend(_looks(zip(bucket.indices, grads, strict=True), place))
 
     def look_at_sent(self, members: Iterable[tuple[int, MaybeTensor]]) -> None:
         """Look at what this process has computed, where it has to say whether it is finite."""
@@ -165,7 +148,7 @@ class Guard:
         if self._stays:
             return
         evidence, self._evidence = self._evidence, []
-        looks, self._own = self._own, []
+        looks = self._own
         if not self.votes:
             held = self._accumulated.home.read(self._originals)
             # What a row of a sparse gradient got several times may be too large together.
@@ -175,42 +158,40 @@ class Guard:
         if not found:
             return
         round_.withdraw()
-        kinds = dict(one for look in looks for one in look.found())
-        named = {"": [self._named(*one) for one in kinds.items()]}
-        for backward in evidence:
-            # A hook of the user may have repaired others.
-            seen = [(look.place, *one) for look in backward for one in look.found()]
-            for place, index, kind in seen:
-                if index in kinds:
-                    named.setdefault(place, []).append(self._named(index, kind))
-            # Afterwards .grad holds it, which later gradients are added to.
-            for _, index, _ in seen:
-                kinds.pop(index, None)
-        told = {place: listed(names) for place, names in sorted(named.items()) if names}
+        kinds = {index: kind for look in looks for index, kind in look.found()}
+        # A hook of the user may have repaired others; and what is a replica's is in .grad later.
+        told = self._named(evidence, kinds) or self._named(self._before, kinds)
+        told[""] = listed(f"{self._names[index]} ({kind})" for index, kind in kinds.items())
         gathered = [told]
         if self._processes is not None:
             control = self._processes.control
             gathered = control.all_gather_json(told, what="which gradients are not finite")
-        self.policy.act(_describe(gathered))
+        self._policy.act(_describe(gathered))
 
-    def _named(self, index: int, kind: str) -> str:
-        return f"{self._names[index]} ({kind})"
+    def _named(self, looks: Sequence[_Look], indices: Collection[int]) -> dict[str, str]:
+        """By place, which of some gradients were not finite there."""
+        found: dict[str, list[str]] = {}
+        for look in looks:
+            for index, kind in look.found():
+                if index in indices:
+                    found.setdefault(look.place, []).append(f"{self._names[index]} ({kind})")
+        return {place: listed(dict.fromkeys(names)) for place, names in sorted(found.items())}
 
 
 def _describe(told: Sequence[dict[str, str]]) -> str:
     """What is not finite, from what each process has told, in the order of ranks."""
-    labels = [f"rank {rank} of {len(told)}" for rank in range(len(told))]
+    ranks = [f"rank {rank} of {len(told)}" for rank in range(len(told))]
     replicas = [
-        f"{label}, {place}: {names}" if len(told) > 1 else f"{place}: {names}"
-        for label, each in zip(labels, told, strict=True)
+        f"{rank}, {place}: {names}" if len(told) > 1 else f"{place}: {names}"
+        for rank, each in zip(ranks, told, strict=True)
         for place, names in each.items()
         if place
     ]
     if replicas:
         return f"gradients are not finite on {'; on '.join(replicas)}"
-    sums = [each.get("", "") for each in told]
+    sums = [each[""] for each in told]
     if len(set(sums)) > 1:
-        sums = [f"on {label}: {names}" for label, names in zip(labels, sums, strict=True) if names]
+        sums = [f"on {rank}: {names}" for rank, names in zip(ranks, sums, strict=True) if names]
     return (
         "sums of gradients are not finite, although the gradient of each replica is: "
         f"{'; '.join(dict.fromkeys(sums))}. They are too large for their dtype, or a hook has "

@@ -87,13 +87,12 @@ class Reducer:
         self._vote: Vote | None = None
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
-        places = [leaf[0].device for leaf in self._leaves]
         self._timeline = timeline
         self.statistics = Statistics(timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
         if nonfinite.looks:
-            self.guard = Guard(nonfinite, self._originals, self.names, places, processes)
+            self.guard = Guard(nonfinite, self._originals, self.names, processes)
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -139,9 +138,6 @@ class Reducer:
         """Reduce over other replicas from now on; the other processes need not know."""
         self.reset()
         self._leaves = [list(replica) for replica in leaves]
-        devices = [replica[0].device for replica in leaves]
-        if self.guard is not None:
-            self.guard.use_devices(devices)
         self._arriving = []
         self._make_buckets()
 
