@@ -23,10 +23,9 @@ from torch import nn
 
 from dataparallel import comm, torch_internals
 from dataparallel.comm.link import ProcessLink
-from dataparallel.errors import lines
 from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.reducer.options import ignored_names
-from dataparallel.reducer.verify import differences, gather_if_different, parts_of
+from dataparallel.reducer.verify import look, parts_of, refuse_differences
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.torch_internals import BufferCommHookLocation
 
@@ -135,18 +134,12 @@ class Buffers:
         """Raise a ValueError in all processes if names, shapes or dtypes differ; a collective."""
         assert self._processes is not None
         states = self._states(buffers)
-        looks = [(name, f"{tuple(t.shape)} {t.dtype}") for name, t in states.items()]
-        what = "the comparison of parameters and buffers"
-        gathered = gather_if_different(looks, self._processes.control, what=what)
-        if gathered is None:
-            return
-        ranks = {f"rank {rank}": dict(entries) for rank, entries in enumerate(gathered)}
-        found = [f"{name!r}: {text}" for name, text in differences(ranks).items()]
-        difference = lines(found) or "\n  only the order in which they are registered"
-        raise ValueError(
-            f"the parameters and buffers of the processes are not the same:{difference}\nBuild the "
-            "same model in every process; or let each process keep its own tensor with "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+        refuse_differences(
+            {repr(name): look(tensor) for name, tensor in states.items()},
+            self._processes.control,
+            "parameters or buffers",
+            "Build the same model in every process; or let each process keep its own tensor with "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)",
         )
 
     def _states(self, buffers: bool) -> dict[str, torch.Tensor]:

@@ -210,7 +210,10 @@ class Training:
                 verify_across_processes,
                 self._trained,
                 options=options,
-                nonfinite=options.nonfinite.action,
+                more={
+                    "nonfinite": options.nonfinite.action,
+                    "communication hook": "none" if options.hook is None else "registered",
+                },
             )
             self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
         parameters = list(module.parameters())

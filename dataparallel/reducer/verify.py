@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
@@ -46,11 +45,7 @@ def gather_if_different(value: Any, link: ProcessLink, *, what: str) -> list[Any
 
 
 def differences(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
-    """By name, what is not the same in all places: each value, and where it is.
-
-    Args:
-        tables: Per place, such as ``"rank 0"``, what it has, by name.
-    """
+    """By name, what is not the same in all places: each value, and where it is."""
     found = {}
     for name in dict.fromkeys(name for table in tables.values() for name in table):
         places: dict[object, list[str]] = {}
@@ -61,47 +56,55 @@ def differences(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     return found
 
 
+def refuse_differences(own: Mapping[str, str], link: ProcessLink, what: str, remedy: str) -> None:
+    """Raise a ValueError in all processes if what they have by name differs, or its order."""
+    gathered = gather_if_different(list(own.items()), link, what=f"the comparison of {what}")
+    if gathered is None:
+        return
+    tables = {f"rank {rank}": dict(items) for rank, items in enumerate(gathered)}
+    orders = {
+        rank: {f"number {i} in the order of registration": name for i, name in enumerate(table)}
+        for rank, table in tables.items()
+    }
+    found = differences(tables) or differences(orders)
+    texts = lines(f"{name}: {text}" for name, text in found.items())
+    raise ValueError(f"the processes have different {what}:{texts}\n{remedy}")
+
+
 # --- when a wrapper is made ------------------------------------------------------------------
 
 
 def verify_across_processes(
-    trained: TrainedParameters, link: ProcessLink, *, options: ReducerOptions, nonfinite: str
+    trained: TrainedParameters,
+    link: ProcessLink,
+    *,
+    options: ReducerOptions,
+    more: Mapping[str, str],
 ) -> None:
     """Refuse other options, or other parameters, in another process; every process calls this."""
-    if link.world_size == 1:
-        return
     count = trained.num_reduced
     looks = map(_parameter, trained.parameters[:count], trained.sparse)
     own = dict(zip(map(repr, trained.names[:count]), looks, strict=False))
     own |= {
-        "nonfinite": nonfinite,
+        **more,
         "average": options.average,
         "deterministic": str(options.deterministic),
         "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
         "dtype that is sent": str(options.reduce_dtype),
         "parameters that are reduced last": str(sorted(options.delayed)),
     }
-    # In their order, which buckets follow from.
-    gathered = gather_if_different(list(own.items()), link, what="the comparison of parameters")
-    if gathered is None:
-        return
-    tables = {f"rank {rank}": dict(items) for rank, items in enumerate(gathered)}
-    orders = {
-        rank: {f"parameter {i} in the order of registration": name for i, name in enumerate(table)}
-        for rank, table in tables.items()
-    }
-    found = differences(tables) or differences(orders)
-    raise ValueError(
-        "the processes have different parameters or options:"
-        f"{lines(f'{name}: {text}' for name, text in found.items())}\nBuild the same model in "
-        "every process, convert and freeze its parameters there in the same way before you wrap "
-        "it, and pass the same options"
+    refuse_differences(
+        own,
+        link,
+        "parameters or options",
+        "Build the same model in every process, convert and freeze its parameters there in the "
+        "same way before you wrap it, and pass the same options",
     )
 
 
 def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
     """What must be the same for a parameter everywhere, so that its gradients can be added up."""
-    text = _look(tensor)
+    text = look(tensor)
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         # Those of dimensions in which there is a second element to step to.
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -110,24 +113,18 @@ def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
     return f"{text}, with sparse gradients" if sparse else text
 
 
-def _look(tensor: torch.Tensor) -> str:
+def look(tensor: torch.Tensor) -> str:
     """What a tensor is apart from its values and its place in memory."""
-    if is_lazy(tensor):
-        return "an uninitialized tensor"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    kind = "" if _has_values(tensor) else f"{_kind(tensor)} "
-    return f"{kind}{dtype} of shape {tuple(tensor.shape)}"
+    return f"{_kind(tensor)}{dtype} of shape {tuple(tensor.shape)}"
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    """What a tensor is whose values cannot be compared bit for bit; empty where they can."""
     if tensor.is_meta or tensor.is_quantized:
-        return "meta" if tensor.is_meta else "quantized"
-    return str(tensor.layout).removeprefix("torch.")
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that can be compared bit for bit."""
-    return not is_lazy(tensor) and _kind(tensor) == "strided"
+        return "meta " if tensor.is_meta else "quantized "
+    layout = str(tensor.layout).removeprefix("torch.")
+    return "" if layout == "strided" else f"{layout} "
 
 
 # --- bit for bit -----------------------------------------------------------------------------
@@ -139,34 +136,23 @@ def check_replicas(
     """Compare parameters and buffers over replicas and processes, bit for bit.
 
     Nothing but fingerprints leaves a device or a process as long as all are the same. Every process
-    calls this, and either all raise the same error or none does. Tensors in the memory of replica 0
-    are not read twice. Sparse and quantized tensors and those without values (of the meta device,
-    or not initialized yet) are compared by dtype and shape alone, and a log line names them.
-
-    Args:
-        tensors: Parameters and buffers of replica 0, by name.
-        replicas: Those of the replicas 1, 2 and so on. Default: there are none.
-        link: The processes to compare with. Default: this one alone.
-
-    Raises:
-        ReplicaMismatch: Something differs. The message names the first tensors that do, with
-            replica, rank and both fingerprints.
+    calls this, and either all raise the same error or none does. Sparse and quantized tensors and
+    those of the meta device are compared by dtype and shape alone, and a log line names them.
     """
-    several = link is not None and link.world_size > 1
     parts = [parts_of(each) for each in (tensors, *replicas)]
-    skipped = [f"{name!r} ({_look(t)})" for name, t in parts[0].items() if not _has_values(t)]
+    skipped = [f"{name!r} ({look(t)})" for name, t in parts[0].items() if _kind(t)]
     if skipped:
         _log.warning("replicas are compared by dtype and shape alone in %s", listed(skipped))
     texts = _texts(parts)
     # Where replicas are the same, processes may have different numbers of them.
     own = {str(number): each for number, each in enumerate(texts) if not number or each != texts[0]}
     gathered = [own]
-    if link is not None and several:
+    if link is not None:
         different = gather_if_different(own, link, what="check_replicas()")
-        gathered = [own] * link.world_size if different is None else different
+        gathered = different or [own] * link.world_size
     found = differences(
         {
-            f"replica {number}{f' of rank {rank}' if several else ''}": table
+            f"replica {number}{'' if link is None else f' of rank {rank}'}": table
             for rank, each in enumerate(gathered)
             for number, table in each.items()
         }
@@ -195,7 +181,7 @@ def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
     """Per replica what each tensor is, with its fingerprint; the same memory is read once."""
     wanted: dict[torch.device, dict[_Memory, torch.Tensor]] = {}
     for tensor in [tensor for each in replicas for tensor in each.values()]:
-        if _has_values(tensor):
+        if not _kind(tensor):
             wanted.setdefault(tensor.device, {})[_memory(tensor)] = tensor.detach()
     # All devices compute before the first is waited for.
     computed = [fingerprint(list(tensors.values())) for tensors in wanted.values()]
@@ -206,7 +192,7 @@ def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
     }
     return [
         {
-            name: _look(tensor) + (known[_memory(tensor)] if _has_values(tensor) else "")
+            name: look(tensor) + ("" if _kind(tensor) else known[_memory(tensor)])
             for name, tensor in each.items()
         }
         for each in replicas

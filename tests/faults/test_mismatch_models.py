@@ -134,23 +134,26 @@ def test_different_models_are_named_in_all_ranks(
 # --- in a step -------------------------------------------------------------------------------
 
 
-def step_in_another_way(rank: int, world_size: int) -> Found:
+def step_in_another_way(rank: int, world_size: int) -> list[Found]:
     torch.manual_seed(0)
     model = DistributedDataParallel(net(), timeout=1.0)
     if rank == 1:
         model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
     output = model(torch.ones(2, 6)).sum()
-    found = found_by(output.backward)
+    found = [found_by(output.backward)]
     assert all(parameter.grad is None for parameter in model.parameters())
+    found.append(found_by(lambda: model(torch.ones(2, 6))))
     model.close()
     return found
 
 
 def test_a_hook_in_one_rank_alone(cluster: Cluster) -> None:
-    first, second = cluster.run(step_in_another_way, 2)
+    """Links that are made anew compare whether there is one."""
+    (first, again), (second, other) = cluster.run(step_in_another_way, 2)
     assert "rank 0: all_reduce of bucket 0" in first.text and "rank 1" in first.text
     assert "the communication hook fp16_compress_hook" in second.text
     assert max(first.seconds, second.seconds) < 5
+    assert "communication hook: none in rank 0; registered in rank 1" in one_text([again, other])
 
 
 def step_out_of_order(rank: int, world_size: int) -> list[Found]:
