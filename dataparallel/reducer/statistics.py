@@ -166,18 +166,11 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
-    options, plan, sends = reducer.options, reducer.buckets.plan, reducer.processes is not None
+    options = reducer.options
     *places, output = [torch.device(device).index for device in devices]
-    count = reducer.trained.num_reduced
-    parameters = reducer.trained.parameters[:count]
-    cap = options.bucket_bytes(sends=sends)
+    parameters = reducer.trained.parameters[: reducer.trained.num_reduced]
     batch_norms = nn.SyncBatchNorm, SyncBatchNorm
-
-    def sizes(plan: BucketPlan) -> str:
-        pairs = zip(plan.buckets, plan.bytes, strict=True)
-        return _text(size for bucket, size in pairs if bucket[0] < count)
-
-    found: dict[str, LoggingValue] = {
+    return {
         **more,
         "module_name": type(module).__name__,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
@@ -194,12 +187,27 @@ def logging_data(
         "find_unused_parameters": int(bool(options.find_unused_parameters)),
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
         "static_graph": int(options.static_graph),
-        "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
-        "bucket_sizes": sizes(make_plan(reducer.trained, options, None, sends=sends)),
-        "has_rebuilt_buckets": int(reducer.buckets.ordered),
         # Torch looks when a forward begins, and so does not count the iteration after that.
         "iteration": reducer.statistics.reported,
         **reducer.statistics.read(),
+        **_buckets(reducer),
+    }
+
+
+def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
+    """What became of the buckets of a reducer."""
+    options, plan, sends = reducer.options, reducer.buckets.plan, reducer.processes is not None
+    count = reducer.trained.num_reduced
+    cap = options.bucket_bytes(sends=sends)
+
+    def sizes(plan: BucketPlan) -> str:
+        pairs = zip(plan.buckets, plan.bytes, strict=True)
+        return _text(size for bucket, size in pairs if bucket[0] < count)
+
+    found: dict[str, LoggingValue] = {
+        "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
+        "bucket_sizes": sizes(make_plan(reducer.trained, options, None, sends=sends)),
+        "has_rebuilt_buckets": int(reducer.buckets.ordered),
     }
     if reducer.buckets.ordered:
         rebuilt = [" ".join(map(str, bucket)) for bucket in plan.buckets if bucket[0] < count]
@@ -209,7 +217,7 @@ def logging_data(
             "rebuilt_per_bucket_param_indices": _text(rebuilt),
         }
     if reducer.num_rounds:
-        pairs = zip(parameters, reducer.used, strict=False)
+        pairs = zip(reducer.trained.parameters[:count], reducer.used, strict=False)
         found["num_buckets_reduced"] = sum(bucket[0] < count for bucket in plan.buckets)
         found["unused_parameter_size"] = sum(p.nbytes for p, used in pairs if not used)
     if reducer.can_set_static_graph is not None:
