@@ -266,9 +266,6 @@ class ModuleClones:
         if indices or parts.buffers or not self._before:
             self._note_tables()
         self._touched = None
-        self._parameters.mark()
-        if parts.buffers:
-            self._buffers.mark()
         self._is_forward = True
         return list(map(itemgetter(id(self.module)), self.counterparts))
 

@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -60,64 +60,34 @@ _kind = attrgetter("dtype", "shape", "requires_grad")
 _version = attrgetter("_version")
 
 
-class Steps:
-    """When optimizers have last stepped some tensors; every optimizer tells every such object."""
-
-    _numbers = itertools.count(1)
-    _lock = threading.Lock()
-    _alive: ClassVar[weakref.WeakSet[Steps]] = weakref.WeakSet()
-    #: Optimizers that are taking a step, and the threads that do.
-    _under_way: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = (
-        weakref.WeakKeyDictionary()
-    )
-
-    def __init__(self) -> None:
-        #: By the id of a tensor, a number that changes with each of its steps.
-        self.last: dict[int, int] = {}
-        with self._lock:
-            self._alive.add(self)
-
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the steps of these tensors, which the caller keeps alive, and of no others."""
-        with self._lock:
-            self.last = {id(tensor): self.last.get(id(tensor), 0) for tensor in tensors}
-
-    def elsewhere(self) -> set[int]:
-        """The ids of tensors of which another thread is in the middle of a step."""
-        here = threading.get_ident()
-        with self._lock:
-            busy = [one for one, thread in self._under_way.items() if thread != here]
-        return set().union(*map(_ids_in, busy))
-
-    @classmethod
-    def begin(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before a step: what another thread copies in the middle of it is then a change, too."""
-        cls._count(optimizer)
-        with cls._lock:
-            cls._under_way[optimizer] = threading.get_ident()
-
-    @classmethod
-    def end(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After a step."""
-        cls._count(optimizer)
-        with cls._lock:
-            cls._under_way.pop(optimizer, None)
-
-    @classmethod
-    def _count(cls, optimizer: torch.optim.Optimizer) -> None:
-        ids = _ids_in(optimizer)
-        with cls._lock:
-            number = next(cls._numbers)
-            for steps in cls._alive:
-                steps.last.update(dict.fromkeys(steps.last.keys() & ids, number))
+#: By the id of a tensor, a number that changes with each step of an optimizer, and the thread that
+#: is in the middle of one, or 0. A tensor that is no more may leave an entry, which does no harm:
+#: entries are compared only as long as the tensor lives.
+_steps: dict[int, tuple[int, int]] = {}
+_numbers = itertools.count(1)
 
 
-def _ids_in(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each tensor, what changes with each step that an optimizer takes."""
+    return [_steps.get(id(tensor), (0, 0)) for tensor in tensors]
 
 
-register_optimizer_step_pre_hook(Steps.begin)
-register_optimizer_step_post_hook(Steps.end)
+def _note_step(optimizer: torch.optim.Optimizer, thread: int) -> None:
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    _steps.update(dict.fromkeys(ids, (next(_numbers), thread)))
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # What another thread copies in the middle of the step is to be changed after it.
+    _note_step(optimizer, threading.get_ident())
+
+
+def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _note_step(optimizer, 0)
+
+
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)
 
 
 class _Place:
@@ -125,20 +95,13 @@ class _Place:
 
     def __init__(self, device: torch.device, copies: list[Any]) -> None:
         self.device, self.copies = device, copies
-        self.forget()
+        self._traces: list[Any] = [None] * len(copies)
         self._versions = [0] * len(copies)
 
-    def forget(self, indices: Iterable[int] | None = None) -> None:
-        """Let copies be stale, all or some."""
-        if indices is None:
-            self._traces: list[Any] = [None] * len(self.copies)
-        else:
-            for i in indices:
-                self._traces[i] = None
-
-    def drop(self) -> None:
-        """Let go of all copies, which are stale."""
-        self.copies = [None] * len(self.copies)
+    def forget(self, indices: Iterable[int]) -> None:
+        """Let some copies be stale."""
+        for i in indices:
+            self._traces[i] = None
 
     def stale(self, traces: Sequence[Any]) -> set[int]:
         """Which copies are of other originals than those with these traces."""
@@ -180,11 +143,12 @@ class Values:
         self._devices, self._sharing = tuple(devices), sharing
         self._dtype, self._in_place = dtype, in_place
         self._originals: list[torch.Tensor] = []
-        self._steps = Steps()
         # Per slot its copies, None where it uses the originals.
         self._places: list[_Place | None] = [None] * len(devices)
         self._used: list[_Place] = []
-        self._marked: tuple[list[int], dict[int, int]] = ([], {})
+        # Those of the last update, and the originals then: versions, and steps of optimizers.
+        self._current: list[_Place] = []
+        self._found: tuple[list[int], list[tuple[int, int]]] = ([], [])
         # What the last comparison was with: which tensors, and the checksum of their copies.
         self._compared: list[int] = []
         self._reference: torch.Tensor | None = None
@@ -198,12 +162,11 @@ class Values:
         """The values of ``tensors``, all on one device, for the first slots."""
         if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
-            self._steps.follow(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
             self._used = list(filter(None, dict.fromkeys(self._places)))
             self._answers.clear()
         slots = self._places[:num_slots]
-        places = list(filter(None, dict.fromkeys(slots)))
+        self._current = places = list(filter(None, dict.fromkeys(slots)))
         if places:
             self._read_answers()
             traces = self._traces()
@@ -212,14 +175,10 @@ class Values:
             same = sorted(everything.difference(*stale))
             # Quantized tensors have no checksum.
             same = [i for i in same if not tensors[i].is_quantized]
-            try:
-                if same and self._differ(places[0], same, traces, now=now):
-                    stale = [everything for _ in places]
-            except torch.OutOfMemoryError:
+            if same and self._differ(places[0], same, traces, now=now):
                 stale = [everything for _ in places]
-                for place in () if self._in_place else places:
-                    place.drop()
             self._copy(places, stale, traces)
+        self._found = versions(self._originals), steps_of(self._originals)
         return [list(tensors if place is None else place.copies) for place in slots]
 
     def carry(self) -> None:
@@ -230,33 +189,27 @@ class Values:
     def forget(self) -> None:
         """Copy everything next time; somebody may have written copies without a trace."""
         for place in self._used:
-            place.forget()
-
-    def mark(self) -> None:
-        """Begin to look for writes, by whichever slot."""
-        self._marked = (self._versions(), dict(self._steps.last))
+            place.forget(range(len(self._originals)))
 
     def written(self) -> list[torch.Tensor]:
-        """The originals that were written since :meth:`mark`, or a copy of which was."""
-        before, steps = self._marked
-        now = self._versions()
+        """The originals that were written since the last update, or a copy of which was."""
+        before, steps = self._found
+        now = versions(self._originals)
         # Another thread may have begun a forward of other parameters meanwhile.
-        if now == before or len(now) != len(before):
+        if len(now) != len(before):
             return []
-        count, elsewhere = len(self._originals), self._steps.elsewhere()
-        differ = {n % count for n, version in enumerate(before) if version != now[n]}
+        differ = {i for place in self._current for i in place.written()}
+        if now != before:
+            differ.update(i for i, version in enumerate(before) if version != now[i])
+        if not differ:
+            return []
+        latest = steps_of(self._originals)
         return [
-            original
-            for original in [self._originals[i] for i in sorted(differ)]
-            if self._steps.last.get(id(original)) == steps.get(id(original))
-            and id(original) not in elsewhere
+            self._originals[i]
+            for i in sorted(differ)
+            # Not what an optimizer wrote, nor what it writes in another thread.
+            if latest[i] == steps[i] and not _is_elsewhere(latest[i])
         ]
-
-    def _versions(self) -> list[int]:
-        tensors = list(self._originals)
-        for place in self._used:
-            tensors += [copy for copy in place.copies if copy is not None]
-        return versions(tensors)
 
     # --- copying ---------------------------------------------------------------------------------
 
@@ -284,19 +237,16 @@ class Values:
         there = None if len(self._devices) == 1 else device
         with torch.inference_mode(False), torch.no_grad():
             return [
-                torch.empty_like(original, dtype=self.dtype_of(original), device=there)
-                for original in self._originals
+                torch.empty_like(
+                    o, dtype=self._dtype if o.is_floating_point() else None, device=there
+                )
+                for o in self._originals
             ]
-
-    def dtype_of(self, original: torch.Tensor) -> torch.dtype:
-        """The dtype of the values of ``original``."""
-        return self._dtype if self._dtype and original.is_floating_point() else original.dtype
 
     def _traces(self) -> list[Any]:
         """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
-        originals, last = self._originals, self._steps.last
-        steps = [last[id(original)] for original in originals]
-        return list(zip(states(originals), versions(originals), steps, strict=True))
+        originals = self._originals
+        return list(zip(states(originals), versions(originals), steps_of(originals), strict=True))
 
     def _copy(
         self, places: Sequence[_Place], stale: Sequence[set[int]], traces: Sequence[Any]
@@ -337,7 +287,8 @@ class Values:
         if now or self._looks <= _LOOKS_AT_ONCE or not devices.is_accelerator(home):
             return bool(differs)
         # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
-        if not self._steps.elsewhere() and self._traces() == traces:
+        busy = any(map(_is_elsewhere, steps_of(self._originals)))
+        if not busy and self._traces() == traces:
             self._answers.append((indices, *devices.to_host_later(differs)))
         return False
 
@@ -412,6 +363,11 @@ class ReplicaParameters:
         return True
 
 
+def _is_elsewhere(step: tuple[int, int]) -> bool:
+    """Whether another thread is in the middle of a step."""
+    return step[1] not in (0, threading.get_ident())
+
+
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
@@ -458,28 +414,13 @@ def _place_of(tensor: torch.Tensor) -> Any:
     return (tensor.data_ptr(), tensor.stride()) if is_dense else object()
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, _Identity]:
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Attributes of a parameter, such as the scale of a quantized one: they are copied too."""
-    return {name: _Identity(value) for name, value in vars(tensor).items()}
-
-
-class _Identity:
-    """Equal to the identity of the same object in the same version; holds the object."""
-
-    __slots__ = ("_value", "_version")
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._version = versions([value]) if isinstance(value, torch.Tensor) else None
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Identity)
-            and self._value is other._value
-            and self._version == other._version
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    return {
+        # Equal if it is bound to the same object, whatever that object takes for equal.
+        name: (types.MethodType(id, value), isinstance(value, torch.Tensor) and versions([value]))
+        for name, value in vars(tensor).items()
+    }
 
 
 def _copies(
