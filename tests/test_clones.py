@@ -339,27 +339,6 @@ def test_parameters_written_in_forward_are_an_error_and_nothing_is_stale(slots: 
     torch.testing.assert_close(model(x), module(x))
 
 
-def test_zero_grad_in_the_forward_of_a_replica_is_an_error(slots: list[str]) -> None:
-    class Zeroes(nn.Linear):
-        zeroing = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.zeroing:
-                self.zero_grad()
-            return super().forward(x)
-
-    module = Zeroes(3, 3).to(slots[0])
-    model = DataParallel(module, slots)
-    with pytest.raises(
-        RuntimeError, match=r"(?s)zero_grad\(\) was called in the forward.*replica 0"
-    ):
-        model(torch.randn(8, 3, device=slots[0]))
-    module.zeroing = False
-    model(torch.randn(8, 3, device=slots[0])).sum().backward()
-    module.zero_grad()
-    assert module.weight.grad is None
-
-
 def test_an_uninitialized_module_is_a_clear_error(slots: list[str]) -> None:
     model = DataParallel(nn.LazyLinear(3, device=slots[0]), slots)
     with pytest.raises(ValueError, match=r"not initialized: weight, bias; call the module once"):

@@ -95,11 +95,6 @@ def step_under_no_grad(net: Returns, x: Tensor) -> Tensor:
     return x
 
 
-def zero(net: Returns, x: Tensor) -> Tensor:
-    net.zero_grad()
-    return x
-
-
 def counted(net: Returns, x: Tensor, num_items_in_batch: int) -> Tensor:
     return x.mean()
 
@@ -193,7 +188,6 @@ CASES: dict[str, Callable[[], object]] = {
         nn.BatchNorm1d(4), CPUS
     )(x()[:2]),
     "the forward changed parameters in place": lambda: call(step_under_no_grad, x()),
-    "zero_grad() was called in the forward of a replica": lambda: call(zero, x()),
     "over replicas was called in a part of the module under activation checkpointing": lambda: call(
         recomputed, x()
     ),

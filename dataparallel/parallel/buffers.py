@@ -53,22 +53,16 @@ def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
     Buffers that cannot be averaged (integers, other shapes) become those of replica 0.
     """
     with torch.no_grad():
-        for original in clones.written_buffers():
-            written = [replica[id(original)] for replica in clones.counterparts]
-            original.copy_(_mean(written, samples, original.device))
-        for clone, name, values in clones.assigned_buffers():
-            if all(value.shape == values[0].shape for value in values):
-                clone._buffers[name] = _mean(values, samples, values[0].device)
+        clones.merge_buffers(functools.partial(_mean, samples))
 
 
-def _mean(
-    values: Sequence[torch.Tensor], samples: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    total = sum(samples)
-    if not total or not (values[0].is_floating_point() or values[0].is_complex()):
-        return values[0]
+def _mean(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, total = values[0], sum(samples)
+    averages = first.is_floating_point() or first.is_complex()
+    if not (total and averages and all(value.shape == first.shape for value in values)):
+        return first
     shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
-    return comm.reduce_add(shares, device)
+    return comm.reduce_add(shares, first.device)
 
 
 # --- processes -------------------------------------------------------------------------------

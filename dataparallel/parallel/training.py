@@ -256,7 +256,6 @@ class Training:
             devices,
             "none" if policy == "mean" and len(devices) > 1 else "first",
             leaves=self.leaves,
-            spread=model._spread,
         )
         self.direct = (
             len(devices) == 1

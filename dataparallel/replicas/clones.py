@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,9 +45,6 @@ from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mar
 
 #: Where a module keeps its named parts.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-#: Containers of which those without entries cannot refer to anything.
-CONTAINERS = (dict, list, set)
-
 _MISSING = object()
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 _device = attrgetter("device")
@@ -63,7 +60,7 @@ class Parts:
     """The parts of a module tree, each once, in registration order.
 
     Raises:
-        TypeError: A module in the tree cannot be cloned; the message lists all of them.
+        TypeError: A module in the tree cannot be cloned.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -79,8 +76,7 @@ class Parts:
             name, module = pending.pop()
             if id(module) in seen:
                 continue
-            if _is_closed(module):
-                _refuse_closed(root)
+            _refuse_closed(module, name)
             seen.add(id(module))
             attributes = module.__dict__
             self.modules.append(module)
@@ -101,7 +97,8 @@ class Parts:
         self._kinds = list(map(type, self.modules))
         tables = _tables(self.modules)
         values = _joined(map(dict.values, tables[::4]))
-        self._look = _Look(tables, [v for v in values if isinstance(v, CONTAINERS)])
+        # A container without entries cannot refer to anything.
+        self._look = _Look(tables, [v for v in values if isinstance(v, (dict, list, set))])
 
     def are_current(self) -> bool:
         """Whether the module consists of the same parts as then, in all of its tables."""
@@ -122,23 +119,16 @@ class Parts:
         return list(found.values())
 
 
-def _is_closed(module: nn.Module) -> bool:
-    """Whether a module has parts that no other object can be given."""
+def _refuse_closed(module: nn.Module, name: str) -> None:
+    """Refuse a module with parts that no other object can be given."""
     slots = [base.__dict__.get("__slots__") for base in type(module).__mro__]
-    return any(slots) or isinstance(module, torch.jit.ScriptModule)
-
-
-def _refuse_closed(root: nn.Module) -> NoReturn:
-    found = [
-        f"{name or 'the module itself'!r} ({type(module).__name__})"
-        for name, module in root.named_modules()
-        if _is_closed(module)
-    ]
-    raise TypeError(
-        f"cannot replicate {listed(found)}: scripted modules hold on to their own parameters, "
-        "and classes with __slots__ to attributes, so a clone cannot have others; wrap the module "
-        "before it is scripted, or use torch.compile, and leave out __slots__"
-    )
+    if any(slots) or isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"cannot replicate {name or 'the module itself'!r} ({type(module).__name__}): scripted "
+            "modules hold on to their own parameters, and classes with __slots__ to attributes, so "
+            "a clone cannot have others; wrap the module before it is scripted, or use "
+            "torch.compile, and leave out __slots__"
+        )
 
 
 def is_placed(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
@@ -148,39 +138,27 @@ def is_placed(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
 
 def check_placement(module: nn.Module, device: torch.device) -> None:
     """Raise a ValueError that names parameters and buffers that are not on ``device``."""
-    if is_placed([*module.parameters(), *module.buffers()], device):
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if is_placed(list(tensors.values()), device):
         return
-    tensors = [
-        *(("parameter", name, tensor) for name, tensor in module.named_parameters()),
-        *(("buffer", name, tensor) for name, tensor in module.named_buffers()),
-    ]
-    uninitialized = [name for _, name, tensor in tensors if type(tensor) in _LAZY]
+    uninitialized = [name for name, tensor in tensors.items() if type(tensor) in _LAZY]
     if uninitialized:
         raise ValueError(
             f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
             "call the module once with an example input first"
         )
-    misplaced = [f"{kind} {n!r} is on {t.device}" for kind, n, t in tensors if t.device != device]
-    if misplaced:
-        raise ValueError(
-            f"the module must be on {device}, the first of its devices, but "
-            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
-        )
+    misplaced = [f"{n!r} is on {t.device}" for n, t in tensors.items() if t.device != device]
+    raise ValueError(
+        f"the module must be on {device}, the first of its devices, but "
+        f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
+    )
 
 
 # --- the clones of a module ----------------------------------------------------------------------
 
 
 class ModuleClones:
-    """The clones of one module.
-
-    Example::
-
-        clones = ModuleClones(module, devices)
-        replicas = clones.refresh(num_replicas=2, detach=False)
-        ...
-        clones.commit()
-        clones.release()
+    """The clones of one module: refresh, their forwards, commit if all is well, release.
 
     Args:
         module: The original.
@@ -189,7 +167,6 @@ class ModuleClones:
             the original's device.
         leaves: The parameters of the clones, in the order of ``module.parameters()``. Default:
             tensors with gradient edges to the originals, new at each forward.
-        spread: Whether the one clone is on several devices itself.
     """
 
     def __init__(
@@ -199,11 +176,10 @@ class ModuleClones:
         buffer_sharing: Sharing = "first",
         *,
         leaves: ReplicaParameters | None = None,
-        spread: bool = False,
     ) -> None:
         self.module = module
         self._devices = tuple(devices)
-        self._leaves, self._spread = leaves, spread
+        self._leaves = leaves
         self._parameters = Values(devices) if leaves is None else leaves.values
         self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
@@ -247,7 +223,9 @@ class ModuleClones:
         indices: Sequence[int] = parts.intricate
         if not self._filled:
             home = self._devices[0]
-            if not (self._spread or is_placed([*parts.parameters, *parts.buffers], home)):
+            # One replica may be on several devices itself.
+            is_alone = len(self._devices) == 1
+            if not (is_alone or is_placed([*parts.parameters, *parts.buffers], home)):
                 check_placement(self.module, home)
             indices = range(len(parts.modules))
             # Standing clones are filled for all slots, whether they take part or not.
@@ -345,50 +323,40 @@ class ModuleClones:
         """Names of the parameters that the forward of replica 0 has made."""
         if not self._is_touched():
             return []
-        found = []
+        found: list[str] = []
         for index, module in enumerate(self.parts.modules):
             clone, prefix = self._counterparts[0][id(module)], self.parts.names[index]
-            _, parameters, _, modules = self._before_of(index)
-            names = [
-                name
-                for name, part in clone._parameters.items()
-                if isinstance(part, nn.Parameter)
-                and part.is_leaf
-                and part is not parameters.get(name)
-            ]
+            _, parameters, _, children = self._before_of(index)
+            new = [(n, p) for n, p in clone._parameters.items() if p is not parameters.get(n)]
             for name, child in clone._modules.items():
-                new = child is not None and child is not modules.get(name)
-                if child is not None and new and torch_internals.REPLICA_MARK not in vars(child):
-                    names += [f"{name}.{inner}" for inner, _ in child.named_parameters()]
-            found += [f"{prefix}.{name}".lstrip(".") for name in names]
+                given = child is None or torch_internals.REPLICA_MARK in vars(child)
+                if child is not None and not given and child is not children.get(name):
+                    new += child.named_parameters(prefix=name)
+            found += [
+                f"{prefix}.{name}".lstrip(".")
+                for name, part in new
+                if isinstance(part, nn.Parameter) and part.is_leaf
+            ]
         return found
 
-    def written_buffers(self) -> list[torch.Tensor]:
-        """The originals of the buffers that a replica has written since :meth:`refresh`.
+    def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+        """Set buffers that replicas wrote, or all assigned anew, to what ``merge`` makes of theirs.
 
         Batch norm on the CPU writes its statistics without counting a version, so values that
         differ count, too: replicas whose buffers are merged have them in memory of their own.
         """
-        known = {id(b) for b in self._buffers.written()} if self.parts.buffers else set()
-        return [
-            buffer
-            for buffer in self.parts.buffers
-            if id(buffer) in known
-            or any(_differs(replica[id(buffer)], buffer) for replica in self.counterparts)
-        ]
-
-    def assigned_buffers(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
-        """Buffers that every replica has assigned anew: clone of replica 0, name, the tensors."""
+        written = set(map(id, self._buffers.written() if self.parts.buffers else ()))
         for module in self.parts.modules:
             for name, original in module._buffers.items():
-                registries = [replica[id(module)]._buffers for replica in self.counterparts]
-                values = [registry.get(name) for registry in registries]
-                given = [None if original is None else r[id(original)] for r in self.counterparts]
-                if all(
-                    value is not None and value is not before
-                    for value, before in zip(values, given, strict=True)
+                tables = [replica[id(module)]._buffers for replica in self.counterparts]
+                values = [table.get(name) for table in tables]
+                given: list[Any] = [replica.get(id(original)) for replica in self.counterparts]
+                if all(v is not None and v is not g for v, g in zip(values, given, strict=True)):
+                    tables[0][name] = merge(values)
+                elif original is not None and (
+                    id(original) in written or any(_differs(one, original) for one in given)
                 ):
-                    yield self._counterparts[0][id(module)], name, values
+                    original.copy_(merge(given))
 
     def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
         """Give clones of ``module`` an attribute, one value each, until the next refresh."""
@@ -448,10 +416,8 @@ def _refuse_replaced(module: nn.Module) -> None:
     if replaced:
         raise RuntimeError(
             f"torch.func.functional_call has replaced parameters of the wrapped module "
-            f"({listed(replaced)}) by other tensors, but DistributedDataParallel computes with its "
-            "own copies of the parameters, and reduces the gradients of these alone; call "
-            "functional_call on the bare module (.module of the wrapper), or wrap it in "
-            "DataParallel, which takes the tensors"
+            f"({listed(replaced)}), but DistributedDataParallel trains its own copies of them; "
+            "call it on the bare module (.module of the wrapper), or wrap that in DataParallel"
         )
 
 
@@ -516,35 +482,22 @@ def fill(
         if not attributes.get(name):
             attributes[name] = OrderedDict()
     attributes[torch_internals.REPLICA_MARK] = True
-    attributes["zero_grad"] = _refuse_zero_grad
     # Not through the class: its own __setattr__ may expect attributes that are not there yet.
     object.__setattr__(clone, "__dict__", attributes)
-
-
-def _refuse_zero_grad(set_to_none: bool = True) -> NoReturn:
-    raise RuntimeError(
-        "zero_grad() was called in the forward of a replica, whose parameters have no gradients "
-        "of their own; call it on the wrapped module or the optimizer, outside of forward"
-    )
 
 
 def take_back(
     module: nn.Module, clone: nn.Module, before: Sequence[dict[str, Any]], back: Counterparts
 ) -> None:
     """Do to the original what the forward did to the attributes of its clone."""
-    attributes, assigned = module.__dict__, clone.__dict__
-    given, *registries = before
-    for name, value in assigned.items():
-        if name not in REGISTRIES and value is not given.get(name, _MISSING):
-            attributes[name] = with_counterparts(value, back)
-        elif name in torch_internals.MODULE_HOOKS and value and not attributes.get(name, True):
+    for table, now, was in zip(_tables([module]), _tables([clone]), before, strict=True):
+        for name, value in now.items():
+            assigned = value is not was.get(name, _MISSING)
             # The clone had an empty one of its own.
-            attributes[name] = with_counterparts(value, back)
-    for name in given.keys() - assigned.keys():
-        attributes.pop(name, None)
-    for registry, parts in zip(REGISTRIES, registries, strict=True):
-        for name, part in assigned[registry].items():
-            if part is not parts.get(name, _MISSING):
-                attributes[registry][name] = back.get(id(part), part)
-        for name in parts.keys() - assigned[registry].keys():
-            attributes[registry].pop(name, None)
+            registered = (
+                name in torch_internals.MODULE_HOOKS and value and not table.get(name, True)
+            )
+            if (assigned or registered) and name not in REGISTRIES:
+                table[name] = with_counterparts(value, back)
+        for name in was.keys() - now.keys():
+            table.pop(name, None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dataparallel import torch_internals
 from dataparallel.devices import DeviceLike, parse_devices
-from dataparallel.errors import add_note, listed
+from dataparallel.errors import listed
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.clones import check_placement as check_placement
 
@@ -26,9 +26,8 @@ def replicate(
     """Clone a module onto several device slots.
 
     The clones keep the structure: what the module shares with itself is shared within each clone,
-    containers, buffers, hooks, parametrizations and tensor layouts are kept, and each clone has
-    ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the device of ``network``
-    share the memory of its parameters.
+    and each has ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the device of
+    ``network`` share the memory of its parameters; the first of them has its buffers, too.
 
     Example::
 
@@ -43,15 +42,11 @@ def replicate(
             summed, in replica order, into ``network``.
 
     Returns:
-        One clone per device. Parameters and buffers of the clones on ``devices[0]`` alias the
-        originals (buffers of the first such clone only), the others are copies.
+        One clone per device.
 
     Raises:
         TypeError: A submodule cannot be cloned (a ScriptModule).
-        ValueError: Parameters or buffers are on other devices than ``devices[0]``, or are not
-            initialized yet; the message names the first of them.
-
-    Gradient edges are those of ``replicate`` in torch's C++ ``data_parallel``.
+        ValueError: Parameters or buffers are elsewhere, or not initialized yet.
     """
     if not devices:
         return []
@@ -76,28 +71,17 @@ def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
     first = devices[0]
     if not there - {first} or (len(devices) > 1 and there != {torch.device("cpu")}):
         return
-    _move(module, first)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    # Between types of devices that are strange to each other torch makes new parameters, unless it
+    # is told to swap what is in them: an optimizer would go on with those that nobody uses.
+    keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=first))
+    torch.__future__.set_swap_module_params_on_conversion(before or not keeps)
+    try:
+        module.to(first)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
     _log.info(
         "the module was on %s and is on %s now, the first of its devices",
         listed(sorted(map(str, there))),
         first,
     )
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    # Between types of devices that are strange to each other torch makes new parameters, unless it
-    # is told to swap what is in them: an optimizer would go on with those that nobody uses.
-    keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=device))
-    torch.__future__.set_swap_module_params_on_conversion(before or not keeps)
-    try:
-        module.to(device)
-    except RuntimeError as error:
-        add_note(
-            error,
-            f"while the wrapper moved the module to {device}, the first of its devices; call "
-            f"module.to({str(device)!r}) before there are optimizers, graphs or other users of it",
-        )
-        raise
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
