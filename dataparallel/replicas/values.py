@@ -69,7 +69,7 @@ _numbers = itertools.count(1)
 
 def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """For each tensor, what changes with each step that an optimizer takes."""
-    return [_steps.get(id(tensor), (0, 0)) for tensor in tensors]
+    return list(map(_steps.get, map(id, tensors), itertools.repeat((0, 0))))
 
 
 def _note_step(optimizer: torch.optim.Optimizer, thread: int) -> None:
@@ -198,7 +198,7 @@ class Values:
         # Another thread may have begun a forward of other parameters meanwhile.
         if len(now) != len(before):
             return []
-        differ = {i for place in self._current for i in place.written()}
+        differ = set[int]().union(*map(_Place.written, self._current))
         if now != before:
             differ.update(i for i, version in enumerate(before) if version != now[i])
         if not differ:
