@@ -126,7 +126,7 @@ def one_argument(bucket: Any) -> None: ...
 @pytest.mark.parametrize(
     ("hook", "kind", "message"),
     [
-        (3, TypeError, r"callable as hook\(state, bucket\), but got 3; pass .*'allreduce'"),
+        (3, TypeError, r"no communication hook 3; pass a function hook\(state, bucket\)"),
         (one_argument, TypeError, r"(?s)2 were given.*in the communication hook for bucket 0 \("),
         ("sum", ValueError, r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"),
     ],
@@ -267,10 +267,10 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[:5], r"torch.float32 of shape \(5,\) on cpu"),
+        (lambda t: t[:5], r"real numbers of shape \(5,\) on cpu"),
         (lambda t: t.view(2, 19), r"shape \(2, 19\)"),
-        (lambda t: t.int(), "torch.int32"),
-        (lambda t: t.to(torch.complex64), "torch.complex64"),
+        (lambda t: t.int(), "whole numbers"),
+        (lambda t: t.to(torch.complex64), "complex numbers"),
         (lambda t: t.to("virtual:1"), "on virtual:1"),
         (lambda t: t.to_sparse(), "on cpu, torch.sparse_coo"),
         (lambda t: None, "a NoneType"),
@@ -281,9 +281,7 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
 def test_values_that_are_not_like_the_buffer(
     change: Callable[[Tensor], object], message: str
 ) -> None:
-    text = (
-        r"torch.float32 of shape \(38,\) on cpu, torch.strided, .* the future of bucket 0 \(.* has"
-    )
+    text = r"real numbers of shape \(38,\) on cpu, torch.strided, .* but its future has"
     with pytest.raises(ValueError, match=f"{text}.*{message}"):
         reduced(lambda state, bucket: completed(change(bucket.buffer())))
 
@@ -332,8 +330,8 @@ def test_an_error_tells_the_bucket(hook: Hook, kind: type[Exception], message: s
 def test_a_future_that_nobody_completes() -> None:
     begin = time.monotonic()
     text = (
-        r"hook \S+ for bucket 0 \(\w+, \w+, \w+\) in rank 0 did not complete its future within "
-        "0.2 s; make sure"
+        r"(?s)the future of the communication hook \S+ over 1 processes did not complete within .*"
+        r"in the communication hook for bucket 0 \(\w+, \w+, \w+\)"
     )
     with pytest.raises(TimeoutError, match=text):
         reduced(lambda state, bucket: Future(), timeout=0.2)

@@ -125,7 +125,7 @@ def registers(rank: int, world_size: int, options: dict[str, Any], hooks: list[A
         ({}, ["noop", "noop"], RuntimeError, "can only be called once"),
         ({"deterministic": True}, ["noop"], ValueError, "deterministic=True .*; use one of them"),
         ({}, ["none"], ValueError, "there is no communication hook 'none'; pass a function"),
-        ({}, [7], TypeError, "must be callable as hook"),
+        ({}, [7], TypeError, "no communication hook 7; pass a function"),
     ],
 )
 def test_hooks_that_are_refused(

@@ -96,7 +96,8 @@ class Failure:
         rank: Its rank in the default process group.
         host: The name of its machine.
         pid: Its process id there.
-        kind: ``"raised"``: it raised an error. ``"stuck"``: the same, and new links do not help.
+        kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
+            ``"stuck"``: the same, and new links do not help.
             ``"died"``: the same, and its process ends with it.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
@@ -349,7 +350,8 @@ class Failures:
         while (failure := self.look()) is not None:
             elsewhere = failure.rank != self.ranks[self.rank]
             is_news = failure.is_cause and not is_known
-            if failure.kind == "cut off" or (elsewhere and (failure.kind == "died" or is_news)):
+            is_final = failure.kind in ("cut off", "stuck")
+            if is_final or (elsewhere and (failure.kind == "died" or is_news)):
                 raise self._cannot(doing, failure)
             # All others have to leave it, too.
             self.ask(self._write_record(failure), doing)

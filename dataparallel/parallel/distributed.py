@@ -138,8 +138,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     _MAY_SPREAD = True
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
-    # Why the processes can never reduce together again; empty if they can.
-    _stuck = ""
     #: Whether buffers are sent before forwards.
     forward_sync_buffers = True
     #: Whether the last forward was one whose gradients are reduced; buffers are sent after those.
@@ -326,7 +324,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _up_to_date(self, *, reduces: bool, joins: bool) -> Training:
         """What the next forward is trained with, made anew and connected where that is needed."""
         training, sends = self._training, self.buffer_sync.moment is not None
-        self._check_can_go_on(training)
+        self.options.check_alone()
         needs_others = reduces or joins or (sends and self.will_sync_module_buffers())
         if training.processes is not None and training.is_lost(needs_others=needs_others):
             training = self._build(lost=training)
@@ -347,20 +345,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if number >= statistics.due:
                 statistics.begin(number)
         return training
-
-    def _check_can_go_on(self, training: Training) -> None:
-        """Refuse what could not be done together with the other processes, in all of them."""
-        self.options.check_alone()
-        if training.processes is not None and not self._stuck:
-            self._stuck = training.processes.stuck
-        if self._stuck:
-            raise RuntimeError(
-                f"this wrapper cannot go on, and no process can: {self._stuck.rstrip()}\n"
-                "Since then the processes are at different collectives of the hook, whose results "
-                "would be mixed up. Start the processes again from a checkpoint; or call "
-                "torch.distributed.destroy_process_group() and dp.init_process_group() in every "
-                "process, and wrap .module again"
-            )
 
     # --- what its users say ----------------------------------------------------------------------
 
@@ -504,7 +488,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There are several processes, but the wrapper has no process group.
         """
         training = self._training
-        self._check_can_go_on(training)
+        self.options.check_alone()
         if training.is_lost(needs_others=True):
             training = self._build(lost=training)
         leaves, processes = training.leaves, training.processes

@@ -33,7 +33,7 @@ from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.optim.in_backward import StepsInBackward
 from dataparallel.reducer.comm_hooks import ResolvedHook
-from dataparallel.reducer.exchange import ReducerProcesses, is_late
+from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.reducer.nonfinite import NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, trained_parameters
 from dataparallel.reducer.reducer import Reducer
@@ -332,8 +332,8 @@ class Training:
         except (CollectiveError, CollectiveTimeout) as error:
             # With new links all find out who was given that round. Who needs nobody goes on
             # without those that have ended.
-            others_ended = error.failure is None or error.failure.kind != "raised"
-            if not (is_late(error) if needs_others else others_ended):
+            kind = "" if error.failure is None else error.failure.kind
+            if (kind != "late") if needs_others else (kind in ("raised", "late")):
                 raise
 
     def is_lost(self, *, needs_others: bool) -> bool:

@@ -17,18 +17,14 @@ futures of several buckets together.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import threading
-import time
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from dataparallel import torch_internals
-from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import Bucket, BucketStorage
@@ -40,16 +36,13 @@ _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = _TORCHS + "powerSGD_hook"
 _LAUNCH_FROM_CALLBACKS = (_POWER_SGD, _TORCHS + "quantization_hooks")
 
-# The modules of torch in which there are hooks that have names here.
-_NAMED = {
-    "allreduce": "default_hooks",
-    "bf16_compress": "default_hooks",
-    "fp16_compress": "default_hooks",
-    "noop": "debugging_hooks",
+#: Torch's hooks that have names here.
+_NAMED: dict[str, CommHook] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "noop": debugging_hooks.noop_hook,
 }
-
-# Seconds between two looks at the other processes.
-_SLICE = 0.1
 
 
 # --- what a hook gets ------------------------------------------------------------------------
@@ -136,7 +129,7 @@ class GradBucket:
         return f"bucket {self.index()} ({describe_names(self.names())})"
 
 
-# --- which hook ------------------------------------------------------------------------------
+# --- a hook ----------------------------------------------------------------------------------
 
 
 class ResolvedHook(NamedTuple):
@@ -146,8 +139,53 @@ class ResolvedHook(NamedTuple):
     state: Any
     name: str
     #: See Note [Hooks that launch from callbacks].
-    one_bucket_at_a_time: bool = False
-    is_power_sgd: bool = False
+    one_bucket_at_a_time: bool
+    is_power_sgd: bool
+    #: Whether imaginary parts would get lost in it.
+    is_for_real_numbers: bool
+
+    def call(
+        self, bucket: Bucket, storage: BucketStorage, link: ProcessLink, *, is_last: bool
+    ) -> Callable[[], torch.Tensor]:
+        """Call it for a bucket; what is returned waits for the new content, as the link does."""
+        flat = storage.flat
+        given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=self.is_power_sgd)
+        if flat.is_complex() and self.is_for_real_numbers:
+            raise TypeError(
+                f"the communication hook {self.name} sends real numbers of 16 bits, but the "
+                f"gradients of {given} are {flat.dtype}, whose imaginary parts it would drop; use "
+                "'allreduce', or a hook that sends view_as_real()"
+            )
+        with _located(given):
+            future: Any = self.function(self.state, given)
+        if not isinstance(future, torch_internals.Future):
+            raise TypeError(
+                f"the communication hook {self.name} must return a torch.futures.Future of the "
+                f"new content of {given}, but returned a {type(future).__name__}; return "
+                "work.get_future(), or put a tensor into a future with set_result"
+            )
+
+        def wait() -> torch.Tensor:
+            what = f"the future of the communication hook {self.name}"
+            with _located(given):
+                return self._accepted(link.wait_for(future, what=what), flat)
+
+        return wait
+
+    def _accepted(self, value: Any, flat: torch.Tensor) -> torch.Tensor:
+        """The value of a future, as the bucket's new content."""
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            (value,) = value
+        if flat.is_complex() and getattr(value, "shape", None) == (*flat.shape, 2):
+            # The work of a collective gives complex numbers back as pairs of real ones.
+            value = torch.view_as_complex(value)
+        if _form(value) != _form(flat):
+            raise ValueError(
+                f"the communication hook {self.name} must give a tensor like bucket.buffer(), "
+                f"{_form(flat)}, or a list of one, but its future has {_form(value)}"
+            )
+        content: torch.Tensor = value
+        return content.contiguous() if content.dtype == flat.dtype else flat.copy_(content)
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
@@ -163,138 +201,43 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
         TypeError: It is not callable.
         ValueError: There is no hook of that name.
     """
-    if isinstance(hook, str) or type(hook).__name__ == "BuiltinCommHookType":
-        key = str(getattr(hook, "name", hook)).lower()
-        if key not in _NAMED:
-            raise ValueError(
-                f"there is no communication hook {hook!r}; pass a function hook(state, bucket) or "
-                f"one of {', '.join(map(repr, _NAMED))}"
-            )
-        found = getattr(importlib.import_module(_TORCHS + _NAMED[key]), f"{key}_hook")
-        return ResolvedHook(found, state, str(hook))
-    if not callable(hook):
-        raise TypeError(
-            f"a communication hook must be callable as hook(state, bucket), but got {hook!r}; pass "
-            f"a function, or one of {', '.join(map(repr, _NAMED))}"
+    function: Any = hook if callable(hook) else _NAMED.get(str(getattr(hook, "name", hook)).lower())
+    if function is None:
+        kind = ValueError if isinstance(hook, str) else TypeError
+        raise kind(
+            f"there is no communication hook {hook!r}; pass a function hook(state, bucket) or one "
+            f"of {', '.join(map(repr, _NAMED))}"
         )
-    inner: Any = hook.func if isinstance(hook, functools.partial) else hook
+    # That of a functools.partial.
+    inner: Any = getattr(function, "func", function)
     # Torch's wrappers of hooks close over them.
     cells = getattr(inner, "__closure__", None) or ()
-    parts = [hook, inner, *(cell.cell_contents for cell in cells)]
+    parts = [function, inner, *(cell.cell_contents for cell in cells)]
     modules = {getattr(part, "__module__", None) for part in (*parts, type(state))}
     asks = any(getattr(part, "one_bucket_at_a_time", False) is True for part in parts)
     return ResolvedHook(
-        hook,
+        function,
         state,
         str(getattr(inner, "__qualname__", type(inner).__qualname__)),
         one_bucket_at_a_time=asks or not modules.isdisjoint(_LAUNCH_FROM_CALLBACKS),
         is_power_sgd=_POWER_SGD in modules,
+        is_for_real_numbers=inner in (_NAMED["fp16_compress"], _NAMED["bf16_compress"]),
     )
 
 
-# --- a hook that runs ------------------------------------------------------------------------
+def _form(value: Any) -> str:
+    """What the new content of a bucket must have in common with the old, in words."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    kind = "complex" if value.is_complex() else "real" if value.is_floating_point() else "whole"
+    return f"{kind} numbers of shape {tuple(value.shape)} on {value.device}, {value.layout}"
 
 
-class HookSender:
-    """Reduces the buckets of one round through a communication hook."""
-
-    def __init__(self, hook: ResolvedHook, control: ProcessLink) -> None:
-        self.name = hook.name
-        self._hook = hook
-        self._control = control
-        self._timeout = control.timeout
-        inner: Any = getattr(hook.function, "func", hook.function)
-        self._is_for_real_numbers = inner in (
-            default_hooks.fp16_compress_hook,
-            default_hooks.bf16_compress_hook,
-        )
-        # Waits for the last bucket, where the hook gets one at a time.
-        self._settle_previous: Callable[[], None] | None = None
-
-    def send(
-        self, bucket: Bucket, storage: BucketStorage, *, is_last: bool
-    ) -> Callable[[], torch.Tensor]:
-        """Call the hook for a bucket; what is returned waits for the bucket's new content."""
-        hook, settle_previous = self._hook, self._settle_previous
-        self._settle_previous = None
-        if settle_previous is not None:
-            # If it has failed, this is told later: the other processes, where it may have not, wait
-            # for this bucket.
-            settle_previous()
-        given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=hook.is_power_sgd)
-        if storage.flat.is_complex() and self._is_for_real_numbers:
-            raise TypeError(
-                f"the communication hook {hook.name} sends real numbers of 16 bits, but the "
-                f"gradients of {given} are {storage.flat.dtype}, whose imaginary parts it would "
-                "drop; use 'allreduce', or a hook that sends view_as_real()"
-            )
-        future: Any = _in_hook(given, functools.partial(hook.function, hook.state, given))
-        if not isinstance(future, torch_internals.Future):
-            raise TypeError(
-                f"the communication hook {hook.name} must return a torch.futures.Future of the "
-                f"new content of {given}, but returned a {type(future).__name__}; return "
-                "work.get_future(), or put a tensor into a future with set_result"
-            )
-        over = threading.Event()
-        # A future's own wait has no timeout.
-        future.add_done_callback(lambda _: over.set())
-        settle = functools.partial(self._settle, over, given)
-        if hook.one_bucket_at_a_time:
-            self._settle_previous = settle
-
-        def wait() -> torch.Tensor:
-            settle()
-            # Returns at once, and orders the current streams of this thread behind the result.
-            return self._accepted(_in_hook(given, future.wait), given, storage.flat)
-
-        return wait
-
-    def _settle(self, over: threading.Event, bucket: GradBucket) -> None:
-        """Wait until there is a value or an error."""
-        what = f"the communication hook {self.name} for {bucket} in rank {self._control.rank}"
-        deadline = time.monotonic() + self._timeout
-        while not over.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                timeout, self._timeout = self._timeout, 0.0
-                raise TimeoutError(
-                    f"{what} did not complete its future within {timeout:g} s; make sure that "
-                    "every process runs the hook for the same buckets and that set_result or "
-                    "set_exception is called in any case, or ask for a longer timeout"
-                )
-            failure = self._control.look()
-            if failure is not None:
-                raise CollectiveError(f"{what} was not waited for any more: {failure}")
-
-    def _accepted(self, value: Any, bucket: GradBucket, flat: torch.Tensor) -> torch.Tensor:
-        """The value of a future, as the bucket's new content."""
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            (value,) = value
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and flat.is_complex() and value.shape == (*flat.shape, 2):
-            # The work of a collective gives complex numbers back as pairs of real ones.
-            value = torch.view_as_complex(value)
-        if not is_tensor or _form(value) != _form(flat):
-            raise ValueError(
-                f"the communication hook {self.name} must give a tensor like bucket.buffer(), "
-                f"{_content(flat)}, or a list of one, but the future of {bucket} has "
-                f"{_content(value) if is_tensor else f'a {type(value).__name__}'}"
-            )
-        return value.contiguous() if value.dtype == flat.dtype else flat.copy_(value)
-
-
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    kind = tensor.is_floating_point(), tensor.is_complex()
-    return kind, tensor.shape, tensor.device, tensor.layout
-
-
-def _content(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
-
-
-def _in_hook(bucket: GradBucket, function: Callable[[], Any]) -> Any:
-    """What a function of the user returns; an error of it says for which bucket."""
+@contextlib.contextmanager
+def _located(bucket: GradBucket) -> Iterator[None]:
+    """An error of the user's function says for which bucket it came."""
     try:
-        return function()
+        yield
     except BaseException as error:
         locate(error, f"in the communication hook for {bucket}")
         raise

@@ -24,8 +24,10 @@ later does the same and does not vote, and the others may have taken their step.
 ranks make new links at their next forward, where they compare how many rounds each was given. If
 they were not given the same, all raise, until the replicas were compared or a state was loaded.
 
-Only a communication hook is asked for zeros before that: the others wait for it, in a group of the
-user's. So with a hook all ranks wait for the vote.
+Collectives of a communication hook are in a group of the user's, which stays. So a rank that fails
+first sends zeros through the hook for what is left, since the others wait for it, and with a hook
+all ranks wait for the vote. If it cannot, their collectives would be mixed up with those of the
+next step: then no process can make a link over the group any more.
 """
 
 from __future__ import annotations
@@ -41,46 +43,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import (
-    CollectiveError,
-    CollectiveTimeout,
-    Failure,
-    failures_of,
-    name_ranks,
-)
-from dataparallel.comm.link import Pending, ProcessLink, parent_group, timeout_of
+from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
+from dataparallel.comm.link import Pending, ProcessLink, parent_group
 from dataparallel.errors import describe_names
 from dataparallel.reducer.buckets import Bucket, Gradients
-from dataparallel.reducer.comm_hooks import HookSender
-from dataparallel.reducer.options import AverageKind
+from dataparallel.reducer.comm_hooks import ResolvedHook
+from dataparallel.reducer.options import ReducerOptions
 from dataparallel.reducer.verify import gather_if_different
 
 # Seconds that a process which ends gives to the others to get its last vote.
 _LAST_VOTE = 2.0
-# What a rank was doing when it failed, as the others read it.
-_EARLY = "backward"
-_LATE = "backward, after its last bucket was sent"
-
-
-class OtherRanksFailed(CollectiveError):
-    """A round was dropped, since the backward of another process has failed in it.
-
-    Args:
-        failure: What is known of it.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        rank, trace = failure.rank, failure.traceback.rstrip()
-        super().__init__(
-            f"the backward of rank {rank} failed, so no gradient of this step was reduced and "
-            ".grad is as it was before; its own error says why. All ranks can go on with the next "
-            f"step (rank {rank}: {failure.message})\nTraceback of rank {rank}:\n{trace}\n",
-            failure=failure,
-        )
-
-
-class ReplicasInDoubt(RuntimeError):
-    """Some processes may have taken a step that others have not. All processes raise it."""
+# What a rank was doing when it failed, as the others read it; by the kind of the failure.
+_DOING = {
+    "raised": "backward",
+    "late": "backward, after its last bucket was sent",
+    "stuck": "backward, and has left collectives of a communication hook that nobody can match",
+}
 
 
 class Progress:
@@ -128,7 +106,7 @@ class Progress:
     def check(self) -> None:
         """Raise where replicas may differ."""
         if self.doubt:
-            raise ReplicasInDoubt(self.doubt)
+            raise RuntimeError(self.doubt)
 
 
 class ReducerProcesses:
@@ -145,12 +123,11 @@ class ReducerProcesses:
         verify: Callable[[ProcessLink], None],
     ) -> None:
         parent = parent_group(group)
-        self._group = group
-        self._links: tuple[ProcessLink, ...] | None = None
-        self.timeout = timeout_of(parent) if timeout is None else timeout
-        self.rank = parent.rank()
-        self.world_size = parent.size()
+        self.rank, self.world_size = parent.rank(), parent.size()
         self.progress = progress
+        self._group = group
+        self._timeout = timeout
+        self._links: list[ProcessLink] = []
         self._verify = verify
         self._num_active: Callable[[], int] | None = None
         self._failures = failures_of(parent)
@@ -165,22 +142,22 @@ class ReducerProcesses:
         """How many processes have data; the answer may have to come from the others."""
         return self.world_size if self._num_active is None else self._num_active()
 
-    def connect(self) -> tuple[ProcessLink, ...]:
+    def connect(self) -> list[ProcessLink]:
         """Make the links where there are none yet; a collective call then."""
-        if self._links is None:
-            buckets = ProcessLink(self._group, timeout=self.timeout, purpose="gradients")
-            control = None
-            try:
-                control = ProcessLink(self._group, timeout=self.timeout, purpose="control")
-                self._verify(control)
-                self.progress.compare(control)
-            except BaseException:
-                buckets.close()
-                if control is not None:
-                    control.close()
-                raise
-            self._links = buckets, control
+        if not self._links:
+            with contextlib.ExitStack() as stack:
+                made = [
+                    stack.enter_context(contextlib.closing(self._make(purpose)))
+                    for purpose in ("gradients", "control")
+                ]
+                self._verify(made[1])
+                self.progress.compare(made[1])
+                stack.pop_all()
+            self._links = made
         return self._links
+
+    def _make(self, purpose: str) -> ProcessLink:
+        return ProcessLink(self._group, timeout=self._timeout, purpose=purpose)
 
     @property
     def buckets(self) -> ProcessLink:
@@ -197,13 +174,12 @@ class ReducerProcesses:
         """The link for what ``join()`` asks, which a process outside of its block never answers."""
         links = self.connect()
         if len(links) == 2:
-            asks = ProcessLink(self._group, timeout=self.timeout, purpose="join")
-            self._links = links = (*links, asks)
+            links.append(self._make("join"))
         return links[2]
 
     def close(self) -> None:
         """Give the groups back."""
-        for link in self._links or ():
+        for link in self._links:
             link.close()
 
     # --- failures --------------------------------------------------------------------------------
@@ -211,47 +187,24 @@ class ReducerProcesses:
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        return self._has_failed or any(link.broken is not None for link in self._links or ())
+        return self._has_failed or any(link.broken is not None for link in self._links)
 
     def check_late(self) -> None:
         """Raise the error of a collective that has failed when nobody waited any more."""
         self._failures.check_late()
 
-    def report(self, error: BaseException, *, late: bool = False) -> None:
+    def report(self, error: BaseException, kind: str = "raised") -> None:
         """A round has failed here: let the others know, and use the links no more."""
-        if self.world_size == 1 and isinstance(error, Exception):
-            return
         # First: telling may be interrupted.
         self._has_failed = True
-        if self._links is not None:
-            self._links[1].report(error, _LATE if late else _EARLY)
+        if self._links:
+            self.control.report(error, _DOING[kind], kind=kind)
 
     def lost(self, names: Iterable[str]) -> CollectiveError:
         """The error for gradients of another rank that this one has not reduced with it."""
         error = late_error(names)
-        self.report(error, late=True)
+        self.report(error, "late")
         return CollectiveError(str(error), failure=self.control.failure)
-
-    def explained(self, error: BaseException) -> BaseException:
-        """The error itself, or where another rank's backward is why it came, one that says so."""
-        failure = _failure_of(error)
-        if failure is None or failure.rank == self._failures.ranks[self.rank]:
-            return error
-        if (failure.kind, failure.doing) != ("raised", _EARLY):
-            return error
-        return OtherRanksFailed(failure)
-
-    @property
-    def stuck(self) -> str:
-        """Why no step can be reduced any more; empty if one can."""
-        failures = [link.failure for link in self._links or ()]
-        return next((str(f) for f in failures if f is not None and f.kind == "stuck"), "")
-
-
-def is_late(error: BaseException) -> bool:
-    """Whether an error came since another rank has failed after its last bucket was sent."""
-    failure = _failure_of(error)
-    return failure is not None and failure.doing == _LATE
 
 
 def late_error(names: Iterable[str]) -> RuntimeError:
@@ -262,10 +215,6 @@ def late_error(names: Iterable[str]) -> RuntimeError:
         "them outside of the wrapper's forward, or in checkpoints, in all processes, or in the "
         "first step already, if only times zero; then all wait for such gradients in all steps"
     )
-
-
-def _failure_of(error: BaseException) -> Failure | None:
-    return error.failure if isinstance(error, (CollectiveError, CollectiveTimeout)) else None
 
 
 # --- the vote --------------------------------------------------------------------------------
@@ -343,31 +292,29 @@ class Exchange:
         self,
         processes: ReducerProcesses,
         buckets: Sequence[Bucket],
-        average: AverageKind,
+        options: ReducerOptions,
         *,
         weight: float = 1.0,
-        sender: HookSender | None = None,
-        in_rank_order: bool = False,
+        hook: ResolvedHook | None = None,
     ) -> None:
         self.processes = processes
         self._buckets = buckets
-        self._average = average
+        self._options = options
         self._weight = weight
-        self._sender = sender
-        self._in_rank_order = in_rank_order
+        self._hook = hook
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
-        self._total: tuple[torch.Tensor, Pending] | None = None
-        if average == "samples":
+        self._total = torch.tensor([weight], dtype=torch.float64)
+        self._weights: Pending | None = None
+        if options.average == "samples":
             # Launched now and waited for before the first bucket.
-            total = torch.tensor([weight], dtype=torch.float64)
-            pending = processes.control.all_reduce(total, what="the weights of a round")
-            self._total = total, pending
+            what = "the weights of a round"
+            self._weights = processes.control.all_reduce(self._total, what=what)
 
     @property
     def must_wait(self) -> bool:
         """Whether no rank may end the round without the vote; the same in all ranks."""
-        return self.processes.progress.waits or self._sender is not None or not self._buckets
+        return self.processes.progress.waits or self._hook is not None or not self._buckets
 
     @property
     def last(self) -> int:
@@ -377,13 +324,12 @@ class Exchange:
     @functools.cached_property
     def _share(self) -> float:
         """The part of this process in the average; may have to wait."""
-        if self._average == "none":
+        if self._options.average == "none":
             return 1.0
-        if self._total is not None:
-            total, pending = self._total
-            pending.wait()
-            if total.item() > 0:
-                return self._weight / float(total.item())
+        if self._weights is not None:
+            self._weights.wait()
+            if (total := self._total.item()) > 0:
+                return self._weight / total
         # With "samples", no process has any: their gradients are zeros, or the user's own affair.
         return 1.0 / self.processes.num_active
 
@@ -392,22 +338,27 @@ class Exchange:
     def send(self, bucket: Bucket, sums: Gradients) -> None:
         """Launch the next bucket, with the sums over the replicas of this process."""
         # A communication hook divides by the number of processes.
-        times = 1 if self._sender is None else self.processes.world_size
-        self._launch(bucket, bucket.load(sums, self._share * times))
+        times = 1 if self._hook is None else self.processes.world_size
+        self._sent.append(self._launch(bucket, bucket.load(sums, self._share * times)))
 
-    def _launch(self, bucket: Bucket, tensor: torch.Tensor) -> None:
-        link = self.processes.buckets
-        wait: Callable[[], torch.Tensor]
-        if bucket.storage is not None and self._sender is not None:
-            dense = [each.number for each in self._buckets if each.storage is not None]
-            is_last = bucket.number == dense[-1]
-            wait = self._sender.send(bucket, bucket.storage, is_last=is_last)
-        elif bucket.storage is not None and self._in_rank_order:
-            wait = functools.partial(_sum_in_order, link, tensor, bucket.name)
-        else:
-            pending = link.all_reduce(tensor, what=bucket.name)
-            wait = functools.partial(_wait, pending, tensor)
-        self._sent.append(wait)
+    def _launch(self, bucket: Bucket, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        link, storage = self.processes.buckets, bucket.storage
+        if self._hook is not None and storage is not None:
+            if self._hook.one_bucket_at_a_time and self._sent:
+                # An error is told later: the others, where there may be none, wait for this bucket.
+                with contextlib.suppress(Exception):
+                    self._sent[-1]()
+            is_last = all(each.storage is None for each in self._buckets[bucket.number + 1 :])
+            return self._hook.call(bucket, storage, link, is_last=is_last)
+        if self._options.deterministic and storage is not None:
+            return functools.partial(_sum_in_order, link, flat, bucket.name)
+        pending = link.all_reduce(flat, what=bucket.name)
+
+        def wait() -> torch.Tensor:
+            pending.wait()
+            return flat
+
+        return wait
 
     # --- received --------------------------------------------------------------------------------
 
@@ -433,48 +384,22 @@ class Exchange:
 
     def abandon(self, error: BaseException) -> None:
         """End a round that has failed. See Note [Failures of a round]."""
-        late = len(self._sent) == len(self._buckets)
-        if self._sender is not None and isinstance(error, Exception) and _failure_of(error) is None:
-            try:
-                self._give_up()
-            except BaseException as interrupt:
-                self.processes.report(interrupt, late=late)
-                raise
-        self.processes.report(error, late=late)
+        kind = "late" if len(self._sent) == len(self._buckets) else "raised"
+        try:
+            if self._hook is not None and isinstance(error, Exception):
+                self._send_zeros()
+        finally:
+            if self._hook is not None and len(self._sent) < len(self._buckets):
+                kind = "stuck"
+            self.processes.report(error, kind)
 
-    def _give_up(self) -> None:
-        """Let the hook send zeros for what is left, since the others wait for them."""
+    def _send_zeros(self) -> None:
+        """Send the rest of what the others wait for, and wait: the next round uses the memory."""
         for bucket in self._buckets[len(self._sent) :]:
-            if self.processes.control.look() is not None:
-                return
-            try:
-                self._launch(bucket, bucket.load([], 0.0))
-            except Exception as error:
-                self._get_stuck(bucket.number, error)
-                break
-        self._wait_quietly()
-
-    def _get_stuck(self, number: int, error: Exception) -> None:
-        """The collectives that the others have begun are others than ours: nobody can go on."""
-        assert self._sender is not None
-        reason = str(error).partition("\n")[0]
-        stuck = RuntimeError(
-            f"the communication hook {self._sender.name} failed twice for bucket {number}, for "
-            f"which the other processes have begun collectives ({type(error).__name__}: "
-            f"{reason})"
-        )
-        self.processes.control.report(stuck, "backward", kind="stuck")
-
-    def _wait_quietly(self) -> None:
-        """Wait for what was sent, whose memory the next round uses; why it failed was told."""
+            self._sent.append(self._launch(bucket, bucket.load([], 0.0)))
         for wait in self._sent:
             with contextlib.suppress(Exception):
                 wait()
-
-
-def _wait(pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
-    pending.wait()
-    return tensor
 
 
 def _sum_in_order(link: ProcessLink, flat: torch.Tensor, what: str) -> torch.Tensor:

@@ -29,7 +29,6 @@ from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
-from dataparallel.reducer.comm_hooks import HookSender
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
 from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
 from dataparallel.reducer.options import ReducerOptions, TrainedParameters
@@ -292,10 +291,9 @@ class Reducer:
         return Exchange(
             processes,
             reduced,
-            self.options.average,
+            self.options,
             weight=weight,
-            sender=self._hook and HookSender(self._hook, processes.control),
-            in_rank_order=self.options.deterministic,
+            hook=self._hook,
         )
 
     def _end(self, round_: Round) -> None:
@@ -394,7 +392,7 @@ class Reducer:
             self._fail(lost, self._user_hooks.failure or RuntimeError(text))
 
     def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
-        """End a round that has failed; raises if another rank's failure is the reason."""
+        """End a round that has failed."""
         self.last_error = str(error)
         self.statistics.abandon()
         processes = self.processes if tells else None
@@ -403,7 +401,7 @@ class Reducer:
                 # Of a collective that failed the others know.
                 is_known = isinstance(error, (CollectiveError, CollectiveTimeout))
                 if processes is not None and not is_known:
-                    processes.report(error)
+                    processes.report(error, "stuck" if self._hook else "raised")
             elif round_ is self._round:
                 round_.fail(error)
             elif round_.exchange is not None:
@@ -411,9 +409,6 @@ class Reducer:
                 round_.exchange.abandon(error)
         finally:
             self._leave_round()
-        told = error if processes is None else processes.explained(error)
-        if told is not error:
-            raise told from error
 
     def _forget(self) -> None:
         """Drop a round that was left unfinished."""
