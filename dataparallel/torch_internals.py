@@ -101,7 +101,7 @@ address_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
 when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
-#: empty. Without one of these names, replicas share the module's table.
+#: empty.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Whether a tensor can take the memory of another one and stay the object that it is; ``module.to``
 #: asks, too.
@@ -121,8 +121,7 @@ keep_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter")
 
 def forward_mode_level() -> int:
     """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable."""
-    level: int = torch.autograd.forward_ad._current_level
-    return level
+    return int(torch.autograd.forward_ad._current_level)
 
 
 #: Lets ``Function.apply`` run within one step of a function transform, as operators need it that
@@ -218,9 +217,9 @@ _is_batched_by_autograd: Any = _private("torch._C._functorch.is_legacy_batchedte
 def any_batched(values: Iterable[Any]) -> bool:
     """Whether a tensor stands for many, which only operations with a rule for that take."""
     for value in values:
-        if not isinstance(value, torch.Tensor):
-            continue
-        if _is_batched_by_autograd(value) or _is_batched_by_vmap(value):
+        if isinstance(value, torch.Tensor) and (
+            _is_batched_by_autograd(value) or _is_batched_by_vmap(value)
+        ):
             return True
     return False
 
@@ -302,11 +301,7 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_
 
 
 def mark_as_parameters(tensors: Iterable[torch.Tensor]) -> None:
-    """Have ``isinstance(tensor, nn.Parameter)`` say yes, also of tensors that are no leaves.
-
-    Torch sets the same attribute for parameters of subclasses. Where it no longer looks at it,
-    modules that ask find no parameters in replicas.
-    """
+    """Have ``isinstance(tensor, nn.Parameter)`` say yes, also of tensors that are no leaves."""
     for tensor in tensors:
         tensor._is_param = True
 
@@ -378,17 +373,14 @@ active_torch_wrapper: Callable[[], torch.nn.parallel.DistributedDataParallel | N
 )
 
 
-# --- lists of tensors ------------------------------------------------------------------------
-#
-# One launch for many tensors. Torch's optimizers are made of them.
+# --- lists of tensors, containers ------------------------------------------------------------
 
+#: One launch for many tensors. Torch's optimizers are made of them.
 foreach_add: Any = _private("torch._foreach_add")
 foreach_add_: Any = _private("torch._foreach_add_")
 foreach_copy_: Any = _private("torch._foreach_copy_")
 foreach_mul_: Any = _private("torch._foreach_mul_")
 foreach_norm: Any = _private("torch._foreach_norm")
-
-# --- containers ------------------------------------------------------------------------------
 
 #: How containers are opened that were registered with ``torch.utils._pytree``, by their class.
 registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES")
@@ -434,11 +426,10 @@ def is_registered(group: Any) -> bool:
     return group in world().pg_map
 
 
-def group_named(name: str) -> Any:
-    """The process group of a name, as operators in compiled code find theirs; or a RuntimeError."""
-    c10d: Any = torch.distributed.distributed_c10d
-    return c10d._resolve_process_group(name)
-
+#: The process group of a name, as operators in compiled code find theirs; or a RuntimeError.
+group_named: Callable[[str], Any] = _private(
+    "torch.distributed.distributed_c10d._resolve_process_group"
+)
 
 # How many threads make a group, and to what the default group is bound meanwhile.
 _unbound: dict[str, Any] = {"threads": 0, "device": None}
@@ -451,7 +442,6 @@ def _default_group_unbound() -> Iterator[None]:
 
     It splits new communicators from that of such a group. To a split all processes of the default
     group have to come, and only those of the parent make the new group: they would wait for ever.
-    And a communicator is needed only once a tensor on an accelerator goes through the group.
     """
     world: Any = torch.distributed.group.WORLD
     with _unbinding:
@@ -468,10 +458,7 @@ def _default_group_unbound() -> Iterator[None]:
 
 
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
-
-    After its ranks in the default group come backend, store and name.
-    """
+    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it."""
     c10d: Any = torch.distributed.distributed_c10d
     with _default_group_unbound():
         group, _ = c10d._new_process_group_helper(
@@ -676,20 +663,15 @@ move_entries_of_compiler: Any = _private("torch._C._dynamo.eval_frame._set_lru_c
 def first_calls_without_search() -> Iterator[None]:
     """Within this, torch compiles what does not look for custom operations at its first call.
 
-    The search is a dispatch mode, under which random operations do not see in which replica they
-    are.
+    The search is a dispatch mode, under which random operations do not see their replica.
     """
     wrappers: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
     first: Any = wrappers._FirstInvocationContext
-    before, first.__init__ = first.__init__, _not_first
+    before, first.__init__ = first.__init__, lambda self: self.__dict__.update(_is_first=False)
     try:
         yield
     finally:
         first.__init__ = before
-
-
-def _not_first(context: Any) -> None:
-    context._is_first = False
 
 
 class _Context:
@@ -709,11 +691,9 @@ class _Context:
 def hand_on_contexts_for_any_thread() -> None:
     """Let what is compiled run its backward on several devices at the same time.
 
-    In 2.13, a backward call hands its context variables to the threads of the devices, as one
-    ``contextvars.Context``, and what is compiled runs in it. A context runs in one thread at a
-    time, so with two devices the second raised "cannot enter context". What is handed on here is an
-    object that runs each in a copy. From 2.15 on torch makes the copies itself, and 2.11 hands
-    nothing on: nothing is replaced there.
+    In 2.13, a backward hands the threads of all devices one ``contextvars.Context``, which runs in
+    one thread at a time: the second raised "cannot enter context". What is handed on here runs each
+    in a copy, as torch does from 2.15 on; 2.11 hands nothing on.
     """
     module: Any = torch.autograd.graph
     if torch.__version__ < "2.15" and getattr(module, "contextvars", None) is contextvars:
@@ -728,8 +708,7 @@ def keep_guard_of_compiler() -> None:
 
     A torch 2.11 that was built for CUDA, where there is no such device, puts a substitute for the
     guard of CUDA devices in place when it first compiles. It is gone when the thread ends, while
-    all others still use it: the next one to compile or to run a backward crashes. So a thread that
-    never ends makes it first; where the name is missing, torch has found another way.
+    all others still use it, and crash. So a thread that never ends makes it first.
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if make is None or torch.version.cuda is None or torch.cuda.device_count():
@@ -748,8 +727,7 @@ def keep_guard_of_compiler() -> None:
 def replace_default_generator(stand_in: Any) -> None:
     """Put a stand-in for the CPU's generator where the functions of ``torch.random`` find it.
 
-    ``torch.get_rng_state()`` and ``manual_seed()`` then mean the generator of the replica in whose
-    thread they are called, as checkpoints need it.
+    See Note [Checkpointing in replicas] in ``threads/random.py``.
     """
     module: Any = torch.random
     module.default_generator = stand_in
@@ -760,8 +738,7 @@ def replace_checkpoint_states(
 ) -> None:
     """Have checkpoints remember the states that replicas of one accelerator draw from.
 
-    ``torch.utils.checkpoint`` asks ``get_device_states``, which knows the default generators of the
-    devices.
+    The function that checkpoints ask knows the default generators of the devices.
     """
     module: Any = torch.utils.checkpoint
     original = module.get_device_states

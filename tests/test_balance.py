@@ -242,10 +242,10 @@ def test_the_next_batch_may_have_another_size() -> None:
 def test_close_ends_it() -> None:
     model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
     balancer = dataparallel.balance(model, every=2, warmup=0)
-    assert model.timeline.is_active
+    assert model.timeline.listeners
     balancer.close()
     balancer.close()
-    assert not model.timeline.is_active
+    assert not model.timeline.listeners
     with pytest.raises(RuntimeError, match="this Balancer was closed"):
         balancer.step(lambda: None)
     dataparallel.balance(model).close()
@@ -274,7 +274,7 @@ def test_copies_of_the_wrapper_are_not_balanced() -> None:
     with dataparallel.balance(model):
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert other._splitter is None
-            assert not other.timeline.is_active
+            assert not other.timeline.listeners
             other(torch.ones(4, 1)).sum().backward()
 
 

@@ -60,7 +60,7 @@ def test_options_that_are_no_numbers(
     with pytest.raises(kind, match=message):
         dataparallel.balance(model, **options)
     assert model._splitter is None
-    assert not model.timeline.is_active
+    assert not model.timeline.listeners
 
 
 @pytest.mark.parametrize(

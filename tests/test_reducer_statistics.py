@@ -130,10 +130,10 @@ def test_which_iterations_are_sampled(
     sampled = []
     for _ in range(30):
         steps.forward(1)
-        if steps.timeline.is_active:
+        if steps.timeline.listeners:
             sampled.append(steps.number)
         steps.backward()
-        assert not steps.timeline.is_active
+        assert not steps.timeline.listeners
     assert sampled == expected
     assert steps.measured.read()["num_sampled"] == len(expected)
     followers = {number + 1 for number in expected if number < 30}
@@ -162,7 +162,7 @@ def test_what_happens_in_an_iteration(clock: Clock) -> None:
     steps.measured.abandon()
     steps.backward()
     assert steps.measured.read() == found
-    assert not steps.timeline.is_active
+    assert not steps.timeline.listeners
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -260,7 +260,7 @@ def measured_training(rank: int, world_size: int, replicas: int) -> dict[str, An
     for _ in range(4):
         model(torch.ones(6, 8)).sum().backward()
     found = model.get_ddp_logging_data()
-    assert not model.timeline.is_active
+    assert not model.timeline.listeners
     model.close()
     return found
 

@@ -229,10 +229,10 @@ def test_too_little_memory_afterwards() -> None:
 def test_timeline() -> None:
     timeline = Timeline([torch.device("cpu")] * 2)
     told: list[Any] = []
-    timeline.follow_devices(told.append)
+    timeline.subscribe(on_devices=told.append)
     timeline.use_devices([torch.device("cpu")], [1])
     assert told == [[1]]
-    timeline.leave_devices(told.append)
+    timeline.unsubscribe(on_devices=told.append)
     timeline.use_devices([torch.device("cpu")] * 3, [0, None, None])
     assert told == [[1]]
     assert len(timeline.now) == 3

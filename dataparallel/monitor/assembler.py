@@ -151,13 +151,11 @@ class StepAssembler:
         self._use_devices([None] * len(self._timeline.devices))
         self._step = _Step(time.perf_counter_ns())
         self._last_end = [self._step.begin] * len(self._devices)
-        self._timeline.subscribe(self._on_span, self._on_call)
-        self._timeline.follow_devices(self._on_devices)
+        self._timeline.subscribe(self._on_span, self._on_call, self._on_devices)
 
     def stop(self) -> None:
         """Listen no more."""
-        self._timeline.unsubscribe(self._on_span, self._on_call)
-        self._timeline.leave_devices(self._on_devices)
+        self._timeline.unsubscribe(self._on_span, self._on_call, self._on_devices)
 
     def finish(self) -> None:
         """Listen no more; the step that is under way ends here if it has got anywhere."""

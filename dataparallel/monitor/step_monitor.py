@@ -103,7 +103,7 @@ class StepMonitor:
         self._info = describe_run(self._model)
         self._totals = [{} for _ in self._model.timeline.devices]
         self._assembler.start()
-        self._model.timeline.follow_devices(self._devices_listener)
+        self._model.timeline.subscribe(on_devices=self._devices_listener)
         self._optimizers = OptimizerSpans(self._model.timeline, self._model)
         # Nobody may have left the with block that a notebook has entered by hand.
         self._end = weakref.finalize(self, _end, self._assembler, self._optimizers)
@@ -114,7 +114,7 @@ class StepMonitor:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._optimizers is None:
             return
-        self._model.timeline.leave_devices(self._devices_listener)
+        self._model.timeline.unsubscribe(on_devices=self._devices_listener)
         publisher, self._publisher = self._publisher, None
         self._optimizers = None
         self._end()

@@ -23,11 +23,10 @@ carried over, and the caller's own block clears the cache.
 Note [Checkpoints around replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``torch.utils.checkpoint`` with ``use_reentrant=False`` is a pair of saved-tensor hooks that number
-the tensors as they are saved, and give each the recomputed tensor with the same number. Its
-``context_fn`` may add dispatch modes that count operations in the same way. Replicas run at the
-same time, in another order at each run, so these would mix up their tensors. They are the only
-hooks and modes that are not carried: the replicas then keep their activations. A checkpoint inside
-of a replica numbers what that replica alone saves.
+the tensors as they are saved; its ``context_fn`` may add dispatch modes that count operations.
+Replicas run at the same time, in another order at each run, and would mix up their tensors. These
+are the only hooks and modes that are not carried: the replicas then keep their activations. A
+checkpoint inside of a replica numbers what that replica alone saves.
 
 Note [Intra-op threads of one thread]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -106,36 +105,30 @@ def _shares(devices: tuple[torch.device, ...], num_threads: int) -> tuple[int, .
 
 
 class ThreadContext:
-    """What each replica's thread has from the calling thread, and its share of the CPU's threads.
+    """What each replica's thread has from the calling thread; its share of the CPU's threads."""
 
-    There is a replica on each of the devices; it uses the current streams of ``others``, too.
-    """
-
-    def __init__(
-        self, devices: Sequence[torch.device], others: Sequence[torch.device] = ()
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
         self._threads = _shares(self._devices, torch.get_num_threads())
         self._draws = replica_random.ReplicaGenerators(self._devices)
         self._variables = contextvars.copy_context()
-        places = frozenset((*devices, *others))
+        places = frozenset(devices)
         self._settings = [(get, use, get()) for get, use in _settings(places)]
         self._streams = [*filter(None, map(_devices.current_stream, places))]
         self._nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()
-        #: Makes what each replica is within, from the outermost on.
+        # Makes what each replica is within, from the outermost on.
         self._within: list[Callable[[], AbstractContextManager[Any]]] = []
         if torch.is_inference_mode_enabled():
             self._within.append(torch.inference_mode)
+        graph: Any = torch.autograd.graph
         hooks = torch_internals.top_saved_tensors_hooks(True)
         if hooks is not None and not _of_checkpoint(hooks[0]):
-            make: Callable[..., Any] = torch.autograd.graph.saved_tensors_hooks
-            self._within.append(functools.partial(make, *hooks))
+            self._within.append(functools.partial(graph.saved_tensors_hooks, *hooks))
         refusal = torch_internals.saved_tensors_hooks_refusal()
         if refusal is not None:
-            make = torch.autograd.graph.disable_saved_tensors_hooks
-            self._within.append(functools.partial(make, refusal))
+            self._within.append(functools.partial(graph.disable_saved_tensors_hooks, refusal))
         for mode in torch_internals.dispatch_modes():
             if not _of_checkpoint(mode):
                 self._within.append(functools.partial(torch_internals.dispatch_mode, mode))
@@ -150,7 +143,8 @@ class ThreadContext:
         # Not set back: the thread belongs to replicas. The first query in a thread applies torch's
         # default, which would undo what is set before it.
         if torch.get_num_threads() != self._threads[index]:
-            _use_threads(self._threads[index])
+            for setter in _setters():
+                setter(self._threads[index])
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 if _devices.current_stream(stream.device) != stream:
@@ -204,25 +198,15 @@ def _of_checkpoint(owned: object) -> bool:
 
 @functools.cache
 def _setters() -> tuple[Callable[[int], object], ...]:
-    folder = pathlib.Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        if (folder / name).exists():
-            # Symbols are looked up in the dependencies too, so this is the OpenMP torch runs on.
-            # A library of torch, which is loaded already.
-            library = ctypes.CDLL(str(folder / name))
-            break
-    else:
-        return ()
-    # Integers go to C as they are, and MKL's result is nothing but an integer.
-    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
-    found = tuple(getattr(library, name) for name in names if hasattr(library, name))
-    return found if hasattr(library, names[0]) else ()
-
-
-def _use_threads(count: int) -> None:
-    """Let operations of the calling thread use ``count`` threads."""
-    for setter in _setters():
-        setter(count)
+    # A library of torch, which is loaded already. Symbols are looked up in the dependencies too, so
+    # this is the OpenMP torch runs on.
+    for path in (pathlib.Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        library = ctypes.CDLL(str(path))
+        # Integers go to C as they are, and MKL's result is nothing but an integer.
+        names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+        if hasattr(library, names[0]):
+            return tuple(getattr(library, name) for name in names if hasattr(library, name))
+    return ()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -43,14 +43,13 @@ class RendezvousTimeout(TimeoutError):
     """A replica did not come in time."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Round:
-    """One meeting: who has come, with what, and what came of it."""
+@dataclass(eq=False)
+class _Meeting:
+    """One meeting: who has come, with what, and a result for each, or why there is none."""
 
     key: Hashable
     values: dict[int, Any] = field(default_factory=dict)
-    results: list[Any] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
+    outcome: Any = None
 
 
 class Rendezvous:
@@ -63,10 +62,10 @@ class Rendezvous:
     ) -> None:
         self.num_replicas = num_replicas
         self._waiting = waiting
-        self._changed = threading.Condition(threading.Lock())
-        self._round: _Round | None = None
-        self._left: dict[int, str] = {}
-        self._aborted = False
+        self._changed = threading.Condition()
+        self._meeting: _Meeting | None = None
+        # Why no meeting takes place any more.
+        self._over: str | None = None
 
     # Replicas meet in Python's own locks, which the compiler cannot follow.
     @untraced
@@ -87,100 +86,86 @@ class Rendezvous:
         with self._changed:
             meeting = self._join(index, key, value)
             waits = index > 0 or len(meeting.values) < self.num_replicas
-        with self._waiting(index) if waits else nullcontext():
-            self._await(meeting, index, timeout)
-        if index == 0 and not meeting.failures:
+        with self._waiting(index) if waits else nullcontext(), self._changed:
+            if not self._changed.wait_for(
+                lambda: meeting.outcome is not None or len(meeting.values) == self.num_replicas,
+                min(timeout, threading.TIMEOUT_MAX),
+            ):
+                absent = set(range(self.num_replicas)) - set(meeting.values)
+                text = f"{_replicas(absent)} did not come within {timeout:.3g} s; {_SAME}"
+                self._end(meeting, RendezvousTimeout(f"meeting for {key!r}: {text}"))
+            # Combining may take as long as it takes.
+            self._changed.wait_for(lambda: index == 0 or meeting.outcome is not None)
+        if meeting.outcome is None:
             self._combine(meeting, combine)
-        for failure in meeting.failures:
+        if isinstance(meeting.outcome, BaseException):
             # One object raised in several threads would collect the tracebacks of all.
-            raise type(failure)(*failure.args)
-        result: R = meeting.results[index]
+            raise type(meeting.outcome)(*meeting.outcome.args)
+        result: R = meeting.outcome[index]
         return result
 
     def leave(self, index: int, *, failed: bool) -> None:
         """Tell that a replica will not come any more: it returned, or it failed."""
-        with self._changed:
-            self._left[index] = "failed" if failed else "returned"
-            if self._round is not None and index not in self._round.values:
-                self._fail(self._round, self._missing(self._round.key))
+        self._close(f"replica {index} {'failed' if failed else 'returned'} without coming")
 
     def abort(self) -> None:
         """Release every replica that waits, with an error; later meetings fail at once."""
-        with self._changed:
-            self._aborted = True
-            if self._round is not None:
-                self._fail(self._round, RendezvousError("the call was interrupted"))
+        self._close("the call was interrupted")
 
-    def _join(self, index: int, key: Hashable, value: Any) -> _Round:
-        if self._aborted:
-            raise RendezvousError("the call was interrupted")
-        if self._left:
-            raise self._missing(key)
-        if self._round is None:
-            self._round = _Round(key)
-        meeting = self._round
+    def _close(self, why: str) -> None:
+        with self._changed:
+            # What failed after somebody had left most likely failed because of that.
+            self._over = self._over or why
+            if self._meeting is not None:
+                self._end(self._meeting, self._missed(self._meeting.key))
+
+    def _join(self, index: int, key: Hashable, value: Any) -> _Meeting:
+        if self._over is not None:
+            raise self._missed(key)
+        if self._meeting is None:
+            self._meeting = _Meeting(key)
+        meeting = self._meeting
         assert index not in meeting.values, "a replica waits in its own thread"
         if meeting.key != key:
-            text = f"came to the meeting {key!r} while {_replicas(sorted(meeting.values))} came to"
+            text = f"came to the meeting {key!r} while {_replicas(meeting.values)} came to"
             error = RendezvousKeyError(f"replica {index} {text} {meeting.key!r}; {_SAME}")
-            self._fail(meeting, error)
+            self._end(meeting, error)
         meeting.values[index] = value
         self._changed.notify_all()
         return meeting
 
-    def _await(self, meeting: _Round, index: int, seconds: float) -> None:
-        """Wait until all have come; for what replica 0 combines then, as long as it takes."""
-
-        def all_came() -> bool:
-            return self._round is not meeting or len(meeting.values) == self.num_replicas
-
-        with self._changed:
-            if not self._changed.wait_for(all_came, min(seconds, threading.TIMEOUT_MAX)):
-                absent = [i for i in range(self.num_replicas) if i not in meeting.values]
-                text = f"{_replicas(absent)} did not come within {seconds:.3g} s; {_SAME}"
-                self._fail(meeting, RendezvousTimeout(f"meeting for {meeting.key!r}: {text}"))
-            while index and self._round is meeting:
-                self._changed.wait()
-
-    def _combine(self, meeting: _Round, combine: Callable[[list[V]], Sequence[R]]) -> None:
+    def _combine(self, meeting: _Meeting, combine: Callable[[list[V]], Sequence[R]]) -> None:
+        outcome: Sequence[R] | RendezvousError
         try:
-            results = combine([meeting.values[i] for i in range(self.num_replicas)])
-            if len(results) != self.num_replicas:
+            outcome = combine([meeting.values[i] for i in range(self.num_replicas)])
+            if len(outcome) != self.num_replicas:
                 raise ValueError(
-                    f"combine for {meeting.key!r} returned {len(results)} results, "
+                    f"combine for {meeting.key!r} returned {len(outcome)} results, "
                     f"but there are {self.num_replicas} replicas; return one per replica"
                 )
         except BaseException as error:
             text = f"combine for {meeting.key!r} raised {type(error).__name__}: {error}"
-            with self._changed:
-                self._fail(meeting, RendezvousError(text))
+            outcome = RendezvousError(text)
             raise
-        with self._changed:
-            meeting.values.clear()
-            meeting.results.extend(results)
-            self._end(meeting)
+        finally:
+            with self._changed:
+                self._end(meeting, outcome)
 
-    def _fail(self, meeting: _Round, failure: BaseException) -> None:
-        meeting.failures.append(failure)
-        self._end(meeting)
-
-    def _end(self, meeting: _Round) -> None:
-        if self._round is meeting:
-            self._round = None
+    def _end(self, meeting: _Meeting, outcome: Sequence[Any] | BaseException) -> None:
+        meeting.outcome = outcome
+        self._meeting = None
         self._changed.notify_all()
 
-    def _missing(self, key: Hashable) -> RendezvousError:
-        # What failed after somebody had left most likely failed because of that.
-        index, how = next(iter(self._left.items()))
+    def _missed(self, key: Hashable) -> RendezvousError:
         return RendezvousError(
-            f"the meeting for {key!r} needs all {self.num_replicas} replicas, but replica {index} "
-            f"{how} without coming; {_SAME}"
+            f"the meeting for {key!r} needs all {self.num_replicas} replicas, but {self._over}; "
+            f"{_SAME}"
         )
 
 
-def _replicas(indices: Sequence[int]) -> str:
-    names = ", ".join(map(str, indices))
-    return f"replica {names}" if len(indices) == 1 else f"replicas {names}"
+def _replicas(indices: Iterable[int]) -> str:
+    names = ", ".join(map(str, sorted(indices)))
+    return f"replicas {names}" if "," in names else f"replica {names}"
 
 
 # --- where the current code runs -------------------------------------------------------------

@@ -306,39 +306,28 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
 class _StandIn:
     """Leads to the CPU generator that this thread draws from."""
 
-    def set_state(self, state: torch.Tensor) -> Any:
-        return _for_writing().set_state(state)
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        return _for_writing().manual_seed(seed)
-
-    def seed(self) -> int:
-        return _for_writing().seed()
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(_for_reading(), name)
+        if name in ("manual_seed", "seed", "set_state"):
+            _use_own_in_engine()
+        return getattr(_current(), name)
 
     def __reduce__(self) -> Any:
-        return _for_reading().__reduce__()
+        return _current().__reduce__()
 
 
-def _for_reading() -> torch.Generator:
+def _current() -> torch.Generator:
     source = current_source()
     return (None if source is None else source(_CPU)) or torch.default_generator
 
 
-def _for_writing() -> torch.Generator:
+def _use_own_in_engine() -> None:
+    """In a thread of the autograd engine, draw from a generator of its own until its node ends."""
     task = torch_internals.current_graph_task_id()
     # Python knows the threads of the engine only as dummies, as it did not start them.
     is_engine = task != -1 and isinstance(threading.current_thread(), threading._DummyThread)
     if is_engine and current_source() is None:
-        drawing.switch(_source_of_node(), task)
-    return _for_reading()
-
-
-def _source_of_node() -> Source:
-    generator = torch.Generator()
-    return lambda device: generator if device == _CPU else None
+        own = torch.Generator()
+        drawing.switch(lambda device: own if device == _CPU else None, task)
 
 
 def _states_in_replica(

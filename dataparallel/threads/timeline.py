@@ -105,6 +105,7 @@ Listener: TypeAlias = Callable[[Span], None]
 CallListener: TypeAlias = Callable[[Sequence[int], bool], None]
 #: What is told when replicas are dropped or added: per replica which it was, None for a new one.
 DeviceListener: TypeAlias = Callable[[Sequence["int | None"]], None]
+_Subscriber: TypeAlias = "tuple[Listener | None, CallListener | None, DeviceListener | None]"
 
 NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -113,10 +114,9 @@ class Timeline:
     """What the parts of one wrapper tell about their phases. See Note [Phases of a replica]."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        #: Who is told of spans; see :meth:`subscribe`.
+        self._subscribers: tuple[_Subscriber, ...] = ()
+        #: Those of them who are told of spans.
         self.listeners: tuple[Listener, ...] = ()
-        self._call_listeners: tuple[CallListener, ...] = ()
-        self._device_listeners: tuple[DeviceListener, ...] = ()
         self._place(devices)
 
     def _place(self, devices: Sequence[torch.device]) -> None:
@@ -131,13 +131,9 @@ class Timeline:
     def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
         """Let the replicas be others, not while a span lasts; ``kept`` as in DeviceListener."""
         self._place(devices)
-        for listener in self._device_listeners:
-            listener(kept)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether somebody listens."""
-        return bool(self.listeners)
+        for _, _, on_devices in self._subscribers:
+            if on_devices:
+                on_devices(kept)
 
     def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
         """The time of a ``with`` block is a phase of one replica, or of all of them."""
@@ -159,27 +155,32 @@ class Timeline:
         if self.listeners:
             # A phase that an exception has ended may not have been told.
             self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
-        for listener in self._call_listeners:
-            listener(sizes, torch.is_grad_enabled())
+        for _, on_call, _ in self._subscribers:
+            if on_call:
+                on_call(sizes, torch.is_grad_enabled())
 
-    def subscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
-        """Tell ``listener`` every span that ends from now on, and ``on_call`` every forward."""
-        self.listeners = (*self.listeners, listener)
-        if on_call is not None:
-            self._call_listeners = (*self._call_listeners, on_call)
+    def subscribe(
+        self,
+        on_span: Listener | None = None,
+        on_call: CallListener | None = None,
+        on_devices: DeviceListener | None = None,
+    ) -> None:
+        """Tell from now on of spans that end, of forwards, and of replicas dropped or added."""
+        self._tell((*self._subscribers, (on_span, on_call, on_devices)))
 
-    def follow_devices(self, listener: DeviceListener) -> None:
-        """Tell ``listener`` from now on when replicas are dropped or added."""
-        self._device_listeners = (*self._device_listeners, listener)
+    def unsubscribe(
+        self,
+        on_span: Listener | None = None,
+        on_call: CallListener | None = None,
+        on_devices: DeviceListener | None = None,
+    ) -> None:
+        """Undo :meth:`subscribe` with the same arguments."""
+        left = (on_span, on_call, on_devices)
+        self._tell(tuple(one for one in self._subscribers if one != left))
 
-    def leave_devices(self, listener: DeviceListener) -> None:
-        """Undo :meth:`follow_devices`."""
-        self._device_listeners = tuple(x for x in self._device_listeners if x != listener)
-
-    def unsubscribe(self, listener: Listener, on_call: CallListener | None = None) -> None:
-        """Undo :meth:`subscribe`."""
-        self.listeners = tuple(x for x in self.listeners if x != listener)
-        self._call_listeners = tuple(x for x in self._call_listeners if x != on_call)
+    def _tell(self, subscribers: tuple[_Subscriber, ...]) -> None:
+        self._subscribers = subscribers
+        self.listeners = tuple(on_span for on_span, _, _ in subscribers if on_span)
 
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
         """Per replica an event that happens when its device has come this far."""

@@ -171,7 +171,7 @@ def test_nothing_stays_behind() -> None:
     with StepMonitor(model, publish=False) as monitor:
         assert len(hooks) == before + 1
         train(model, optimizer)
-    assert len(hooks) == before and not model.timeline.is_active
+    assert len(hooks) == before and not model.timeline.listeners
     train(model, optimizer)
     assert len(monitor.steps) == 1
     gone = weakref.ref(monitor)
@@ -233,7 +233,7 @@ def test_a_listener_that_fails_does_not_keep_the_monitor_open() -> None:
     monitor.__exit__(None, None, None)
     with pytest.raises(ValueError, match="no room for a record"), monitor:
         train(model, optimizer, 2)
-    assert not model.timeline.is_active and os.getpid() not in runs()
+    assert not model.timeline.listeners and os.getpid() not in runs()
     with monitor:
         train(model, optimizer, 2)
     assert seen == [1, 2, 3, 4] and [step.number for step in monitor.steps] == [1, 2, 3, 4]

@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -235,7 +235,7 @@ def test_copies_of_a_wrapper_have_timelines_of_their_own(wrapper: Any) -> None:
     model = wrapper(net(), ["cpu", "cpu"])
     model.timeline.subscribe(lambda span: None)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.timeline is not model.timeline and not twin.timeline.is_active
+        assert twin.timeline is not model.timeline and not twin.timeline.listeners
         told = phases(spans_of(twin, partial(forward_and_backward, twin)))
         assert ("backward", (0, 1)) in told or ("backward", (1,)) in told
 
@@ -250,18 +250,22 @@ def test_listeners_come_and_go() -> None:
     def second(span: Span) -> None:
         told.append(f"second {span.phase}")
 
+    def call(sizes: Sequence[int], trains: bool) -> None:
+        told.append(f"{sizes} {trains}")
+
     line.subscribe(first)
-    line.subscribe(second, lambda sizes, trains: told.append(f"{sizes} {trains}"))
+    line.subscribe(second, call)
     with line.span("forward"):
         pass
     line.call([4])
     line.unsubscribe(first)
     with line.span("gather", 0):
         pass
-    line.unsubscribe(second)
-    assert not line.is_active
+    line.unsubscribe(second, call)
+    assert not line.listeners
     with line.span("loss"):
         pass
+    line.call([4])
     assert told == ["first forward", "second forward", "[4] True", "second gather"]
 
 

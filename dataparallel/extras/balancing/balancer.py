@@ -163,8 +163,7 @@ class Balancer:
         self._assembler = StepAssembler(model.timeline, self.observe, every=self._at_once)
         self._optimizers = OptimizerSpans(model.timeline, model)
         self._assembler.start()
-        self._timeline.subscribe(self._handover.on_span)
-        self._timeline.follow_devices(self._on_devices)
+        self._timeline.subscribe(self._handover.on_span, on_devices=self._on_devices)
         self._end = weakref.finalize(model, self._optimizers.remove)
         model._divide_by(self)
         if len(self._devices) == 1:
@@ -346,8 +345,7 @@ class Balancer:
             return
         self._closed = True
         self._paused = True
-        self._timeline.unsubscribe(self._handover.on_span)
-        self._timeline.leave_devices(self._on_devices)
+        self._timeline.unsubscribe(self._handover.on_span, on_devices=self._on_devices)
         self._end()
         self._assembler.stop()
         model = self._model()
