@@ -29,7 +29,7 @@ from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.replicas.replicate import check_placement
 from dataparallel.replicas.values import Sharing
-from dataparallel.threads.apply import apply_replicas
+from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.compile import CompiledCalls
 from dataparallel.threads.context import one_thread, refuse_transforms
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backward
@@ -67,6 +67,7 @@ class Runner:
         self._timeline = timeline
         self._pools = WorkerPools()
         self._compiled = CompiledCalls()
+        self._pace = Pace()
         self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
         # Handed out by the public `replicate`, to be recognized in a forward.
         self._shown: deque[Lent] = deque(maxlen=_MAX_IDLE)
@@ -88,6 +89,8 @@ class Runner:
             self.devices[: len(calls)],
             self._pools,
             compiled=self._compiled,
+            # What backward calls needs no interpreter.
+            pace=self._pace if phase == "forward" else None,
             timeline=self._timeline,
             phase=phase,
         )

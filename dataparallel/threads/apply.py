@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from dataparallel.threads.context import ThreadContext, is_portable
 from dataparallel.threads.meeting import Replica as Replica
 from dataparallel.threads.meeting import current_replica as current_replica
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
-from dataparallel.threads.workers import SecondaryError, WorkerPools
+from dataparallel.threads.workers import SecondaryError, Turns, WorkerPools
 
 T = TypeVar("T")
 
@@ -101,6 +102,51 @@ def _device_of(arguments: Any) -> torch.device:
     return torch.device("cpu")
 
 
+# --- in turn, or at the same time ------------------------------------------------------------
+
+# So many calls after the first, and then once per so many, so many are tried either way.
+_BEFORE_TRIAL, _PERIOD, _NUM_TRIED = 16, 1000, 5
+# Seconds; what takes longer is not tried.
+_LONG = 0.25
+
+
+class Pace:
+    """Whether the replicas of one owner take less time in turn than at the same time.
+
+    Where a module calls many small operators, the threads of its replicas mostly wait for the
+    interpreter's lock, and hand it over at each operator. In turn they keep it. A module does not
+    show that, so both ways are tried, and the faster one is kept.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._in_turn = False
+        # At the same time, and in turn.
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+
+    def is_in_turn(self) -> bool:
+        """Whether the next call runs in turn."""
+        self._num_calls += 1
+        trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
+        return trial % 2 == 1 if 0 <= trial < 2 * _NUM_TRIED else self._in_turn
+
+    def took(self, seconds: float, *, in_turn: bool) -> None:
+        """Learn from the call that has ended."""
+        trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
+        if not 0 <= trial < 2 * _NUM_TRIED:
+            return
+        self._seconds[in_turn].append(seconds)
+        if seconds > _LONG:
+            self._num_calls += 2 * _NUM_TRIED - trial
+            self._in_turn = False
+        elif trial == 2 * _NUM_TRIED - 1:
+            at_once, one_by_one = (sorted(each)[len(each) // 2] for each in self._seconds)
+            self._in_turn = one_by_one < at_once
+        else:
+            return
+        self._seconds = ([], [])
+
+
 # --- the entry that the wrappers use ---------------------------------------------------------
 
 
@@ -110,6 +156,7 @@ def apply_replicas(
     pools: WorkerPools | None = None,
     *,
     compiled: compiling.CompiledCalls | None = None,
+    pace: Pace | None = None,
     timeline: Timeline | None = None,
     phase: Phase = "forward",
 ) -> list[T]:
@@ -118,19 +165,28 @@ def apply_replicas(
     if not calls:
         return []
     concurrent = len(calls) > 1 and is_portable()
-    turns: AbstractContextManager[compiling.ParallelCall | None] = contextlib.nullcontext()
+    may_compile: AbstractContextManager[compiling.ParallelCall | None] = contextlib.nullcontext()
     if compiling.lock.torchs is not None or torch_internals.is_anything_compiled():
-        turns = (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent)
+        may_compile = (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent)
     if timeline is not None and not timeline.listeners:
         timeline = None
-    meeting = meetings.Rendezvous(len(calls), functools.partial(_waiting, timeline))
-    with turns as turn:
-        run = _Run(calls, devices, turn, timeline, phase, meeting)
+    with may_compile as compiles:
+        turns = None
+        if compiles is not None and compiles.in_turn:
+            turns, pace = Turns(len(calls)), None
+        elif concurrent and pace is not None and pace.is_in_turn():
+            turns = Turns(len(calls))
+        meeting = meetings.Rendezvous(len(calls), functools.partial(_waiting, timeline, turns))
+        run = _Run(calls, devices, compiles, turns, timeline, phase, meeting)
         if not concurrent:
             return [run.here(i) for i in range(len(calls))]
         context = ThreadContext(devices)
         tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
-        return (pools or _shared_pools).run(tasks, run.label, on_interrupt=meeting.abort)
+        begin = time.perf_counter()
+        results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=meeting.abort)
+        if pace is not None and (compiles is None or not compiles.has_compiled):
+            pace.took(time.perf_counter() - begin, in_turn=turns is not None)
+        return results
 
 
 @dataclass(frozen=True)
@@ -139,7 +195,8 @@ class _Run(Generic[T]):
 
     calls: Sequence[Callable[[], T]]
     devices: Sequence[torch.device]
-    turns: compiling.ParallelCall | None
+    compiles: compiling.ParallelCall | None
+    turns: Turns | None
     timeline: Timeline | None
     phase: Phase
     meeting: meetings.Rendezvous
@@ -150,12 +207,15 @@ class _Run(Generic[T]):
 
     def replica(self, index: int) -> T:
         """Run one replica, in its thread and the caller's context."""
-        device, turns, timeline = self.devices[index], self.turns, self.timeline
+        device, compiles, turns = self.devices[index], self.compiles, self.turns
+        timeline = self.timeline
         meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
         failed = True
         try:
+            if turns is not None:
+                turns.wait(index, compiling.lock.is_held)
             with (
-                NO_SPAN if turns is None else turns.replica(index),
+                NO_SPAN if compiles is None else compiles.replica(),
                 torch_internals.record_range(f"replica {index} on {device}"),
                 NO_SPAN if timeline is None else timeline.span(self.phase, index),
             ):
@@ -163,6 +223,8 @@ class _Run(Generic[T]):
             failed = False
             return result
         finally:
+            if turns is not None:
+                turns.end(index)
             self.meeting.leave(index, failed=failed)
 
     def here(self, index: int) -> T:
@@ -181,8 +243,10 @@ class _Run(Generic[T]):
 
 
 @contextlib.contextmanager
-def _waiting(timeline: Timeline | None, index: int) -> Iterator[None]:
+def _waiting(timeline: Timeline | None, turns: Turns | None, index: int) -> Iterator[None]:
     """What a replica is within while it waits for the others."""
+    if turns is not None:
+        turns.end(index)
     with (
         NO_SPAN if timeline is None else timeline.span("idle", index),
         compiling.lock.paused(),

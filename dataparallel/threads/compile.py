@@ -21,8 +21,8 @@ another: replica 0 compiles, and the others find it done. They run at the same t
 that compiled nothing: then all is compiled, or what was compiled takes any size. A replica that
 compiles even so does it alone, and the next call starts over.
 
-The order only saves work. A replica starts anyway if the one before it waits for others, or
-neither ends nor compiles for some seconds. A forward that is itself the first in the process to
+The order only saves work: a replica starts anyway if the one before it waits for others, or neither
+ends nor compiles for some seconds. A forward that is itself the first in the process to
 call ``torch.compile`` has none of all this.
 """
 
@@ -42,10 +42,8 @@ from torch import nn
 
 from dataparallel import torch_internals
 from dataparallel.threads import random as replica_random
-from dataparallel.threads.workers import SecondaryError
 
-# Seconds after which a replica no longer waits for the one before it, or for those that want to
-# compile: they may wait for it.
+# Seconds that a replica waits for those that want to compile; they may wait for it themselves.
 _PATIENCE = 2.0
 # Seconds between two looks around: whether a thread has died, or this one was interrupted.
 _LOOK = 0.2
@@ -80,8 +78,8 @@ class CompileLock:
     def reset(self) -> None:
         """Forget all other threads, as in a forked child."""
         self._changed = threading.Condition()
-        #: Which replica of which call each thread runs that shares the lock.
-        self._running: dict[threading.Thread, tuple[ParallelCall, int]] = {}
+        #: The call of each thread that shares the lock.
+        self._running: dict[threading.Thread, ParallelCall] = {}
         if self._owner is not threading.current_thread():
             self._owner = None
         self._num_waiting = self._num_calls = 0
@@ -99,22 +97,21 @@ class CompileLock:
                 torch_internals.replace_compile_lock(self)
                 self.torchs = torchs
 
-    @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether some thread compiles now."""
         # One that compiled may have died of an interrupt.
         return self._owner is not None and self._owner.is_alive()
 
-    def share(self, call: ParallelCall, index: int) -> None:
+    def share(self, call: ParallelCall) -> None:
         """Share the lock: this thread runs a replica of a call."""
         patience = time.monotonic() + _PATIENCE
         with self._changed:
-            while self.held or (self._num_waiting and time.monotonic() < patience):
+            while self.is_held() or (self._num_waiting and time.monotonic() < patience):
                 self._changed.wait(_LOOK)
-            self._running[threading.current_thread()] = call, index
+            self._running[threading.current_thread()] = call
 
-    def give_up(self) -> tuple[ParallelCall, int] | None:
-        """Let others have what this thread holds; returns its share."""
+    def give_up(self) -> ParallelCall | None:
+        """Let others have what this thread holds; returns the call for which it shared."""
         thread = threading.current_thread()
         with self._changed:
             if self._owner is thread:
@@ -125,14 +122,12 @@ class CompileLock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let others compile within a ``with`` block, in which this thread only waits."""
-        share = self.give_up() if threading.current_thread() in self._running else None
-        if share is not None:
-            share[0].end_turn(share[1])
+        call = self.give_up() if threading.current_thread() in self._running else None
         try:
             yield
         finally:
-            if share is not None:
-                self.share(*share)
+            if call is not None:
+                self.share(call)
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -155,14 +150,14 @@ class CompileLock:
         """Take the lock alone, to compile; may be nested."""
         if self._owner is not threading.current_thread():
             with contextlib.ExitStack() as stack:
-                share = self.give_up()
-                if share is not None:
-                    stack.callback(self.share, *share)
+                call = self.give_up()
+                if call is not None:
+                    stack.callback(self.share, call)
                 stack.callback(self.give_up)
                 self._take_alone()
                 stack.enter_context(self.torchs)
-                if share is not None:
-                    stack.enter_context(share[0].compiling())
+                if call is not None:
+                    stack.enter_context(call.compiling())
                 self._exits, self._depth = stack.pop_all(), 0
         self._depth += 1
 
@@ -176,8 +171,8 @@ class CompileLock:
         with self._changed:
             self._num_waiting += 1
             try:
-                while self.held or self._others():
-                    if self.held:
+                while self.is_held() or self._others():
+                    if self.is_held():
                         deadline = time.monotonic() + self.timeout
                     elif time.monotonic() > deadline:
                         raise CompileTimeout(
@@ -207,44 +202,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class ParallelCall:
-    """One call of several replicas, which run in turn or at the same time."""
+    """One call of several replicas in which compiled code may be called."""
 
-    def __init__(self, num_devices: int, num_in_turn: int) -> None:
+    def __init__(self, num_devices: int, in_turn: bool) -> None:
         self._num_devices = num_devices
+        #: Whether the replicas are to run one after another.
+        self.in_turn = in_turn
         #: Whether a replica came to compile.
         self.has_compiled = False
-        self._failed = False
-        # For each that runs in turn: that the replica after it may start.
-        self._passed = [threading.Event() for _ in range(num_in_turn)]
 
     @contextlib.contextmanager
-    def replica(self, index: int) -> Iterator[None]:
+    def replica(self) -> Iterator[None]:
         """Around a replica, in its thread."""
         try:
-            if self._passed and index:
-                self._wait_for_turn(index)
-            lock.share(self, index)
+            lock.share(self)
             yield
-        except BaseException:
-            self._failed = True
-            raise
         finally:
             lock.give_up()
-            self.end_turn(index)
-
-    def _wait_for_turn(self, index: int) -> None:
-        """Wait until the replica before this one has ended, or waits, or takes too long."""
-        deadline = time.monotonic() + _PATIENCE
-        while not self._passed[index - 1].wait(_LOOK) and time.monotonic() < deadline:
-            if lock.held:
-                deadline = time.monotonic() + _PATIENCE
-        if self._failed:
-            raise SecondaryError("a replica before this one failed")
-
-    def end_turn(self, index: int) -> None:
-        """Let the replica after this one start."""
-        if self._passed:
-            self._passed[index].set()
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -279,8 +253,7 @@ class CompiledCalls:
         if lock.torchs is None:
             lock.install()
         kind = _kind_of(calls[0]) if concurrent else None
-        in_turn = kind is not None and kind not in self._quiet
-        call = ParallelCall(num_devices, len(calls) if in_turn else 0)
+        call = ParallelCall(num_devices, kind is not None and kind not in self._quiet)
         with lock.restoring(), lock.paused():
             yield call
         if call.has_compiled:

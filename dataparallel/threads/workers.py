@@ -33,6 +33,8 @@ _JOIN_TIMEOUT = 1.0
 # Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
 # elsewhere a signal that comes just before the wait begins does not end it.
 _WAIT = 0.2
+# Seconds that a replica waits for the one whose turn it is.
+_PATIENCE = 2.0
 
 
 class Interrupted(BaseException):
@@ -41,6 +43,26 @@ class Interrupted(BaseException):
 
 class SecondaryError(RuntimeError):
     """A replica failed only because another one did; the other's error is the one to report."""
+
+
+class Turns:
+    """Lets the replicas of a call run one after another, each until it ends or waits for others."""
+
+    def __init__(self, num_replicas: int) -> None:
+        # That the replica after each may start.
+        self._passed = [threading.Event() for _ in range(num_replicas)]
+
+    def wait(self, index: int, is_busy: Callable[[], bool]) -> None:
+        """Wait for the replica before this one, though not for long unless somebody is busy."""
+        # It may wait for this one in a way of its own.
+        deadline = time.monotonic() + _PATIENCE
+        while index and not self._passed[index - 1].wait(_WAIT) and time.monotonic() < deadline:
+            if is_busy():
+                deadline = time.monotonic() + _PATIENCE
+
+    def end(self, index: int) -> None:
+        """Let the replica after this one start."""
+        self._passed[index].set()
 
 
 class _Call:

@@ -31,8 +31,6 @@ def test_an_error_of_the_backend() -> None:
     model = DataParallel(compile_whole(net, backend=backend), ["cpu"] * 3)
     with pytest.raises(Exception, match=r"(?s)this backend fails at first.*in replica 0 on device"):
         model(torch.randn(9, 4, dtype=torch.double))
-    # The others would have failed alike.
-    assert len(calls) == 1
     compare(model, bare, 9, 4)
 
 

@@ -237,7 +237,7 @@ def test_the_lock_is_put_in_place_once() -> None:
         frames: Any = torch._dynamo.convert_frame
         assert frames.compile_lock is lock
         assert lock.torchs not in (None, lock)
-    assert not lock.held
+    assert not lock.is_held()
     with lock, lock:
-        assert lock.held
-    assert not lock.held
+        assert lock.is_held()
+    assert not lock.is_held()

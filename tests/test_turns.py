@@ -1,0 +1,129 @@
+"""Whether replicas run in turn or at the same time is tried, and the faster way is kept."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel.threads import apply, workers
+
+# Forwards after which both ways have been tried.
+TRIED = 32
+
+
+class Watched(nn.Module):
+    """Waits a moment for the other replica, and notes whether that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.begun = [threading.Event(), threading.Event()]
+        self.met: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = dp.current_replica()
+        assert replica is not None
+        self.begun[replica.index].set()
+        self.met.append(self.begun[1 - replica.index].wait(0.1 * (1 - replica.index)))
+        output: Tensor = self.layer(x)
+        return output
+
+    def overlapped(self) -> bool:
+        """Whether both replicas were there at the same time in the last forward."""
+        met = self.met[0]
+        self.met.clear()
+        for event in self.begun:
+            event.clear()
+        return met
+
+
+class Clock:
+    """Stands for the module ``time``: what takes how long is told."""
+
+    def __init__(self, module: Watched, at_once: float, in_turn: float) -> None:
+        self.module, self.at_once, self.in_turn = module, at_once, in_turn
+        self.now = 0.0
+        self.begins = itertools.cycle([True, False])
+
+    def perf_counter(self) -> float:
+        if not next(self.begins):
+            self.now += self.at_once if self.module.overlapped() else self.in_turn
+        return self.now
+
+
+def test_both_ways_are_tried_and_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_once, in_turn, kept in ((2.0, 1.0, False), (1.0, 2.0, True), (300.0, 1.0, True)):
+        module = Watched()
+        model = dp.DistributedDataParallel(module, ["cpu"] * 2, process_group=False)
+        clock = Clock(module, at_once / 1000, in_turn / 1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(apply, "time", clock)
+            for _ in range(TRIED):
+                model(torch.randn(4, 4))
+        for _ in range(3):
+            model(torch.randn(4, 4))
+            assert module.overlapped() is kept
+
+
+@pytest.fixture
+def always_in_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: True)
+    yield
+
+
+@pytest.mark.usefixtures("always_in_turn")
+def test_replicas_that_meet_have_the_same_results_in_turn() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    bare = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    bare.load_state_dict(module.state_dict())
+    model = dp.DistributedDataParallel(module, ["cpu"] * 3, process_group=False, buffers="sync")
+    for _ in range(3):
+        x = torch.randn(9, 4)
+        output, expected = model(x), bare(x)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()
+        expected.sum().backward()
+    for ours, theirs in zip(module.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.usefixtures("always_in_turn")
+def test_replicas_that_wait_for_each_other_in_their_own_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "_PATIENCE", 0.1)
+    barrier = threading.Barrier(2)
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            barrier.wait(20.0)
+            return x + 1
+
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(dp.DataParallel(Waits(), ["cpu"] * 2)(x), x + 1)
+
+
+@pytest.mark.usefixtures("always_in_turn")
+def test_a_replica_that_fails_in_its_turn_lets_the_others_run() -> None:
+    ran: list[int] = []
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            replica = dp.current_replica()
+            assert replica is not None
+            ran.append(replica.index)
+            if replica.index == 0:
+                raise ValueError("no")
+            return x
+
+    model = dp.DataParallel(Fails(), ["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"(?s)no.*in replica 0 on device cpu"):
+        model(torch.randn(4, 3))
+    assert ran == [0, 1]
