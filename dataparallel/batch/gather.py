@@ -2,13 +2,9 @@
 
 Note [What a chunk counts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-The loss of a batch is not the mean of its chunks' losses: chunks may be uneven, and a part of the
-labels may not count. If chunk i's loss is a mean over w_i things, the batch's is
-
-    sum(w_i * loss_i) / sum(w_i)
-
-w_i is the number of samples, or what the caller's own function says. Over processes the same holds:
-a process weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of all.
+If chunk i's loss is a mean over w_i things, the batch's is sum(w_i * loss_i) / sum(w_i). w_i is the
+number of samples, or what the caller's own function says. Over processes the same holds: a process
+weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of all.
 
 A loss that a module has divided by what the caller gave it, such as the number of labels in all
 batches of an accumulated step, is no mean over anything in its chunk: such losses add up.
@@ -33,7 +29,6 @@ from dataparallel.batch.scatter import move_tensor
 from dataparallel.batch.tree import Path, Structure, difference, flatten, held_tensors, may_hold
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
-from dataparallel.errors import chosen
 from dataparallel.graph.functions import (
     Gather,
     ReduceAddCoalesced,
@@ -81,9 +76,9 @@ def gather(
             Default: ``dim`` everywhere.
 
     Returns:
-        One container as each replica returned it, with tensors concatenated (dtypes that differ are
-        promoted as ``torch.cat`` does). Other leaves come once if all replicas agree, else as a
-        list with one per replica. For ``"each"`` the list of outputs.
+        One container as each replica returned it, with tensors concatenated as ``torch.cat`` does.
+        Other leaves come once if all replicas agree, else as a list with one per replica. For
+        ``"each"`` the list of outputs.
 
     Raises:
         TypeError: An output is a ``PackedSequence``, or an object of unknown type that holds
@@ -203,11 +198,8 @@ def tell_of_vector(path: str) -> None:
     """Log, once, what torch's error in ``backward()`` of an output cannot say."""
     _log.warning(
         "the module returns a 0-d tensor (%s), which comes back as a vector with one element per "
-        "replica, as from torch.nn.DataParallel. If backward() refuses it ('grad can be implicitly "
-        "created only for scalar outputs'), pass scalars= to the wrapper: 'mean' weighs by "
-        "samples, 'sum' adds up, and a function gives the weight of each chunk, such as its number "
-        "of labels. The vector's own mean() is not the batch's where chunks are uneven or labels "
-        "are ignored",
+        "replica, as from torch.nn.DataParallel; for one loss, whose mean is right for uneven "
+        "chunks and ignored labels, pass scalars= to the wrapper",
         path,
     )
 
@@ -235,22 +227,21 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
 def _join_objects(column: Sequence[Any], cell: _Cell) -> Any:
     """Objects that hold tensors, made anew from what iterating over them gives, as torch does."""
     kind = type(column[0])
-    unknown = (
+    fault: Exception | None = None
+    # The order of a set is its own, and a packed sequence interleaves the samples.
+    if not issubclass(kind, (set, frozenset, PackedSequence)):
+        try:
+            columns, structure = _columns([list(leaf) for leaf in column])
+            result = kind(structure.rebuild([_join(inner, cell) for inner in columns]))
+            if len(held_tensors(result)) == len(held_tensors(column[0])):
+                return result
+        except (TypeError, ValueError, AttributeError) as error:
+            fault = error
+    raise TypeError(
         f"{cell.path} is a {kind.__name__}, which holds tensors and is no container that can be "
         f"put together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys "
         f"and values with use_cache=False); {_KEEP_APART}"
-    )
-    # The order of a set is its own, and a packed sequence interleaves the samples.
-    if issubclass(kind, (set, frozenset, PackedSequence)):
-        raise TypeError(unknown)
-    try:
-        columns, structure = _columns([list(leaf) for leaf in column])
-        result = kind(structure.rebuild([_join(inner, cell) for inner in columns]))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise TypeError(unknown) from error
-    if len(held_tensors(result)) != len(held_tensors(column[0])):
-        raise TypeError(unknown)
-    return result
+    ) from fault
 
 
 # --- what chunks count ---------------------------------------------------------------------------
@@ -265,13 +256,6 @@ class Joining(NamedTuple):
     counts: Sequence[float]
 
 
-def check_scalars(scalars: ScalarsOption) -> ScalarsOption:
-    """Return the option if it is one, else raise a ValueError."""
-    if not callable(scalars):
-        chosen("scalars", scalars, get_args(Scalars), "a function that gives a chunk's weight")
-    return scalars
-
-
 def join_scalars(
     scalars: ScalarsOption,
     args: Sequence[Sequence[Any]],
@@ -281,8 +265,8 @@ def join_scalars(
     weighs: bool,
 ) -> Joining:
     """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count."""
-    if kwargs and kwargs[0].get(_DIVISOR) is not None:
-        _check_divisor(scalars, kwargs[0][_DIVISOR], len(kwargs))
+    if len(args) > 1 and kwargs[0].get(_DIVISOR) is not None:
+        _refuse_mean(scalars)
     if not callable(scalars):
         return Joining(scalars, sizes)
     if len(args) == 1 and not weighs:
@@ -307,25 +291,16 @@ def join_scalars(
     return Joining("sum", sizes)
 
 
-def _check_divisor(scalars: ScalarsOption, divisor: Any, num_chunks: int) -> None:
-    """Refuse to join losses that were divided by what the caller gave in another way than that."""
-    if isinstance(divisor, Tensor) and divisor.dim():
-        raise ValueError(
-            f"the forward was given a vector as {_DIVISOR}: Trainer of Hugging Face does so for "
-            "torch.nn.DataParallel where arguments.n_gpu is more than 1, and its result depends on "
-            "the number of chunks. Set arguments._n_gpu = 1 before the Trainer is made; the "
-            "wrapper divides the batch itself"
-        )
+def _refuse_mean(scalars: ScalarsOption) -> None:
+    """Refuse a mean of losses that a model has divided by what the caller gave it."""
     told = callable(scalars) and _DIVISOR in inspect.signature(scalars).parameters
-    if scalars in ("stack", "sum") or told or num_chunks == 1:
+    if scalars in ("stack", "sum") or told:
         return
-    what = "this function" if callable(scalars) else f"scalars={scalars!r}"
     raise ValueError(
         f"the forward was given {_DIVISOR}, and models of Hugging Face divide the sum of their "
-        f"losses by that: such losses of the chunks add up, and {what} would take their mean, "
-        f"with gradients that are too small. Pass scalars= a function with an argument "
-        f"{_DIVISOR}=None that returns None, for losses that add up, where it is not None; or the "
-        "chunk's number of labels in any case, if the model ignores it (T5 does)"
+        "losses by that: such losses of the chunks add up, and gradients of their mean are too "
+        f"small. Pass scalars='sum', or a function with an argument {_DIVISOR}=None that returns "
+        "None for losses that add up, and else the chunk's number of labels"
     )
 
 

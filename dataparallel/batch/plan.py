@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
 from dataparallel.comm.local import chunk_lengths
-from dataparallel.errors import listed
 
 T = TypeVar("T")
 
@@ -41,9 +40,8 @@ class BatchSplitter(Protocol):
 DEFAULT: Any = object()
 
 #: What becomes of a leaf. A "split list" is split where it has as many elements as the batch has
-#: samples; replicas share an "unknown" object if it holds nothing of the batch; a "misfit" has no
-#: such dim.
-Action = Literal["split", "split list", "copy", "share", "unknown", "misfit"]
+#: samples; replicas share an "unknown" object if it holds nothing of the batch.
+Action = Literal["split", "split list", "copy", "share", "unknown"]
 
 
 class Leaf(NamedTuple):
@@ -64,7 +62,7 @@ class ScatterPlan:
     by_action: Mapping[Action, Sequence[Leaf]]
     #: Number of samples; None where no tensor is split.
     batch_size: int | None
-    #: Of each chunk, for as many chunks as replicas take part; (1,) where no tensor is split.
+    #: Number of samples per chunk, of which the first slots get one each.
     sizes: tuple[int, ...]
 
 
@@ -86,23 +84,13 @@ def plan_scatter(
 ) -> ScatterPlan:
     """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`."""
     given = Arguments(() if args is None else args, {} if kwargs is None else dict(kwargs))
-    spec = DEFAULT if in_dims is None else _spread_over_arguments(in_dims, given)
+    spec = DEFAULT
+    if in_dims is not None:
+        # Not every call gives all arguments.
+        items, count = in_dims.items(), len(given.inputs)
+        by_place = {key: dims for key, dims in items if not isinstance(key, str) and key < count}
+        spec = by_place, {key: dims for key, dims in items if key in given.kwargs}
     return plan_container(given, "", spec, num_slots, dim, chunk_sizes, split_lists)
-
-
-def _spread_over_arguments(in_dims: Mapping[str | int, Any], given: Arguments) -> Sequence[Any]:
-    positions = [key for key in in_dims if not isinstance(key, str)]
-    fits = all(isinstance(key, int) and key >= 0 for key in positions)
-    if not isinstance(in_dims, Mapping) or not fits:
-        raise TypeError(
-            "in_dims is a mapping from argument names, or positions from 0, to dims, such as "
-            f'{{"mask": None, 1: 0}}, but got {in_dims!r}'
-        )
-    count = len(given.inputs) if isinstance(given.inputs, (tuple, list)) else 0
-    return (
-        {i: in_dims[i] for i in positions if i < count},
-        {name: in_dims[name] for name in given.kwargs if name in in_dims},
-    )
 
 
 def plan_container(
@@ -122,10 +110,8 @@ def plan_container(
         leaf = _decide(values[i], Path(name, structure, i), own, dim)
         leaves.append(leaf)
         by_action.setdefault(leaf.action, []).append(leaf)
-    total = _batch_size(by_action)
+    total = _batch_size(by_action.get("split", ()))
     sizes = settle(total, num_slots, chunk_sizes)
-    if chunk_sizes is not None and not callable(chunk_sizes):
-        total = sum(sizes)
     if "unknown" in by_action and total is not None and len(sizes) > 1:
         _refuse_batches(by_action["unknown"], total, dim)
     return ScatterPlan(structure, leaves, by_action, total, sizes)
@@ -145,7 +131,10 @@ def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
             return Leaf(value, path, "copy")
         along = dim if own is DEFAULT else own
         if not -value.dim() <= along < value.dim():
-            return Leaf(value, path, "misfit", along)
+            raise ValueError(
+                f"dim {along} is out of range for {path} of shape {tuple(value.shape)}; give such "
+                "an argument another dim, or None, through in_dims"
+            )
         return Leaf(value, path, "split", along % value.dim())
     if isinstance(value, PackedSequence):
         raise TypeError(
@@ -203,26 +192,16 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _batch_size(by_action: Mapping[Action, Sequence[Leaf]]) -> int | None:
+def _batch_size(split: Sequence[Leaf]) -> int | None:
     """The size that all tensors have along the dim along which they are split."""
-    if "misfit" in by_action:
-        faults = [
-            f"dim {leaf.dim} is out of range for {leaf.path} of shape {tuple(leaf.value.shape)}"
-            for leaf in by_action["misfit"]
-        ]
-        raise ValueError(
-            f"{listed(faults, '; ')}; give such an argument another dim, or None, through in_dims"
-        )
     size: int | None = None
-    split = by_action.get("split", ())
     for leaf in split:
         along: int = leaf.value.size(leaf.dim)
         if size is not None and along != size:
-            others = [other for other in split if other.value.size(other.dim) != size]
-            found = listed(
+            found = " and ".join(
                 f"{one.path} has {one.value.size(one.dim)} along dim {one.dim} "
                 f"(shape {tuple(one.value.shape)})"
-                for one in (split[0], *others)
+                for one in (split[0], leaf)
             )
             raise ValueError(
                 f"tensors that are split must agree on the batch size, but {found}; mark what "
@@ -251,21 +230,18 @@ def settle(
     batch_size: int | None, num_slots: int, given: Sequence[int] | ChunkSizesOf | None
 ) -> tuple[int, ...]:
     """The sizes of the chunks, at least one, for as many slots as take part."""
-    if callable(given) and batch_size is not None:
-        some = tuple(given(batch_size, num_slots))
-        given = some + (0,) * (num_slots - len(some))
-    if given is None or callable(given):
-        return (1,) if batch_size is None else chunk_lengths(batch_size, num_slots)
-    sizes = tuple(given)
+    if batch_size is None:
+        return (1,)
+    if given is None:
+        return chunk_lengths(batch_size, num_slots)
+    sizes = tuple(given(batch_size, num_slots) if callable(given) else given)
     while len(sizes) > 1 and sizes[-1] == 0:
         sizes = sizes[:-1]
-    fits = batch_size is None or sum(sizes) == batch_size
-    positive = min(sizes, default=-1) > 0 or sizes == (0,)
-    if len(given) != num_slots or not fits or not positive:
-        of_batch = "" if batch_size is None else f", {batch_size} samples together"
+    fits = sum(sizes) == batch_size and len(sizes) <= num_slots
+    if not fits or (min(sizes) <= 0 and sizes != (0,)):
         raise ValueError(
-            f"chunk_sizes gives each of the {num_slots} device slots a number of samples"
-            f"{of_batch}, with zeros only at the end, but got {tuple(given)}; reorder the devices "
-            "if one in the middle shall have none"
+            f"chunk_sizes gives each of the {num_slots} device slots a number of samples, "
+            f"{batch_size} samples together, with zeros only at the end, but got {tuple(sizes)}; "
+            "reorder the devices if one in the middle shall have none"
         )
     return sizes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def scatter(
             do tensors without dimensions.
         target_gpus: One device per slot, of any type; repeats allowed.
         dim: Dimension to split.
-        chunk_sizes: Samples per slot; trailing slots may have 0. Default: as ``torch.chunk``
+        chunk_sizes: Samples per slot; the last slots may get none. Default: as ``torch.chunk``
             divides.
         in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
             ``inputs``, where ``None`` means whole to each replica. Default: ``dim`` everywhere.
@@ -43,11 +44,11 @@ def scatter(
             (of nested lists, the outermost).
 
     Returns:
-        One container per replica that takes part: a tuple for a single tensor, else a list. There
-        is one for each chunk, and only one if no tensor is split.
+        One container per replica that takes part, a single one if no tensor is split: a tuple for a
+        single tensor, else a list.
 
     Raises:
-        TypeError: A ``PackedSequence`` is to be split.
+        TypeError: A ``PackedSequence``, or an object of unknown type with a batch, is to be split.
         ValueError: Batch sizes disagree, ``dim`` is out of range, ``chunk_sizes`` don't add up, or
             a device doesn't exist.
     """
@@ -80,13 +81,9 @@ def scatter_kwargs(
     Args:
         inputs: Positional arguments, a tuple.
         kwargs: Keyword arguments; ``None`` for none.
-        target_gpus: One device per slot.
-        dim: Dimension to split.
-        chunk_sizes: As in :func:`scatter`.
-        in_dims: For an argument, by position or name, its own dim; ``None`` to give it whole to
-            each replica; or a mapping or sequence that says so for its parts. Names and positions
-            that a call doesn't use are ignored.
-        split_lists: As in :func:`scatter`.
+        target_gpus, dim, chunk_sizes, split_lists: As in :func:`scatter`.
+        in_dims: By position or name of an argument, what ``in_dims`` of :func:`scatter` is for it.
+            Names and positions that a call doesn't use are ignored.
 
     Returns:
         Positional arguments per replica, and keyword arguments per replica: two tuples of equal
@@ -104,7 +101,6 @@ def scatter_kwargs(
 def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
     """The planned container for each chunk, on as many of the first devices."""
     slots = devices[: len(plan.sizes)]
-    assert len(slots) == len(plan.sizes), (slots, plan.sizes)
     # What is one tensor for the caller is one in each replica.
     parts: dict[tuple[int, int], Sequence[Any]] = {}
     if "copy" in plan.by_action:
@@ -184,33 +180,32 @@ def move(container: Any, device: DeviceLike | None) -> Any:
     return structure.rebuild(leaves)
 
 
-class SharedObjects:
-    """Objects that several replicas get though nobody has said so; raises in a ``with`` block.
+@contextlib.contextmanager
+def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
+    """Raise a RuntimeError if replicas put tensors into objects that nobody said they may share.
 
-    A RuntimeError says that replicas put tensors into one. See Note [Objects of unknown type].
+    See Note [Objects of unknown type].
     """
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        # The tensors are held, so that no other one gets their identity.
-        held = [(leaf, held_tensors(leaf.value)) for leaf in leaves]
-        self._before = [(leaf, tensors, _traces(tensors)) for leaf, tensors in held]
-
-    def __enter__(self) -> None:
-        """Nothing is to be done: the state was taken when the plan was made."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    # The tensors are held, so that no other one gets their identity.
+    before = [(leaf, *_traces(leaf)) for leaf in leaves]
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
         # What a replica raises then is often what it found of the others.
-        if error is not None and not isinstance(error, Exception):
-            return
-        for leaf, _, before in self._before:
-            if _traces(held_tensors(leaf.value)) != before:
-                raise RuntimeError(
-                    f"the replicas have written tensors into {leaf.path}, a "
-                    f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
-                    "their chunks; leave it out (a cache of keys and values with use_cache=False), "
-                    f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
-                ) from error
+        failure = error
+    for leaf, _, traces in before:
+        if _traces(leaf)[1] != traces:
+            raise RuntimeError(
+                f"the replicas have written tensors into {leaf.path}, a "
+                f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
+                "their chunks; leave it out (a cache of keys and values with use_cache=False), "
+                f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
+            ) from failure
+    if failure is not None:
+        raise failure
 
 
-def _traces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(id(t), -1 if t.is_inference() else t._version) for t in tensors]
+def _traces(leaf: Leaf) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    tensors = held_tensors(leaf.value)
+    return tensors, [(id(t), -1 if t.is_inference() else t._version) for t in tensors]

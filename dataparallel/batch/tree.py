@@ -10,9 +10,7 @@ Note [Objects of unknown type]
 A leaf that is no tensor goes to each replica as the one object that it is. For a number, a name or
 a configuration that is right. An object that holds a batch would reach each replica whole, and one
 that a module fills (a cache of keys and values) would be filled by all replicas at the same time.
-Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same. An object
-that holds no tensors, or only such as have nothing to do with the batch, is shared, and an error
-follows if the replicas have put other tensors into it.
+Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same.
 """
 
 from __future__ import annotations
@@ -20,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
 import operator
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -44,6 +43,9 @@ _LEAF_TYPES = (torch.Tensor, *_OPAQUE, PackedSequence)
 _MOST_VALUES = 10_000
 
 _Make: TypeAlias = Callable[[Sequence[Any]], Any]
+#: The keys of a container, its children, what makes another one of others, and the context of a
+#: registered one.
+_Opened: TypeAlias = tuple[Sequence[Any], Sequence[Any], _Make, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +145,8 @@ def flatten(
     if isinstance(obj, _LEAF_TYPES) or (is_leaf is not None and is_leaf(obj)):
         return [obj], LEAF
     kind: Any = type(obj)
-    if kind is tuple or kind is list:
-        opened = _Opened(range(len(obj)), obj, kind)
-    else:
-        opened = _open(obj, like)
+    is_plain = kind is tuple or kind is list
+    opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj, like)
     keys, values, make, context = opened
     if not keys:
         return [obj], LEAF
@@ -175,107 +175,73 @@ def difference(first: Structure, other: Structure, root: str, names: tuple[str, 
         return f"{root} is {kinds[0]} in {mine} but {kinds[1]} in {theirs}"
     if first.keys != other.keys:
         return f"{root} has {first.describe()} in {mine} but {other.describe()} in {theirs}"
-    for position, (child, counterpart) in enumerate(
-        zip(first.children, other.children, strict=True)
-    ):
-        if child != counterpart:
-            return difference(child, counterpart, first.child_path(root, position), names)
+    for position, child in enumerate(first.children):
+        if child != other.children[position]:
+            path = first.child_path(root, position)
+            return difference(child, other.children[position], path, names)
     return f"{root} holds {first.context!r} in {mine} but {other.context!r} in {theirs}"
 
 
 # --- kinds of containers --------------------------------------------------------------------------
 
 
-class _Opened(NamedTuple):
-    """The children of a container, and how another one is made around others."""
-
-    keys: Sequence[Any] = ()
-    #: None where it is a leaf.
-    values: Sequence[Any] = ()
-    make: _Make = tuple
-    context: Any = None
-
-
 def _open(obj: Any, like: Structure | None) -> _Opened:
-    """A container that is neither a tuple nor a list; without values where it is a leaf."""
+    """A container that is neither a tuple nor a list; without keys where it is a leaf."""
     kind: Any = type(obj)
+    keys: Sequence[Any]
     if isinstance(obj, dict):
-        keys: tuple[Any, ...] = tuple(obj)
+        keys = tuple(obj)
         if like is not None and kind is like.kind and set(keys) == set(like.keys):
-            keys = tuple(like.keys)
+            keys = like.keys
         values = [dict.__getitem__(obj, key) for key in keys]
-        return _Opened(keys, values, functools.partial(_new_dict, obj, keys))
+        return keys, values, functools.partial(_another, obj, keys), None
     if kind is Replicate:
-        return _Opened(("value",), (obj.value,), operator.itemgetter(0))
+        return ("value",), (obj.value,), operator.itemgetter(0), None
     if kind in registered_containers:
-        return _open_registered(obj, registered_containers[kind])
+        node = registered_containers[kind]
+        values, context = node.flatten_fn(obj)
+        keys = range(len(values))
+        return keys, values, lambda new: node.unflatten_fn(list(new), context), context
     if isinstance(obj, (list, tuple)):
-        if hasattr(kind, "_fields") and hasattr(kind, "_make"):
-            return _Opened(kind._fields, obj, kind._make)
-        if hasattr(kind, "n_sequence_fields"):
-            # Such as time.struct_time; object.__new__ and tuple.__new__ refuse these.
-            return _Opened(range(len(obj)), obj, kind)
-        return _Opened(range(len(obj)), list(obj), functools.partial(_new_sequence, obj))
-    names: list[str] = []
+        if hasattr(kind, "_make"):
+            return kind._fields, obj, kind._make, None
+        # A struct sequence, such as time.struct_time, refuses `tuple.__new__`.
+        is_plain = not hasattr(kind, "n_sequence_fields")
+        make = functools.partial(_another, obj, ()) if is_plain else kind
+        return range(len(obj)), list(obj), make, None
+    keys = ()
     if isinstance(obj, UserDict):
-        names = ["data"]
+        keys = ("data",)
     elif dataclasses.is_dataclass(obj):
-        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
-    make = functools.partial(_new_object, obj, names)
-    return _Opened(tuple(names), [getattr(obj, name) for name in names], make)
+        names = [field.name for field in dataclasses.fields(obj)]
+        keys = tuple([name for name in names if hasattr(obj, name)])
+    values = [getattr(obj, name) for name in keys]
+    return keys, values, functools.partial(_another, obj, keys), None
 
 
-def _open_registered(obj: Any, node: Any) -> _Opened:
-    values, context = node.flatten_fn(obj)
-    keys: Sequence[Any] = range(len(values))
-    if node.flatten_with_keys_fn is not None:
-        entries = [entry for entry, _ in node.flatten_with_keys_fn(obj)[0]]
-        # One of them, by the kind of the entry.
-        names = [getattr(entry, "name", getattr(entry, "key", None)) for entry in entries]
-        keys = tuple(i if name is None else name for i, name in enumerate(names))
-    return _Opened(keys, values, lambda new: node.unflatten_fn(list(new), context), context)
+def _another(obj: Any, keys: Sequence[Any], children: Sequence[Any]) -> Any:
+    """A container like ``obj`` with other children, made without the methods of its class.
 
-
-# These make another one without the class's own methods: they may check, convert or refuse what
-# they are given, and the original has been through them already.
-
-
-def _new_dict(obj: dict[Any, Any], keys: Sequence[Any], children: Sequence[Any]) -> Any:
+    They may check, convert or refuse what they are given, and the original has been through that.
+    """
     kind: Any = type(obj)
-    new = kind.__new__(kind)
-    _copy_attributes(obj, new)
+    bases: tuple[Any, ...] = (tuple, list, OrderedDict, dict, object)
+    base = next(base for base in bases if isinstance(obj, base))
+    new = tuple.__new__(kind, children) if base is tuple else base.__new__(kind)
+    for name, value in getattr(obj, "__dict__", {}).items():
+        # A cached property was computed from the leaves that are being replaced.
+        if not isinstance(getattr(kind, name, None), functools.cached_property):
+            new.__dict__[name] = value
     if isinstance(obj, defaultdict):
         defaultdict.__init__(new, obj.default_factory)
-    base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
-    for key, child in zip(keys, children, strict=True):
-        base.__setitem__(new, key, child)
-        if key in getattr(new, "__dict__", ()):
+    if base is list:
+        list.extend(new, children)
+    for key, child in zip(keys, children, strict=False):
+        if base is not object:
+            base.__setitem__(new, key, child)
+        if base is object or key in getattr(new, "__dict__", ()):
             object.__setattr__(new, key, child)
     return new
-
-
-def _new_sequence(obj: list[Any] | tuple[Any, ...], children: Sequence[Any]) -> Any:
-    kind: Any = type(obj)
-    new = list.__new__(kind) if isinstance(obj, list) else tuple.__new__(kind, children)
-    _copy_attributes(obj, new)
-    if isinstance(new, list):
-        list.extend(new, children)
-    return new
-
-
-def _new_object(obj: Any, names: Sequence[str], children: Sequence[Any]) -> Any:
-    new = object.__new__(type(obj))
-    _copy_attributes(obj, new)
-    for name, child in zip(names, children, strict=True):
-        object.__setattr__(new, name, child)
-    return new
-
-
-def _copy_attributes(source: Any, target: Any) -> None:
-    for name, value in getattr(source, "__dict__", {}).items():
-        # A cached property was computed from the leaves that are being replaced.
-        if not isinstance(getattr(type(source), name, None), functools.cached_property):
-            target.__dict__[name] = value
 
 
 # --- tensors in objects that are no containers ----------------------------------------------------
@@ -287,9 +253,8 @@ def may_hold(obj: Any) -> bool:
 
 
 def held_tensors(obj: Any) -> list[torch.Tensor]:
-    """The tensors in the attributes of an object, however deep, each once."""
+    """The tensors that an object holds, however deep, each once."""
     found: list[torch.Tensor] = []
-    # Values made by a property would be gone before another one has the same id.
     seen: dict[int, Any] = {}
     pending = [obj]
     while pending and len(seen) < _MOST_VALUES:
@@ -299,14 +264,6 @@ def held_tensors(obj: Any) -> list[torch.Tensor]:
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             found.append(value)
-            continue
-        if isinstance(value, Mapping):
-            pending.extend(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            pending.extend(value)
-        pending.extend(getattr(value, "__dict__", {}).values())
-        for kind in type(value).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            names = (slots,) if isinstance(slots, str) else slots
-            pending.extend(getattr(value, name) for name in names if hasattr(value, name))
+        else:
+            pending.extend(gc.get_referents(value))
     return found

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from dataparallel.batch.gather import (
     Joining,
+    Scalars,
     ScalarsOption,
-    check_scalars,
     count_samples,
     gather,
     nothing_to_split,
 )
 from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
-from dataparallel.batch.scatter import SharedObjects, execute, move
+from dataparallel.batch.scatter import execute, move
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import (
     DeviceLike,
@@ -174,7 +174,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.src_device_obj = devices[0]
         self.dim = dim
         self.buffer_policy = chosen("buffers", buffers, get_args(BufferPolicy))
-        self.scalars = check_scalars(scalars)
+        if not callable(scalars):
+            chosen("scalars", scalars, get_args(Scalars), "a function that gives a chunk's weight")
+        self.scalars = scalars
         self.in_dims = dict(in_dims) if in_dims is not None else None
         self.out_dims = out_dims
         self.split_lists = split_lists
@@ -257,8 +259,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
                 "with a batch dimension, or call .module, which splits nothing"
             )
-        unknown = plan.by_action.get("unknown") if len(plan.sizes) > 1 else None
-        shared = SharedObjects(unknown) if unknown else None
+        shared = plan.by_action.get("unknown", ()) if len(plan.sizes) > 1 else ()
         own, named = zip(*execute(plan, devices), strict=True)
         return Chunks(own, named, plan.sizes, shared)
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.batch.gather import Joining, join_scalars
-from dataparallel.batch.scatter import SharedObjects
+from dataparallel.batch.plan import Leaf
+from dataparallel.batch.scatter import watch
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
@@ -184,8 +185,8 @@ class Chunks(NamedTuple):
     kwargs: Sequence[Mapping[str, Any]]
     #: Number of samples per replica.
     sizes: tuple[int, ...]
-    #: Objects that all replicas get; None without any.
-    shared: SharedObjects | None = None
+    #: Objects that all replicas get.
+    shared: Sequence[Leaf] = ()
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def _run_replicas(
         if training is not None:
             args, kwargs, given = training.begin(args, kwargs)
         replicas = Lent([model.module]) if direct else model._replicas(len(args), training)
-    guarded = contextlib.nullcontext() if chunks.shared is None else chunks.shared
+    guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
     with runner.using(replicas, chunks.sizes):
         if loss is None:
             with guarded:
