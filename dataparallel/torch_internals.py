@@ -344,8 +344,6 @@ def versions_being_loaded() -> Any:
 
 #: What all batch norms are derived from, the synchronized one of this package too.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-#: When a hook for buffers runs, as users of torch's DistributedDataParallel say it.
-BufferCommHookLocation = torch.nn.parallel.distributed._BufferCommHookLocation
 #: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
 is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
@@ -360,11 +358,6 @@ IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 ignore_names: Callable[[torch.nn.Module, Any], None] = _private(
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
 )
-
-
-def is_ignored(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has torch's mark for one that is not reduced."""
-    return hasattr(parameter, "_ddp_ignored")
 
 
 #: The wrapper of torch whose forward runs, or None. It would undo what one inside of it reduces.

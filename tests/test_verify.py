@@ -60,7 +60,7 @@ def sparse(model: nn.Sequential) -> None:
     model._modules["0"].bias = nn.Parameter(torch.zeros(3))
 
 
-OTHER = "the processes have different parameters or options:"
+OTHER = "the processes have different parameters, buffers or options:"
 REMEDY = "\nBuild the same model in every process, convert and freeze"
 
 #: What is done to the model of some ranks, and what all of them say: # stands for ranks that were
@@ -81,7 +81,10 @@ CHANGES: list[tuple[Callable[[nn.Sequential], None], str]] = [
         "\n  '0.weight': float32 of shape (3, 4) in @; bfloat16 of shape (3, 4) in #\n"
         "  '0.bias': float32 of shape (3,) in @; bfloat16 of shape (3,) in #" + REMEDY,
     ),
-    (frozen, "\n  '1.bias': float32 of shape (3,) in @; nothing in #" + REMEDY),
+    (
+        frozen,
+        "\n  '1.bias': float32 of shape (3,) in @; float32 of shape (3,), frozen in #" + REMEDY,
+    ),
     (longer, "\n  '3.weight': nothing in @; float32 of shape (2, 2) in #\n  '3.bias': "),
     (renamed, "\n  '2.weight': float32 of shape (2, 3) in @; nothing in #\n  '2.bias': "),
     (
@@ -96,7 +99,7 @@ def construct(rank: int, world_size: int, number: int, ranks: list[int]) -> str:
     model = net()
     if rank in ranks:
         CHANGES[number][0](model)
-    with pytest.raises(ValueError, match="different parameters or options") as caught:
+    with pytest.raises(ValueError, match="different parameters, buffers or options") as caught:
         DistributedDataParallel(model, ["cpu"], init_sync=False)
     return str(caught.value)
 
@@ -114,7 +117,7 @@ def test_another_model_is_an_error_in_all_ranks(
 
 
 def with_options(rank: int, world_size: int, name: str, values: list[Any]) -> str:
-    with pytest.raises(ValueError, match="different parameters or options:\n") as caught:
+    with pytest.raises(ValueError, match="different parameters, buffers or options:\n") as caught:
         DistributedDataParallel(net(), ["cpu"], **{name: values[rank]})
     return str(caught.value)
 
@@ -136,7 +139,7 @@ def test_other_options_are_an_error_in_all_ranks(
 
 
 def expects_sparse(rank: int, world_size: int) -> str:
-    with pytest.raises(ValueError, match="different parameters or options:") as caught:
+    with pytest.raises(ValueError, match="different parameters, buffers or options:") as caught:
         DistributedDataParallel(nn.Embedding(3, 4, sparse=bool(rank)))
     return str(caught.value)
 

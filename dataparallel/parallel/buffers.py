@@ -2,10 +2,10 @@
 
 Note [Whose buffers]
 ~~~~~~~~~~~~~~~~~~~~
-Before a forward the buffers of rank 0 replace those of all other processes, or a hook does what the
-user wants with them. It is so in a forward that follows one whose gradients are reduced, as in
-torch: between two optimizer steps nothing is sent. Replicas of one process are another matter, see
-:data:`BufferPolicy`; they start from the buffers that arrived.
+Before a forward the buffers of rank 0 replace those of all other processes. It is so in a forward
+that follows one whose gradients are reduced, as in torch: between two optimizer steps nothing is
+sent. Replicas of one process are another matter, see :data:`BufferPolicy`; they start from the
+buffers that arrived.
 
 An earlier forward may have saved a buffer for its backward. What arrives is mostly what was there,
 so its version counter is left alone, as torch does it, and that backward is no error.
@@ -15,34 +15,26 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from dataparallel import comm, torch_internals
 from dataparallel.comm.link import ProcessLink
-from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.reducer.options import ignored_names
-from dataparallel.reducer.verify import look, parts_of, refuse_differences
+from dataparallel.reducer.verify import parts_of
 from dataparallel.replicas.clones import ModuleClones
-from dataparallel.torch_internals import BufferCommHookLocation
 
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
 #: statistics of the whole batch, so that all replicas write the same.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
-#: Called with a state of the user's and the buffers by name; may return futures to wait for.
-BufferCommHook: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Any]
-
 #: As in torch; more is sent in several messages.
 MESSAGE_BYTES = 250 * 2**20
 
-
-#: When buffers are sent that no hook brings together.
-PRE_FORWARD = BufferCommHookLocation.PRE_FORWARD
 
 # --- replicas --------------------------------------------------------------------------------
 
@@ -68,82 +60,28 @@ def _mean(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tenso
 # --- processes -------------------------------------------------------------------------------
 
 
-class Buffers:
-    """What a distributed wrapper does with its module's buffers. See Note [Whose buffers].
+def shared_tensors(
+    module: nn.Module, *, parameters: bool = True, buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """What all processes have in common, by name; anew each time, since modules may assign."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters()) if parameters else {}
+    found.update(module.named_buffers() if buffers else ())
+    ignored = ignored_names(module)
+    return {name: tensor for name, tensor in found.items() if name not in ignored}
 
-    Attributes:
-        moment: Whether they come together before a forward or after it; None for neither.
-        ignored: Names of the parameters and buffers that each process keeps to itself.
-    """
 
-    def __init__(self) -> None:
-        self.moment: BufferCommHookLocation | None = None
-        self._hook: Callable[[dict[str, torch.Tensor]], Any] | None = None
-        self._processes: ReducerProcesses | None = None
+def send_states(module: nn.Module, source: int, link: ProcessLink, *, buffers: bool) -> None:
+    """Let all processes have the parameters of one, and its buffers if wanted; a collective."""
+    states = shared_tensors(module, buffers=buffers)
+    broadcast(states, source, link, what=f"parameters and buffers of rank {source}")
 
-    def follow(self, module: nn.Module, processes: ReducerProcesses | None) -> None:
-        """Be about this module and these processes from now on."""
-        self._module, self._processes = module, processes
-        if self._hook is None:
-            self.moment = None if processes is None else PRE_FORWARD
-        self.ignored = ignored_names(module)
 
-    def register(
-        self, state: Any, function: BufferCommHook, location: BufferCommHookLocation
-    ) -> None:
-        """Let a hook bring the buffers together; see the method of the wrapper."""
-        if not callable(function):
-            raise TypeError(
-                f"a hook for buffers is called as hook(state, buffers), but got {function!r}"
-            )
-        self._hook, self.moment = functools.partial(function, state), location
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """The buffers that are sent; anew each time, since a module may assign others."""
-        return {n: b for n, b in self._module.named_buffers() if n not in self.ignored}
-
-    def sync(self, source: int) -> None:
-        """Bring the buffers together: by the hook, or those of rank ``source`` are sent to all."""
-        named, processes = self.named(), self._processes
-        counted = tuple(b for b in named.values() if not b.is_inference())
-        with torch.no_grad(), torch_internals.keep_versions(counted):
-            if self._hook is not None:
-                returned = self._hook(named)
-                one = isinstance(returned, torch_internals.Future)
-                for future in [returned] if one else returned or ():
-                    if processes is None:
-                        future.wait()
-                    else:
-                        processes.buckets.wait_for(future, what="a future of the hook for buffers")
-            elif processes is not None:
-                broadcast(named, source, processes.buckets, what=f"buffers of rank {source}")
-
-    def send_states(self, source: int, *, buffers: bool) -> None:
-        """Let all processes have the parameters of one, and its buffers if wanted."""
-        assert self._processes is not None
-        what = f"parameters and buffers of rank {source}"
-        broadcast(self._states(buffers), source, self._processes.buckets, what=what)
-
-    def check_states(self, *, buffers: bool) -> None:
-        """Raise a ValueError in all processes if names, shapes or dtypes differ; a collective."""
-        assert self._processes is not None
-        states = self._states(buffers)
-        refuse_differences(
-            {repr(name): look(tensor) for name, tensor in states.items()},
-            self._processes.control,
-            "parameters or buffers",
-            "Build the same model in every process; or let each process keep its own tensor with "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)",
-        )
-
-    def _states(self, buffers: bool) -> dict[str, torch.Tensor]:
-        states = dict[str, torch.Tensor](self._module.named_parameters())
-        if buffers:
-            states.update(self._module.named_buffers())
-        return {n: t for n, t in states.items() if n not in self.ignored}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_processes": None}
+def send_buffers(module: nn.Module, source: int, link: ProcessLink) -> None:
+    """Let all processes have the buffers of one; a collective call."""
+    buffers = shared_tensors(module, parameters=False)
+    counted = tuple(b for b in buffers.values() if not b.is_inference())
+    with torch_internals.keep_versions(counted):
+        broadcast(buffers, source, link, what=f"buffers of rank {source}")
 
 
 def broadcast(

@@ -236,8 +236,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if getattr(self.scatter, "__func__", None) is DataParallel.scatter:
             return self._chunks(inputs, kwargs, self.device_ids, must=must)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
-        if self._training is not None:
-            self._training.follow()
+        if self._training is not None and not self._training.direct:
+            self._training.clones.follow()
         return Chunks(args, keywords, self._sizes(args, keywords, must=must))
 
     def _chunks(
@@ -300,7 +300,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """The clones that run the next forward; override to change them."""
         training = self._training
         if training is not None:
-            training.follow()
+            training.clones.follow()
         return self._runner.show(self._runner.lend(module, len(device_ids), training))
 
     def _replicas(self, num_replicas: int, training: Training | None) -> Lent:

@@ -23,38 +23,37 @@ from dataparallel.errors import chosen
 from dataparallel.optim.in_backward import InBackwardOptimizers
 from dataparallel.parallel.buffers import (
     MESSAGE_BYTES,
-    PRE_FORWARD,
-    BufferCommHook,
     BufferPolicy,
-    Buffers,
+    send_buffers,
+    send_states,
+    shared_tensors,
 )
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
-from dataparallel.parallel.join import UnevenInputs
+from dataparallel.parallel.join import JoinBlock, refuse_shared_statistics
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
-from dataparallel.parallel.training import (
-    HIDDEN_OPTIONS,
-    MixedPrecision,
-    Options,
-    Training,
-    find_group,
-)
+from dataparallel.parallel.training import Training
 from dataparallel.reducer.comm_hooks import resolve_hook
 from dataparallel.reducer.exchange import Progress
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
-from dataparallel.reducer.options import AverageKind, ignored_names
+from dataparallel.reducer.options import (
+    AverageKind,
+    MixedPrecision,
+    Options,
+    find_group,
+    ignored_names,
+)
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas
 from dataparallel.replicas.replicate import is_spread
-from dataparallel.torch_internals import BufferCommHookLocation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _log = logging.getLogger("dataparallel")
 
 #: What belongs to one wrapper alone, and a copy makes anew.
-_NOT_COPIED = ("_made", "_forwards", "_uneven", "_progress", "device_mesh")
+_NOT_COPIED = ("_made", "_forwards", "_block", "_progress", torch_internals.JOIN_CONFIG)
 
 
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
@@ -85,11 +84,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             :class:`DataParallel`; if several processes share the machine, the module's own device.
             A module whose layers are on several devices is one replica, and stays where it is.
         output_device, dim: See :class:`DataParallel`.
-        broadcast_buffers: Whether all ranks take over rank 0's buffers, in the constructor and
-            before each forward. Default: True.
-        init_sync: Whether all ranks take over rank 0's parameters and buffers in the constructor.
+        broadcast_buffers, init_sync, forward_sync_buffers: Whether all ranks take over rank 0's
+            parameters and buffers in the constructor, and its buffers before each forward.
             Default: True.
-        forward_sync_buffers: As ``broadcast_buffers``, but for forwards only.
         process_group: The processes. Default: the default group. ``False``: this process trains
             alone, even if there is a group.
         bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
@@ -103,7 +100,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         delay_all_reduce_named_params: Pairs of names and parameters that the reducer sends last.
         mixed_precision: The dtypes of the replicas, see :class:`MixedPrecision`.
         device_mesh: A mesh of one dimension, in place of ``process_group``.
-        bucket_cap_mb_list: In place of ``bucket_cap_mb``, as in torch.
+        bucket_cap_mb_list: In place of ``bucket_cap_mb``.
         param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy,
             lazy_bucket_allocation, check_reduction: Accepted for torch's sake, without effect.
         average: ``"processes"`` (default): the mean over processes, as in torch. ``"samples"``: a
@@ -134,12 +131,14 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     #: As in torch; so much is sent at once at most, where parameters or buffers are broadcast.
     broadcast_bucket_size = MESSAGE_BYTES
 
-    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - HIDDEN_OPTIONS
+    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
+        *("delayed", "hook", "optimizers", "sends_buffers", "separate")
+    }
     _MAY_SPREAD = True
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
-    #: Whether buffers are sent before forwards.
-    forward_sync_buffers = True
+    # The block of `join()` under way, or the last one.
+    _block: JoinBlock | None = None
     #: Whether the last forward was one whose gradients are reduced; buffers are sent after those.
     require_forward_param_sync = True
 
@@ -202,40 +201,36 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             out_dims=out_dims,
             split_lists=split_lists,
         )
-        self._start(options, device_mesh, broadcast_buffers, forward_sync_buffers, init_sync)
+        self._start(options, broadcast_buffers, forward_sync_buffers, init_sync)
 
     def _start(
         self,
         options: Options,
-        device_mesh: Any,
         broadcast_buffers: bool | None,
         forward_sync_buffers: bool | None,
         init_sync: bool,
     ) -> None:
         """See that all processes train the same; a collective call."""
-        options.check_alone()
-        if device_mesh is not None:
-            # As in torch, there is no such attribute otherwise.
-            self.device_mesh = device_mesh
-        sends = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.forward_sync_buffers = sends is not False
+        _check_alone(options)
+        forwards = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        #: Whether buffers are sent before forwards.
+        self.forward_sync_buffers = forwards is not False
+        # As in torch, `forward_sync_buffers` says nothing of the constructor.
+        sends = self.forward_sync_buffers or forward_sync_buffers is not None
         options.mixed_precision.convert_buffers(self.module)
         optimizers = InBackwardOptimizers.of(self.module.parameters())
-        self.options = replace(options, optimizers=optimizers)
+        self.options = replace(options, sends_buffers=sends, optimizers=optimizers)
         self._begin_life()
         _refuse_frozen(self.module)
-        self.buffer_sync = Buffers()
         processes = self._training.processes
         if processes is not None:
             processes.connect()
             if init_sync:
-                both = self.forward_sync_buffers or forward_sync_buffers is not None
-                self.buffer_sync.check_states(buffers=both)
-                self.buffer_sync.send_states(0, buffers=both)
+                send_states(self.module, 0, processes.buckets, buffers=sends)
 
     def _begin_life(self) -> None:
         """Make what no copy takes over."""
-        self._forwards, self._uneven, self._progress = RLock(), UnevenInputs(self), Progress()
+        self._forwards, self._progress = RLock(), Progress()
         #: Whether the backward of the next forward is reduced over processes.
         self.require_backward_grad_sync = True
         # Of the next forward that is reduced, in an average; None adds up its chunks' weights.
@@ -254,17 +249,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         assert self._made is not None
         return self._made
 
-    def _build(self, lost: Training | None = None) -> Training:
+    def _build(self) -> Training:
         """Make everything anew, for other processes, options or parameters.
 
-        Buckets, too, since what was sent over links that are ``lost`` may still write to the old.
+        Buckets, too, since what was sent over links that are lost may still write to the old.
         """
         with self._forwards:
+            before = self._made
             self._drop_training()
             made = Training(self)
-            if lost is not None:
-                made.reducer.go_on_from(lost.reducer)
-            self.buffer_sync.follow(self.module, made.processes)
+            if before is not None:
+                made.reducer.go_on_from(before.reducer)
             self._made = made
             return made
 
@@ -294,22 +289,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _begin(self, loss: Loss | None = None) -> Iterator[Call]:
         # The clones are there once, so forwards of several threads come one after another.
         with nullcontext() if self._training.direct else self._forwards:
-            buffers, uneven, options = self.buffer_sync, self._uneven, self.options
             synchronizes, weight = self.require_backward_grad_sync, None
             reduces = synchronizes and torch.is_grad_enabled()
             if reduces:
                 weight, self._weight = self._weight, None
-            joins = torch_internals.join_config(self).enable
-            outer = torch_internals.active_torch_wrapper()
-            if outer is not None and reduces:
-                _refuse_outer(outer, self)
-            training = self._up_to_date(reduces=reduces, joins=joins)
-            answers = uneven.notify(reduces=reduces) if joins else None
-            sends = buffers.moment is not None and self.will_sync_module_buffers()
-            source = answers.source() if sends and answers is not None else 0
-            if sends and buffers.moment == PRE_FORWARD:
-                buffers.sync(source)
-            counts = options.average == "samples" and options.world_size > 1
+                outer = torch_internals.active_torch_wrapper()
+                if outer is not None:
+                    _refuse_outer(outer, self)
+            training = self._ready(reduces=reduces)
+            counts = self.options.average == "samples" and self.options.world_size > 1
             weighs = counts and reduces and weight is None
             try:
                 yield Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
@@ -317,28 +305,30 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 if reduces and not isinstance(error, torch_internals.StopRecomputation):
                     training.tell(error)
                 raise
-            if sends and buffers.moment != PRE_FORWARD:
-                buffers.sync(source)
             self.require_forward_param_sync = reduces
 
-    def _up_to_date(self, *, reduces: bool, joins: bool) -> Training:
+    def _ready(self, *, reduces: bool) -> Training:
         """What the next forward is trained with, made anew and connected where that is needed."""
-        training, sends = self._training, self.buffer_sync.moment is not None
-        self.options.check_alone()
-        needs_others = reduces or joins or (sends and self.will_sync_module_buffers())
-        if training.processes is not None and training.is_lost(needs_others=needs_others):
-            training = self._build(lost=training)
-        elif not training.fits(self.module):
-            # Nothing collective has happened, but that those which have joined hear of an error.
-            try:
-                self._uneven.refuse_other_parameters()
-            except RuntimeError as error:
-                training.tell(error)
-                raise
+        training = self._training
+        _check_alone(self.options)
+        shared = training.processes is not None
+        block = self._block if shared and torch_internals.join_config(self).enable else None
+        sends = shared and self.will_sync_module_buffers()
+        needs_others = shared and (reduces or sends or block is not None)
+        lost = shared and training.is_lost(needs_others=needs_others)
+        if lost or (block is None and not training.fits(self.module)):
             training = self._build()
-        if needs_others and training.processes is not None:
-            training.processes.connect()
+        processes = training.processes
+        if processes is not None and needs_others:
+            processes.connect()
             self._progress.check()
+            source = 0
+            if block is not None:
+                answers = block.notify(reduces=reduces)
+                training.check_fits(self.module)
+                source = answers.source()
+            if sends:
+                send_buffers(self.module, source, processes.buckets)
         if reduces:
             statistics = training.reducer.statistics
             number = next(statistics.numbers)
@@ -412,25 +402,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There is a hook already.
         """
         resolved = resolve_hook(hook, state)
-        if self.process_group is None:
-            raise ValueError(
-                "a communication hook reduces over processes, but there is no process group; call "
-                "torch.distributed.init_process_group() before the module is wrapped"
-            )
         if self.options.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once"
             )
-        if self.options.deterministic:
-            raise ValueError(
-                "deterministic=True makes the sum over processes in rank order, which a "
-                "communication hook replaces; use one of them"
-            )
-        self.options = replace(self.options, hook=resolved)
-        if self._training.processes is None:
-            self._build()
-        else:
-            self.reducer.use_hook(resolved)
+        self._change(hook=resolved)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Let one of torch's hooks reduce the buckets; see :meth:`register_comm_hook`."""
@@ -488,9 +464,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There are several processes, but the wrapper has no process group.
         """
         training = self._training
-        self.options.check_alone()
+        _check_alone(self.options)
         if training.is_lost(needs_others=True):
-            training = self._build(lost=training)
+            training = self._build()
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.values.carry()
@@ -603,10 +579,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             return nullcontext()
         processes.connect()
         if not throw_on_early_termination:
-            self._uneven.refuse_shared_statistics()
-        return self._uneven.block(
-            throws=throw_on_early_termination, divides=divide_by_initial_world_size, step=step
-        )
+            refuse_shared_statistics(self)
+        divides = divide_by_initial_world_size
+        self._block = JoinBlock(self, divides=divides, step=step, is_own=True)
+        return self._block.run(throws=throw_on_early_termination)
 
     def _note_forward(self, *, reduces: bool) -> None:
         """Another process, which has not joined, has made a forward."""
@@ -614,8 +590,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's ``Join`` calls in a process that has no more inputs; see :meth:`join`."""
+        if self._training.processes is None:
+            return JoinHook()
         divides = kwargs.get("divide_by_initial_world_size", True)
-        return self._uneven.begin(divides=divides, step=kwargs.get("step"))
+        self._block = JoinBlock(self, divides=divides, step=kwargs.get("step"))
+        return self._block
 
     @property
     def join_device(self) -> torch.device:
@@ -642,21 +621,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     @property
     def parameters_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that each process keeps to itself."""
-        return self.buffer_sync.ignored
+        return ignored_names(self.module)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with the buffers of rank 0."""
         due = self.require_forward_param_sync and self.forward_sync_buffers
-        return due and bool(self.buffer_sync.named())
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: BufferCommHook,
-        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let ``hook(state, buffers)`` bring the buffers of all processes together, in place."""
-        self.buffer_sync.register(state, hook, comm_hook_location)
+        return due and bool(shared_tensors(self.module, parameters=False))
 
     # --- further names of torch's wrapper --------------------------------------------------------
 
@@ -668,13 +638,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     @property
     def _distributed_rank(self) -> int:
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """The parameters of a module that are not left to each process, with names if wanted."""
-        for name, parameter in module.named_parameters():
-            if not torch_internals.is_ignored(parameter):
-                yield (name, parameter) if named_params else parameter
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
 
@@ -696,7 +659,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             group=self.process_group,
             devices=[*self.device_ids, self.output_device],
             broadcast_buffers=int(self.forward_sync_buffers),
-            join_uneven_inputs=int(self._uneven.was_used),
+            join_uneven_inputs=int(self._block is not None),
             comm_hook="" if hook is None else hook.name,
         )
 
@@ -726,7 +689,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 self.options.hook.name,
             )
         state = super().__getstate__()
-        for name in (*_NOT_COPIED, torch_internals.JOIN_CONFIG):
+        for name in _NOT_COPIED:
             state.pop(name, None)
         return {**state, "options": replace(self.options, hook=None)}
 
@@ -745,6 +708,22 @@ def _default_devices(
         return None
     first = next(module.parameters(), None)
     return [torch.device("cpu") if first is None else first.device]
+
+
+def _check_alone(options: Options) -> None:
+    """Refuse to train without a process group where there are several processes."""
+    if options.separate or options.process_group is not None:
+        return
+    launched = os.environ.get("WORLD_SIZE", "")
+    if dist.is_available() and dist.is_initialized():
+        launched = str(dist.get_world_size())
+    if launched.isdecimal() and int(launched) > 1:
+        raise RuntimeError(
+            f"this process is one of {launched}, but the wrapper has no group and "
+            "would train by itself; call dp.init_process_group() before the module is wrapped, "
+            "in every process, or pass process_group=False to train separately in each of "
+            "them: nothing is reduced or compared between them then"
+        )
 
 
 def _refuse_frozen(module: nn.Module) -> None:

@@ -30,7 +30,7 @@ from dataparallel.comm.local import sums_of
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
-from dataparallel.reducer.options import FIRST_BUCKET_BYTES, ReducerOptions, TrainedParameters
+from dataparallel.reducer.options import FIRST_BUCKET_BYTES, Options, TrainedParameters
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: Of several parameters, one gradient each; None where there is none.
@@ -200,7 +200,7 @@ class Buckets:
         self,
         trained: TrainedParameters,
         leaves: Sequence[Sequence[nn.Parameter]],
-        options: ReducerOptions,
+        options: Options,
         *,
         sends: bool,
         order: Sequence[int] | None,
@@ -222,7 +222,7 @@ class Buckets:
             reduces = indices[0] < reduced
             storage = None
             if reduces and not trained.sparse[indices[0]]:
-                storage = BucketStorage(members, options.reduce_dtype)
+                storage = BucketStorage(members, options.mixed_precision.reduce_dtype)
             self.all.append(
                 Bucket(
                     number,
@@ -264,7 +264,7 @@ class Buckets:
 
 def make_plan(
     trained: TrainedParameters,
-    options: ReducerOptions,
+    options: Options,
     order: Sequence[int] | None,
     *,
     sends: bool,

@@ -47,8 +47,7 @@ from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
 from dataparallel.comm.link import Pending, ProcessLink, parent_group
 from dataparallel.errors import describe_names
 from dataparallel.reducer.buckets import Bucket, Gradients
-from dataparallel.reducer.comm_hooks import ResolvedHook
-from dataparallel.reducer.options import ReducerOptions
+from dataparallel.reducer.options import Options
 from dataparallel.reducer.verify import gather_if_different
 
 # Seconds that a process which ends gives to the others to get its last vote.
@@ -292,16 +291,15 @@ class Exchange:
         self,
         processes: ReducerProcesses,
         buckets: Sequence[Bucket],
-        options: ReducerOptions,
+        options: Options,
         *,
         weight: float = 1.0,
-        hook: ResolvedHook | None = None,
     ) -> None:
         self.processes = processes
         self._buckets = buckets
         self._options = options
         self._weight = weight
-        self._hook = hook
+        self._hook = options.hook
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
         self._total = torch.tensor([weight], dtype=torch.float64)

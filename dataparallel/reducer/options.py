@@ -1,15 +1,23 @@
-"""What a reducer is told once: which parameters it has, and its options."""
+"""What a reducer is told once: the options of its wrapper, and which parameters it has."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dataparallel.torch_internals import IGNORED_NAMES
+
+if TYPE_CHECKING:
+    from dataparallel.optim.in_backward import StepsInBackward
+    from dataparallel.reducer.comm_hooks import ResolvedHook
+    from dataparallel.reducer.nonfinite import NonFinitePolicy
 
 #: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
 #: each process's number of samples, or by a weight that the user gives. ``"none"``: the sum.
@@ -24,24 +32,115 @@ BUCKET_BYTES = 25 * MIB
 #: buckets keep less alive.
 LOCAL_BUCKET_BYTES = 4 * MIB
 
+_log = logging.getLogger("dataparallel")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes with which replicas compute and send gradients.
+
+    The module's own parameters and their gradients keep their dtype, so optimizers and checkpoints
+    do not change. Only floating-point tensors are converted.
+
+    Example::
+
+        model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
+
+    Args:
+        param_dtype: Of the replicas' parameters and inputs. Default: no change.
+        reduce_dtype: Of the gradients that the reducer sends. Default: ``param_dtype``.
+        buffer_dtype: Of the module's buffers, which the constructor converts. Default: no change.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(config: Any) -> MixedPrecision:
+        """Read a configuration: None, one of this class, or torch's ``_MixedPrecision``."""
+        if config is None:
+            return MixedPrecision()
+        reduced = config.reduce_dtype or config.param_dtype
+        return MixedPrecision(config.param_dtype, reduced, config.buffer_dtype)
+
+    def convert_buffers(self, module: nn.Module) -> None:
+        """Convert the floating-point buffers of a module, in place."""
+        for buffer in module.buffers() if self.buffer_dtype else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self.buffer_dtype)
+
+    def convert_input(self, value: Any) -> Any:
+        """A leaf of a forward's arguments as the replicas get it; gradients flow back."""
+        converts = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.param_dtype) if converts else value
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReducerOptions:
-    """What of the options of a wrapper a reducer reads; see the arguments of the wrapper."""
+class Options:
+    """How a wrapper wants its gradients reduced; see the arguments of the wrapper."""
 
-    bucket_cap_mb: float | Sequence[float] | None = None
-    find_unused_parameters: bool | None = None
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
+    process_group: dist.ProcessGroup | None
+    #: Whether this process trains by itself on purpose, if there are others or not.
+    separate: bool
+    bucket_cap_mb: float | Sequence[float] | None
+    find_unused_parameters: bool | None
+    gradient_as_bucket_view: bool
+    static_graph: bool
     #: Names of parameters that are reduced last.
-    delayed: frozenset[str] = frozenset()
-    average: AverageKind = "processes"
-    deterministic: bool = False
+    delayed: frozenset[str]
+    average: AverageKind
+    deterministic: bool
+    timeout: float | None
+    mixed_precision: MixedPrecision
+    nonfinite: NonFinitePolicy
+    #: Whether buffers are sent to other processes, and so must have the same shapes there.
+    sends_buffers: bool = True
+    #: Takes the place of the all-reduce.
+    hook: ResolvedHook | None = None
+    #: What takes steps in backward.
+    optimizers: StepsInBackward | None = None
+
+    def __post_init__(self) -> None:
+        caps = self.bucket_cap_mb
+        sizes = caps if isinstance(caps, Sequence) else [caps or 0.0]
+        if not sizes or min(sizes) < 0:
+            raise ValueError(f"bucket_cap_mb is one size or several, in MiB, but got {caps!r}")
+        if self.optimizers is not None:
+            self.nonfinite.refuse_steps_in_backward()
+        if self.hook is None:
+            return
+        if self.process_group is None:
+            raise ValueError(
+                "a communication hook reduces over processes, but there is no process group; call "
+                "torch.distributed.init_process_group() before the module is wrapped"
+            )
+        if self.deterministic:
+            raise ValueError(
+                "deterministic=True makes the sum over processes in rank order, which a "
+                "communication hook replaces; use one of them"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        nonfinite, optimizers = copy.deepcopy((self.nonfinite, self.optimizers), memo)
+        return replace(self, nonfinite=nonfinite, optimizers=optimizers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group not in (None, default_group()):
+            _log.warning(
+                "the pickle of a wrapper does not hold its process group: who loads it gets the "
+                "default group, or calls update_process_group(group) of the wrapper"
+            )
+        return {**vars(self), "process_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = None if state["separate"] else default_group()
+        vars(self).update(state, process_group=group)
 
     @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """Of what is sent; None for the parameters' own."""
-        return None
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
     def bucket_bytes(self, *, sends: bool) -> int | tuple[int, ...]:
         """The limit of the buckets behind the first one, or a limit for each."""
@@ -51,6 +150,28 @@ class ReducerOptions:
         return (
             tuple(int(cap * MIB) for cap in caps) if isinstance(caps, Sequence) else int(caps * MIB)
         )
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def find_group(group: Any, mesh: Any = None) -> dist.ProcessGroup | None:
+    """The group that was passed, that of a mesh of one dimension, or the default one, if any."""
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("pass process_group or device_mesh, not both")
+        group = mesh.get_group()
+    if group is None or group is False:
+        return default_group() if group is None else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group is a torch.distributed.ProcessGroup (such as that of "
+            "torch.distributed.new_group(), in the processes that are its members), None for the "
+            f"default group, or False for none, but got {group!r} of type {type(group).__name__}"
+        )
+    return group
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,13 @@ from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.reducer.accumulated import Accumulated, Accumulations
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
-from dataparallel.reducer.nonfinite import Guard, NonFinitePolicy
-from dataparallel.reducer.options import ReducerOptions, TrainedParameters
+from dataparallel.reducer.nonfinite import Guard
+from dataparallel.reducer.options import Options, TrainedParameters
 from dataparallel.reducer.round import Round
 from dataparallel.reducer.statistics import Statistics
 from dataparallel.threads.timeline import NO_SPAN
 
 if TYPE_CHECKING:
-    from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.comm_hooks import ResolvedHook
     from dataparallel.threads.timeline import Timeline
 
 
@@ -54,13 +52,10 @@ class Reducer:
         self,
         trained: TrainedParameters,
         leaves: Sequence[Sequence[nn.Parameter]],
-        options: ReducerOptions,
+        options: Options,
         processes: ReducerProcesses | None,
         *,
         timeline: Timeline,
-        nonfinite: NonFinitePolicy,
-        hook: ResolvedHook | None,
-        optimizers: StepsInBackward | None,
     ) -> None:
         self.trained = trained
         self.names = list(trained.names)
@@ -68,8 +63,7 @@ class Reducer:
         self.processes = processes
         self._originals = list(trained.parameters)
         self._leaves = [list(replica) for replica in leaves]
-        self._hook = hook
-        self._optimizers = optimizers
+        self._optimizers = options.optimizers
         self.accumulations = Accumulations(self._originals, options.average == "none")
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._round: Round | None = None
@@ -90,8 +84,8 @@ class Reducer:
         self.statistics = Statistics(timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
-        if nonfinite.looks:
-            self.guard = Guard(nonfinite, self._originals, self.names, processes)
+        if options.nonfinite.looks:
+            self.guard = Guard(options.nonfinite, self._originals, self.names, processes)
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -128,10 +122,6 @@ class Reducer:
         )
 
     # --- what the wrapper says -------------------------------------------------------------------
-
-    def use_hook(self, hook: ResolvedHook) -> None:
-        """Let a communication hook send the buckets from now on."""
-        self._hook = hook
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know."""
@@ -259,7 +249,7 @@ class Reducer:
                 accumulated,
                 # In a context where nothing is to be reduced there is no later round.
                 stays=not synchronize and (accumulated.any or in_grad),
-                votes=exchange is not None and bool(self._hook or some_stay),
+                votes=exchange is not None and bool(self.options.hook or some_stay),
             )
         # What uses gradients before the engine has them must have the user's hooks run.
         hooked = self._optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
@@ -293,7 +283,6 @@ class Reducer:
             reduced,
             self.options,
             weight=weight,
-            hook=self._hook,
         )
 
     def _end(self, round_: Round) -> None:
@@ -401,7 +390,7 @@ class Reducer:
                 # Of a collective that failed the others know.
                 is_known = isinstance(error, (CollectiveError, CollectiveTimeout))
                 if processes is not None and not is_known:
-                    processes.report(error, "stuck" if self._hook else "raised")
+                    processes.report(error, "stuck" if self.options.hook else "raised")
             elif round_ is self._round:
                 round_.fail(error)
             elif round_.exchange is not None:

@@ -17,7 +17,7 @@ import torch
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
-from dataparallel.reducer.options import ReducerOptions, TrainedParameters
+from dataparallel.reducer.options import Options, TrainedParameters
 from dataparallel.torch_internals import is_wrapper
 
 _log = logging.getLogger("dataparallel")
@@ -56,9 +56,31 @@ def differences(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     return found
 
 
-def refuse_differences(own: Mapping[str, str], link: ProcessLink, what: str, remedy: str) -> None:
-    """Raise a ValueError in all processes if what they have by name differs, or its order."""
-    gathered = gather_if_different(list(own.items()), link, what=f"the comparison of {what}")
+# --- when a wrapper is made ------------------------------------------------------------------
+
+
+def verify_across_processes(
+    tensors: _Tensors, trained: TrainedParameters, options: Options, link: ProcessLink
+) -> None:
+    """Refuse other options, parameters or buffers in another process; every process calls this."""
+    sparse = dict(zip(trained.names, trained.sparse, strict=True))
+    own = {
+        repr(name): _parameter(tensor, sparse.get(name, False))
+        if isinstance(tensor, torch.nn.Parameter)
+        else _look(tensor)
+        for name, tensor in tensors.items()
+    }
+    own |= {
+        "nonfinite": options.nonfinite.action,
+        "communication hook": "none" if options.hook is None else "registered",
+        "average": options.average,
+        "deterministic": str(options.deterministic),
+        "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
+        "dtype that is sent": str(options.mixed_precision.reduce_dtype),
+        "parameters that are reduced last": str(sorted(options.delayed)),
+    }
+    # In their order, which buckets follow from.
+    gathered = gather_if_different(list(own.items()), link, what="the comparison of parameters")
     if gathered is None:
         return
     tables = {f"rank {rank}": dict(items) for rank, items in enumerate(gathered)}
@@ -67,44 +89,18 @@ def refuse_differences(own: Mapping[str, str], link: ProcessLink, what: str, rem
         for rank, table in tables.items()
     }
     found = differences(tables) or differences(orders)
-    texts = lines(f"{name}: {text}" for name, text in found.items())
-    raise ValueError(f"the processes have different {what}:{texts}\n{remedy}")
-
-
-# --- when a wrapper is made ------------------------------------------------------------------
-
-
-def verify_across_processes(
-    trained: TrainedParameters,
-    link: ProcessLink,
-    *,
-    options: ReducerOptions,
-    more: Mapping[str, str],
-) -> None:
-    """Refuse other options, or other parameters, in another process; every process calls this."""
-    count = trained.num_reduced
-    looks = map(_parameter, trained.parameters[:count], trained.sparse)
-    own = dict(zip(map(repr, trained.names[:count]), looks, strict=False))
-    own |= {
-        **more,
-        "average": options.average,
-        "deterministic": str(options.deterministic),
-        "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
-        "dtype that is sent": str(options.reduce_dtype),
-        "parameters that are reduced last": str(sorted(options.delayed)),
-    }
-    refuse_differences(
-        own,
-        link,
-        "parameters or options",
-        "Build the same model in every process, convert and freeze its parameters there in the "
-        "same way before you wrap it, and pass the same options",
+    raise ValueError(
+        "the processes have different parameters, buffers or options:"
+        f"{lines(f'{name}: {text}' for name, text in found.items())}\nBuild the same model in "
+        "every process, convert and freeze its parameters there in the same way before you wrap "
+        "it, and pass the same options; or let each process keep its own tensor with "
+        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
     )
 
 
 def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
     """What must be the same for a parameter everywhere, so that its gradients can be added up."""
-    text = look(tensor)
+    text = _look(tensor)
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         # Those of dimensions in which there is a second element to step to.
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -113,7 +109,7 @@ def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
     return f"{text}, with sparse gradients" if sparse else text
 
 
-def look(tensor: torch.Tensor) -> str:
+def _look(tensor: torch.Tensor) -> str:
     """What a tensor is apart from its values and its place in memory."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{_kind(tensor)}{dtype} of shape {tuple(tensor.shape)}"
@@ -140,7 +136,7 @@ def check_replicas(
     those of the meta device are compared by dtype and shape alone, and a log line names them.
     """
     parts = [parts_of(each) for each in (tensors, *replicas)]
-    skipped = [f"{name!r} ({look(t)})" for name, t in parts[0].items() if _kind(t)]
+    skipped = [f"{name!r} ({_look(t)})" for name, t in parts[0].items() if _kind(t)]
     if skipped:
         _log.warning("replicas are compared by dtype and shape alone in %s", listed(skipped))
     texts = _texts(parts)
@@ -192,7 +188,7 @@ def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
     }
     return [
         {
-            name: look(tensor) + ("" if _kind(tensor) else known[_memory(tensor)])
+            name: _look(tensor) + ("" if _kind(tensor) else known[_memory(tensor)])
             for name, tensor in each.items()
         }
         for each in replicas

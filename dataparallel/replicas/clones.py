@@ -397,7 +397,11 @@ class ModuleClones:
     @property
     def parts(self) -> Parts:
         """The parts of the original, as :meth:`follow` has found them last."""
-        assert self._parts is not None, "follow() comes first"
+        if self._parts is None:
+            raise RuntimeError(
+                "parameters of the wrapped module were replaced while its forward was being "
+                "prepared; replace them between two forwards"
+            )
         return self._parts
 
     def _is_touched(self) -> bool:

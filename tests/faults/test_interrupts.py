@@ -23,7 +23,6 @@ from dataparallel.comm import link
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.reducer.buckets import Bucket, BucketStorage
 from dataparallel.reducer.exchange import Exchange
-from dataparallel.reducer.options import ReducerOptions
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads
@@ -225,10 +224,11 @@ def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> Non
     parameter = nn.Parameter(torch.ones(3))
     bucket = Bucket(0, [0], [parameter], ["w"], [[parameter]], BucketStorage([parameter]), True)
     hook: Any = SimpleNamespace(one_bucket_at_a_time=False, call=lambda *_, is_last: wait)
+    options: Any = SimpleNamespace(average="processes", deterministic=False, hook=hook)
     processes: Any = SimpleNamespace(
         buckets=None, world_size=1, num_active=1, report=lambda error, kind: noted.append(error)
     )
-    exchange = Exchange(processes, [bucket], ReducerOptions(), hook=hook)
+    exchange = Exchange(processes, [bucket], options)
     exchange.send(bucket, [None])
     error = first()
     if first is ValueError:

@@ -139,20 +139,18 @@ def step_in_another_way(rank: int, world_size: int) -> list[Found]:
     model = DistributedDataParallel(net(), timeout=1.0)
     if rank == 1:
         model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-    output = model(torch.ones(2, 6)).sum()
-    found = [found_by(output.backward)]
-    assert all(parameter.grad is None for parameter in model.parameters())
+    found = [] if rank else [found_by(model(torch.ones(2, 6)).sum().backward)]
     found.append(found_by(lambda: model(torch.ones(2, 6))))
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.close()
     return found
 
 
 def test_a_hook_in_one_rank_alone(cluster: Cluster) -> None:
-    """Links that are made anew compare whether there is one."""
-    (first, again), (second, other) = cluster.run(step_in_another_way, 2)
-    assert "rank 0: all_reduce of bucket 0" in first.text and "rank 1" in first.text
-    assert "the communication hook fp16_compress_hook" in second.text
-    assert max(first.seconds, second.seconds) < 5
+    """It makes links anew there, which compare whether there is one."""
+    (first, again), (other,) = cluster.run(step_in_another_way, 2)
+    assert "rank 1" in first.text
+    assert max(first.seconds, again.seconds, other.seconds) < 5
     assert "communication hook: none in rank 0; registered in rank 1" in one_text([again, other])
 
 
