@@ -161,8 +161,20 @@ def first_part(criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Part
     ("criterion", "args", "kwargs", "error", "message"),
     [
         (nn.MSELoss(), (logits(2, 1), logits(2)), {}, ValueError, r"shape \(2, 1\) with every"),
-        (nn.MSELoss(), (logits(1)[0], logits(2)), {}, ValueError, "needs an output with a batch"),
-        (nn.NLLLoss(), (logits(2), labels(2)), {}, ValueError, "of at least 2 dimensions"),
+        (nn.MSELoss(), (logits(1)[0], logits(2)), {}, ValueError, r"shape \(\) with every target"),
+        (nn.MSELoss(), (logits(1)[0], logits(1)[0]), {}, ValueError, "it needs a batch dimension"),
+        (
+            nn.TripletMarginLoss(),
+            (logits(3),) * 3,
+            {},
+            ValueError,
+            r"has shape \(3,\): it needs a b",
+        ),
+        (nn.CosineEmbeddingLoss(), (logits(2),) * 2 + (logits(1)[0],), {}, ValueError, "it needs"),
+        (nn.MultiLabelMarginLoss(), (logits(2), torch.tensor([0, 1])), {}, ValueError, "it needs"),
+        (nn.MultiLabelSoftMarginLoss(), (logits(2), logits(2)), {}, ValueError, "it needs a batch"),
+        (nn.CrossEntropyLoss(reduction="sum"), (logits(2), logits(2)), {}, ValueError, "it needs"),
+        (nn.NLLLoss(), (logits(2), labels(2)), {}, ValueError, "For 1D input, 1D target must"),
         (
             nn.BCELoss(weight=torch.ones(4, 1)),
             (torch.rand(2, 3), torch.rand(2, 3)),
@@ -170,14 +182,28 @@ def first_part(criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Part
             RuntimeError,
             "broadcast a dimension of length 4",
         ),
-        (F.mse_loss, (logits(2), logits(2)), {"reduction": "sum"}, ValueError, "must agree on"),
-        (F.mse_loss, (logits(2), logits(2), False), {}, ValueError, "must agree on"),
+        (F.mse_loss, (logits(2), logits(2)), {"reduction": "sum"}, TypeError, "multiple values"),
+        (
+            nn.MSELoss(),
+            (logits(2), logits(2)),
+            {"reduction": "sum"},
+            TypeError,
+            "unexpected keyword",
+        ),
+        (F.mse_loss, (logits(2), logits(2), False), {}, ValueError, "reduce= are not supported"),
+        (
+            F.mse_loss,
+            (logits(2), logits(2)),
+            {"reduce": False},
+            ValueError,
+            "use functools.partial",
+        ),
         (
             functools.partial(F.mse_loss, size_average=False),
             (logits(2), logits(2)),
             {},
             ValueError,
-            "nor as size_average= or reduce=",
+            "and size_average= and reduce= are not supported",
         ),
         (
             nn.BCEWithLogitsLoss(weight=torch.ones(4, 1), reduction="sum"),
@@ -190,6 +216,7 @@ def first_part(criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Part
         (nn.MSELoss(), ({"logits": 1}, 2), {}, TypeError, "but the module returned dict"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 def test_shapes_and_types_that_cannot_be_divided(
     criterion: Any, args: Any, kwargs: Any, error: type[Exception], message: str
 ) -> None:

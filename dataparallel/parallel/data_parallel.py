@@ -4,9 +4,8 @@ Note [Other replicas]
 ~~~~~~~~~~~~~~~~~~~~~
 How many replicas divide a batch changes nothing but rounding: outputs come in the order of the
 samples, losses are weighted by their denominators, gradients are sums. So replicas may come and go
-between steps. The originals and the optimizer's state are on the first device; the others hold only
-what can be made from them. Each process may have its own number of replicas: what it gives to the
-others is the gradient of its whole batch, in every kind of average.
+between steps, and each process may have its own number of them. The originals and the optimizer's
+state are on the first device; the others hold only what can be made from them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from dataparallel.batch.gather import (
 )
 from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
 from dataparallel.batch.scatter import execute, move
-from dataparallel.batch.tree import flatten
 from dataparallel.devices import (
     DeviceLike,
     accelerators,
@@ -110,10 +108,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ``"mean"`` or ``"sync"``; see :data:`dataparallel.parallel.buffers.BufferPolicy`.
         scalars: What to make of 0-d outputs, such as a loss. ``"stack"`` (default): a vector with
             one element per replica, as in torch. ``"mean"``: one scalar, weighted by samples.
-            ``"sum"``: their sum. A function: the wrapper calls it with the arguments of each chunk,
-            and it returns the weight of the chunk in the mean, such as the number of labels, as a
-            number or a 0-d tensor (for which the host waits). If it returns None for all chunks,
-            the wrapper adds the outputs.
+            ``"sum"``: their sum. A function of a chunk's arguments: its weight in the mean, such as
+            the number of labels, as a number or a 0-d tensor (for which the host waits). If it
+            returns None for all chunks, the wrapper adds the outputs.
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
             argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
         out_dims: Batch dimension of outputs where it is not ``dim``: an int, or a tuple, list or
@@ -156,8 +153,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
         devices = parse_devices(device_ids)
         if device_ids is None and not accelerators():
             _log.warning(
@@ -177,7 +172,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if not callable(scalars):
             chosen("scalars", scalars, get_args(Scalars), "a function that gives a chunk's weight")
         self.scalars = scalars
-        self.in_dims = dict(in_dims) if in_dims is not None else None
+        self.in_dims = dict(in_dims or {})
         self.out_dims = out_dims
         self.split_lists = split_lists
         self.timeline = Timeline(devices)
@@ -202,8 +197,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             The outputs in the structure that the module returns, on ``output_device``.
 
         Raises:
-            ValueError: The inputs cannot be split (no tensor, batch sizes that disagree, ``dim``
-                out of range), or the module is not on the first device.
+            ValueError: The inputs cannot be split, or the module is not on the first device.
             RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
                 active around several replicas.
         """
@@ -238,7 +232,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
         if self._training is not None and not self._training.direct:
             self._training.clones.follow()
-        return Chunks(args, keywords, self._sizes(args, keywords, must=must))
+        return self._counted(args, keywords, must=must)
 
     def _chunks(
         self,
@@ -250,8 +244,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Chunks:
         if len(devices) == 1:
             device = None if self._spread else devices[0]
-            args, keywords = [move(inputs, device)], [move(dict(kwargs), device)]
-            return Chunks(args, keywords, self._sizes(args, keywords, must=must))
+            return self._counted([move(inputs, device)], [move(dict(kwargs), device)], must=must)
         chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
         plan = self._plan(inputs, kwargs, len(devices), chunk_sizes)
         if plan.batch_size is None and (inputs or kwargs):
@@ -270,31 +263,25 @@ class DataParallel(nn.DataParallel[ModuleT]):
         num_slots: int,
         chunk_sizes: ChunkSizesOf | None = None,
     ) -> ScatterPlan:
-        in_dims = self._in_dims_of(len(inputs), kwargs) if self.in_dims else None
+        in_dims: dict[str | int, Any] | None = None
+        if self.in_dims:
+            # What is given by position is told by position.
+            names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
+            places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
+            in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
         return plan_scatter(
             inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, self.split_lists
         )
 
-    def _sizes(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> tuple[int, ...]:
-        """Number of samples of chunks that no plan has made, from a plan of each."""
-        return tuple(
+    def _counted(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> Chunks:
+        """Chunks that no plan has made; a plan of each tells its number of samples."""
+        sizes = tuple(
             count_samples(
                 functools.partial(self._plan, own, named, 1), (*own, *named.values()), must=must
             )
             for own, named in zip(args, kwargs, strict=True)
         )
-
-    def _in_dims_of(self, num_own: int, kwargs: Mapping[str, Any]) -> Mapping[str | int, Any]:
-        """``in_dims`` of the module's arguments, names of those given by position resolved."""
-        assert self.in_dims is not None
-        names = list(inspect.signature(self.module.forward).parameters)[:num_own]
-        places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
-        resolved = {places.get(key, key): dim for key, dim in self.in_dims.items()}
-        return {
-            key: dim
-            for key, dim in resolved.items()
-            if not (isinstance(key, int) and key >= num_own)
-        }
+        return Chunks(args, kwargs, sizes)
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
@@ -325,15 +312,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Put the outputs of the replicas together; override to do it in another way."""
         if len(self.device_ids) == 1:
             return self._whole(outputs, output_device)
-        scalars: Any = self.scalars
-        if scalars == "mean" or callable(scalars):
-            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in flatten(outputs)[0]):
-                raise ValueError(
-                    f"scalars={scalars!r} weighs the 0-d outputs of the chunks, and gather is "
-                    "told the outputs alone; put the 0-d ones together in a gather of your own, or "
-                    "use scalars='stack'"
-                )
-            scalars = "stack"
+        # What chunks count in a mean it is not told.
+        scalars: Scalars = "sum" if self.scalars == "sum" else "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
     def _whole(self, outputs: Sequence[Any], output_device: Any) -> Any:
@@ -369,9 +349,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Tensor:
         """The loss of the whole batch, computed where the outputs are.
 
-        The criterion runs in each replica; only losses are gathered, weighted by its denominator.
-        Result and gradients are those of ``criterion(module(inputs), targets)``, also for uneven
-        chunks, ``ignore_index``, class weights and ``reduction="sum"``.
+        Result and gradients are those of ``criterion(module(inputs), targets)``: only losses are
+        gathered, and each is weighted by what the criterion divides by in its chunk.
 
         Example::
 
@@ -434,9 +413,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def drop_replica(self, index: int) -> None:
         """Train with one replica less from the next forward on; the others take its samples.
 
-        Results stay exact. Replicas after it move up by one. Other processes need not do the same.
-        It comes between two steps: the backward of a forward before it is an error in
-        :class:`DistributedDataParallel`.
+        Replicas after it move up by one. Other processes need not do the same. It comes between two
+        steps: the backward of a forward before it is an error in :class:`DistributedDataParallel`.
 
         Example::
 
@@ -444,8 +422,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             model.drop_replica(1)
 
         Args:
-            index: Which replica, from 1 to the number of replicas less 1. Replica 0 stays: the
-                module's own parameters and the state of the optimizer are on its device.
+            index: Which replica, from 1 on. Replica 0 stays: the module's own parameters and the
+                state of the optimizer are on its device.
 
         Raises:
             ValueError: There is no such replica, or it is replica 0.
@@ -453,9 +431,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         number = len(self.device_ids)
         if index not in range(1, number):
             raise ValueError(
-                f"there are {number} replicas, of which all but replica 0 on {self.device_ids[0]} "
-                "can be dropped: it has the module's parameters and the state of the optimizer on "
-                f"its device; but got {index!r}"
+                f"there are {number} replicas, of which all but replica 0, which has the module's "
+                f"own parameters, can be dropped; but got {index!r}"
             )
         self._keep_replicas([i for i in range(number) if i != index])
 
@@ -470,8 +447,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             model.add_replica("cpu")
 
         Args:
-            device: Where it computes: an int, a string or a ``torch.device``. A device may have
-                several replicas.
+            device: Where it computes; a device may have several replicas.
 
         Raises:
             TypeError: ``device`` is of another type.
@@ -534,13 +510,8 @@ def data_parallel(
     Args:
         module: The module, on the first device.
         inputs: Its argument, or a tuple of positional arguments; None for none.
-        device_ids: One device per replica. Default: every accelerator, or the CPU.
-        output_device: Where the output is gathered; ``-1`` for the CPU, ``"each"`` for a list of
-            the replicas' outputs. Default: the first device.
-        dim: The batch dimension. Default: 0.
         module_kwargs: Keyword arguments of the module.
-        in_dims, out_dims: Batch dimensions that are not ``dim``, as :class:`DataParallel` takes
-            them.
+        device_ids, output_device, dim, in_dims, out_dims: See :class:`DataParallel`.
 
     Returns:
         What :class:`DataParallel` returns for the same call.

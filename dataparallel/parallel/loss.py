@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     #: 0-d; the losses themselves where they are not reduced.
     numerator: Tensor
-    #: None where nothing is divided.
+    #: None where the losses are not reduced.
     denominator: Tensor | float | None
     #: Of the loss, which may be narrower than the sum; None for a chunk without weight.
     dtype: torch.dtype | None
@@ -76,8 +76,6 @@ class Rule(NamedTuple):
     """What is known of one of torch's criteria."""
 
     function: Callable[..., Tensor]
-    #: The least number of dimensions of a batched output.
-    dims: int = 1
     #: Whether output and target of other shapes are broadcast silently.
     broadcasts: bool = False
     #: What the mean divides by, from the losses and the arguments by name.
@@ -87,9 +85,9 @@ class Rule(NamedTuple):
 _RULES: dict[type[nn.Module], Rule] = {
     nn.BCELoss: Rule(F.binary_cross_entropy),
     nn.BCEWithLogitsLoss: Rule(F.binary_cross_entropy_with_logits),
-    nn.CosineEmbeddingLoss: Rule(F.cosine_embedding_loss, dims=2),
-    nn.CrossEntropyLoss: Rule(F.cross_entropy, dims=2, denominator=_targets),
-    nn.CTCLoss: Rule(F.ctc_loss, dims=3),
+    nn.CosineEmbeddingLoss: Rule(F.cosine_embedding_loss),
+    nn.CrossEntropyLoss: Rule(F.cross_entropy, denominator=_targets),
+    nn.CTCLoss: Rule(F.ctc_loss),
     nn.GaussianNLLLoss: Rule(F.gaussian_nll_loss, broadcasts=True),
     nn.HingeEmbeddingLoss: Rule(F.hinge_embedding_loss, broadcasts=True),
     nn.HuberLoss: Rule(F.huber_loss, broadcasts=True),
@@ -97,15 +95,15 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.L1Loss: Rule(F.l1_loss, broadcasts=True, denominator=_element_weights),
     nn.MSELoss: Rule(F.mse_loss, broadcasts=True, denominator=_element_weights),
     nn.MarginRankingLoss: Rule(F.margin_ranking_loss, broadcasts=True),
-    nn.MultiLabelMarginLoss: Rule(F.multilabel_margin_loss, dims=2),
-    nn.MultiLabelSoftMarginLoss: Rule(F.multilabel_soft_margin_loss, dims=2, broadcasts=True),
-    nn.MultiMarginLoss: Rule(F.multi_margin_loss, dims=2),
-    nn.NLLLoss: Rule(F.nll_loss, dims=2, denominator=_targets),
+    nn.MultiLabelMarginLoss: Rule(F.multilabel_margin_loss),
+    nn.MultiLabelSoftMarginLoss: Rule(F.multilabel_soft_margin_loss, broadcasts=True),
+    nn.MultiMarginLoss: Rule(F.multi_margin_loss),
+    nn.NLLLoss: Rule(F.nll_loss, denominator=_targets),
     nn.PoissonNLLLoss: Rule(F.poisson_nll_loss, broadcasts=True),
     nn.SmoothL1Loss: Rule(F.smooth_l1_loss, broadcasts=True),
     nn.SoftMarginLoss: Rule(F.soft_margin_loss, broadcasts=True),
-    nn.TripletMarginLoss: Rule(F.triplet_margin_loss, dims=2),
-    nn.TripletMarginWithDistanceLoss: Rule(F.triplet_margin_with_distance_loss, dims=2),
+    nn.TripletMarginLoss: Rule(F.triplet_margin_loss),
+    nn.TripletMarginWithDistanceLoss: Rule(F.triplet_margin_with_distance_loss),
 }
 if hasattr(nn, "LinearCrossEntropyLoss"):
     _RULES[nn.LinearCrossEntropyLoss] = _RULES[nn.CrossEntropyLoss]
@@ -124,54 +122,26 @@ def _rule_of(criterion: Callable[..., Any]) -> Rule | None:
     return next((rule for rule in _RULES.values() if rule.function is criterion), None)
 
 
-def _quiet(
-    criterion: Callable[..., Any], reduction: str, device: torch.device
-) -> functools.partial[Tensor]:
-    """One of torch's criteria that reduces in another way; the user's own stays as it is."""
+def _unreduced(
+    criterion: Callable[..., Any], output: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], Tensor], dict[str, Any]]:
+    """What computes the losses and does not reduce them; its arguments by name, in their order."""
     if isinstance(criterion, nn.Module):
+        # The user's own stays as it is.
         quiet = object.__new__(type(criterion))
-        vars(quiet).update(vars(criterion), reduction=reduction)
-        return functools.partial(quiet)
+        vars(quiet).update(vars(criterion), reduction="none")
+        keys = ("weight", "ignore_index")
+        settings = {key: getattr(quiet, key) for key in keys if hasattr(quiet, key)}
+        bound = inspect.signature(quiet.forward).bind(output, *args, **kwargs)
+        return functools.partial(quiet, output, *args, **kwargs), bound.arguments | settings
     function, keywords = criterion, {}
     if isinstance(criterion, functools.partial):
         function, keywords = criterion.func, criterion.keywords
-    moved = {key: _moved(value, device) for key, value in keywords.items()}
-    return functools.partial(function, **{**moved, "reduction": reduction})
-
-
-def _named(
-    quiet: functools.partial[Tensor], output: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of one of torch's criteria by name, in their order, and its settings."""
-    function: Callable[..., Any] = quiet.func
-    settings = {}
-    if isinstance(function, nn.Module):
-        keys = ("weight", "ignore_index")
-        settings = {key: getattr(function, key) for key in keys if hasattr(function, key)}
-        function = function.forward
-    bound = inspect.signature(function).bind(output, *args, **{**quiet.keywords, **kwargs})
-    return bound.arguments | settings
-
-
-def _check(name: str, rule: Rule, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments whose losses do not divide into those of single samples."""
-    output, target = list(named.values())[:2]
-    if output.dim() < rule.dims:
-        raise ValueError(
-            f"{name} needs an output with a batch dimension, of at least {rule.dims} dimensions, "
-            f"but the module returned shape {tuple(output.shape)}"
-        )
-    if rule.broadcasts and isinstance(target, Tensor) and target.dim() not in (0, output.dim()):
-        raise ValueError(
-            f"{name} would compare every output of shape {tuple(output.shape)} with every target "
-            f"of shape {tuple(target.shape)}, across samples; give both the same dimensions"
-        )
-    if "reduction" in kwargs or any(named.get(k) is not None for k in ("size_average", "reduce")):
-        raise ValueError(
-            f"the replicas must agree on how {name} reduces: give reduction= with the criterion, "
-            f"as in functools.partial({name}, reduction='sum'), and neither with the targets nor "
-            "as size_average= or reduce="
-        )
+    moved = {k: _moved(value, output.device) for k, value in keywords.items() if k != "reduction"}
+    given = {**moved, **kwargs}
+    bound = inspect.signature(function).bind(output, *args, **given)
+    # A reduction among the targets is an error here.
+    return functools.partial(function, output, *args, reduction="none", **given), bound.arguments
 
 
 # --- any criterion ---------------------------------------------------------------------------
@@ -242,21 +212,32 @@ class Loss:
                 f"{name} takes a tensor, but the module returned {type(output).__name__}; "
                 "pass a function that picks the tensor, and weight="
             )
-        divides = self.reduction not in ("sum", "none")
-        quiet = _quiet(criterion, "none" if divides else self.reduction, output.device)
-        named = _named(quiet, output, args, kwargs)
-        _check(name, self.rule, named, kwargs)
-        losses = quiet(output, *args, **kwargs)
-        if not divides:
+        compute, named = _unreduced(criterion, output, args, kwargs)
+        shape, target = tuple(output.shape), list(named.values())[1]
+        aligned = not isinstance(target, Tensor) or target.dim() in (0, output.dim())
+        if self.rule.broadcasts and not aligned:
+            raise ValueError(
+                f"{name} would compare every output of shape {shape} with every target of shape "
+                f"{tuple(target.shape)}, across samples; give both the same dimensions"
+            )
+        losses = compute()
+        if not (output.dim() and losses.dim()) or "reduce" in named:
+            raise ValueError(
+                f"{name} has no loss for each sample of the output, which has shape {shape}: it "
+                "needs a batch dimension; and size_average= and reduce= are not supported, use "
+                f"functools.partial({name}, reduction=...)"
+            )
+        if self.reduction == "none":
             return Part(losses, None, losses.dtype)
         dtype = losses.dtype
-        denominator = self.rule.denominator(losses, named)
-        if self.rule.function is F.ctc_loss:
-            # It divides each loss by the length of its target first.
-            lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
-            losses = losses / lengths.clamp_min(1)
-        if self.reduction == "batchmean":
-            denominator = output.size(0)
+        # That of "batchmean"; a sum is not divided.
+        denominator: Tensor | float = output.size(0)
+        if self.reduction == "mean":
+            denominator = self.rule.denominator(losses, named)
+            if self.rule.function is F.ctc_loss:
+                # It divides each loss by the length of its target first.
+                lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
+                losses = losses / lengths.clamp_min(1)
         return Part(_total(losses), denominator, dtype)
 
     def _weighted(
@@ -285,15 +266,14 @@ class Loss:
         if self.reduction == "none":
             dims = numerators[0].dim()
             return torch.cat(numerators, self.dim if -dims <= self.dim < dims else 0)
-        total: Tensor = functools.reduce(torch.add, numerators)
-        if self.reduction == "sum":
-            return total
         dtypes = [part.dtype for part in parts if part.dtype is not None]
         if not dtypes:
             raise ValueError("weight= is zero for every chunk of the batch, so there is no loss")
-        denominators = [_moved(part.denominator, device) for part in parts]
-        mean: Tensor = total / functools.reduce(operator.add, denominators)
-        return mean.to(functools.reduce(torch.promote_types, dtypes))
+        total: Tensor = functools.reduce(torch.add, numerators)
+        if self.reduction != "sum":
+            denominators = [_moved(part.denominator, device) for part in parts]
+            total = total / functools.reduce(operator.add, denominators)
+        return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
 def prepare(criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0) -> Loss:
