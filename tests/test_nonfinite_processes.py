@@ -140,7 +140,7 @@ def test_all_raise_the_same_text(cluster: Cluster) -> None:
     first, second = cluster.run(_texts, 2)
     assert first == second
     assert len(first) == 2
-    assert "rank 0 of 2, replica 0 (cpu): a.bias (infinity); on rank 1 of 2" in first[0]
+    assert "on rank 0 of 2, replica 0 (cpu): a.bias (infinity); on rank 1 of 2" in first[0]
 
 
 def _hook(state: float, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -163,14 +163,14 @@ def _hooks(rank: int, world_size: int) -> None:
     # Not too large for float32, but for what is sent.
     (model(torch.ones(2, 4)).sum() * 1e6).backward()
     assert model.num_skipped == 2
-    assert "although the gradient of each replica is" in "".join(log.take())
+    assert "on rank 0 of 2, a sum of finite ones" in "".join(log.take())
     model.close()
     # Only in one process: the others have to know.
     model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip")
     model.register_comm_hook(INF if rank else 1.0, _hook)
     _backward(model, rank, 0)
     assert all(p.grad is None for p in model.parameters())
-    assert "replica is: on rank 1 of 2: " in "".join(log.take())
+    assert "not finite on rank 1 of 2, a sum of finite ones" in "".join(log.take())
     log.close()
     model.close()
 
@@ -278,7 +278,7 @@ def _overflow(rank: int, world_size: int, deterministic: bool) -> int:
         model(torch.full((1, 1), torch.finfo(torch.float).max * part)).sum().backward()
         assert (net.weight.grad is None) == (part == 0.7)
         net.zero_grad()
-    assert "although the gradient of each replica is" in "".join(log.take())
+    assert "on rank 0 of 2, a sum of finite ones" in "".join(log.take())
     log.close()
     model.close()
     return model.num_skipped

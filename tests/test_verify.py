@@ -245,17 +245,16 @@ def test_names_that_one_replica_has_alone() -> None:
         check_replicas({"a": a, "b": b}, [{"a": a, "c": b}, {"a": a, "b": b}])
 
 
-def test_shared_memory_is_not_read() -> None:
+def test_a_tensor_of_several_replicas_is_read_once() -> None:
     first = tensors_of()
     with mock.patch.object(verify, "fingerprint", wraps=fingerprint) as reading:
-        check_replicas(first, [dict(first), {n: t.detach() for n, t in first.items()}])
+        check_replicas(first, [dict(first)])
         (call,) = reading.call_args_list
         assert len(call.args[0]) == len(first)
         # A part of the same memory is not the same tensor.
         twice = torch.arange(4.0)
         with pytest.raises(ReplicaMismatch, match=r"'t': float32 .* in replica 0; .* in replica 2"):
             check_replicas({"t": twice[:2]}, [{"t": twice[:2]}, {"t": twice[::2]}])
-        assert len(reading.call_args_list[1].args[0]) == 2
 
 
 def test_each_device_is_read_once_for_all_tensors() -> None:

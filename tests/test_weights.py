@@ -158,9 +158,12 @@ def test_options_that_are_none() -> None:
     for wrapper in WRAPPERS:
         with pytest.raises(ValueError, match="or a function that gives a chunk's weight, but got"):
             wrapper(nn.Linear(1, 1), ["cpu", "cpu"], scalars="median")
-    model = dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars=len)
-    with pytest.raises(ValueError, match="weighs the 0-d outputs of the chunks, and gather is"):
-        model.gather([torch.ones(()), torch.ones(())], "cpu")
+
+
+@pytest.mark.parametrize(("scalars", "expected"), [(len, [1, 2]), ("mean", [1, 2]), ("sum", 3)])
+def test_a_gather_that_is_called_is_not_told_of_weights(scalars: Any, expected: Any) -> None:
+    model = dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars=scalars)
+    assert model.gather([torch.tensor(1), torch.tensor(2)], "cpu").tolist() == expected
 
 
 # --- a vector of losses --------------------------------------------------------------------------

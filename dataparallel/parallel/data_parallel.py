@@ -56,25 +56,18 @@ OutputDevice = DeviceLike | Literal["each"] | None
 _log = logging.getLogger("dataparallel")
 
 
-class _BoundForward(functools.partial[Any]):
-    """A wrapper's ``forward`` that shows which arguments the module takes, as trainers ask."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].module.forward)
-
-
-class _Forward:
-    """What the class has in place of its function ``forward``; a descriptor, as functions are."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
+class _Forward(functools.partial[Any]):
+    """A wrapper's ``forward``, which shows what the module's takes; a descriptor, as functions."""
 
     # The compiler comes by here before it comes to the function.
     @untraced
-    def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self.func if wrapper is None else _Forward(self.func, wrapper)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Trainers ask which arguments they may give.
+        return inspect.signature(self.args[0].module.forward)
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
@@ -114,18 +107,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
             argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
         out_dims: Batch dimension of outputs where it is not ``dim``: an int, or a tuple, list or
-            dict with an entry for each part of the output. An entry for a container holds for
-            everything in it. ``None`` for a part: the part belongs to no sample, and the call
-            returns that of replica 0. Example: ``(0, 1)`` for ``nn.LSTM(batch_first=True)``, whose
-            states have the batch in dim 1.
+            dict with an entry for each part of the output, such as ``(0, 1)`` for
+            ``nn.LSTM(batch_first=True)``, whose states have the batch in dim 1. ``None``: the part
+            belongs to no sample, and the call returns that of replica 0.
         split_lists: Whether to split lists without tensors, too, if their length is the batch size.
             Default: False.
 
     Attributes:
         timeline: Tells listeners in which phase the replicas are.
-        module: The wrapped module. ``state_dict()`` and the names of parameters and buffers are
-            the module's own; ``load_state_dict()`` takes names with a ``module.`` prefix, too. If
-            the wrapper lacks an attribute, it looks it up on the module.
+        module: The wrapped module. The wrapper has its attributes and the names of its state;
+            ``load_state_dict()`` takes names with a ``module.`` prefix, too.
         device_ids: The device of each replica.
 
     Raises:
@@ -190,8 +181,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Split the inputs, run the replicas, gather their outputs.
 
         Args:
-            inputs, kwargs: Arguments of the module; tensors in them, however nested, are split
-                along ``dim``, everything else goes to each replica.
+            inputs, kwargs: Arguments of the module. Tensors in them are split along ``dim``;
+                everything else goes to each replica.
 
         Returns:
             The outputs in the structure that the module returns, on ``output_device``.

@@ -41,6 +41,9 @@ NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 _log = logging.getLogger("dataparallel")
 
+# Where gradients were found that no replica had.
+_SUM = "a sum of finite ones (too large for its dtype, or returned by a hook, or from elsewhere)"
+
 
 class NonFiniteGradients(FloatingPointError):
     """Gradients are NaN or infinite. All processes raise it with the same text."""
@@ -160,8 +163,8 @@ class Guard:
         round_.withdraw()
         kinds = {index: kind for look in looks for index, kind in look.found()}
         # A hook of the user may have repaired others; and what is a replica's is in .grad later.
-        told = self._named(evidence, kinds) or self._named(self._before, kinds)
-        told[""] = listed(f"{self._names[index]} ({kind})" for index, kind in kinds.items())
+        found_in = self._named(evidence, kinds) or self._named(self._before, kinds)
+        told = found_in or self._named(looks, kinds)
         gathered = [told]
         if self._processes is not None:
             control = self._processes.control
@@ -180,23 +183,12 @@ class Guard:
 
 def _describe(told: Sequence[dict[str, str]]) -> str:
     """What is not finite, from what each process has told, in the order of ranks."""
-    ranks = [f"rank {rank} of {len(told)}" for rank in range(len(told))]
-    replicas = [
-        f"{rank}, {place}: {names}" if len(told) > 1 else f"{place}: {names}"
-        for rank, each in zip(ranks, told, strict=True)
-        for place, names in each.items()
-        if place
-    ]
-    if replicas:
-        return f"gradients are not finite on {'; on '.join(replicas)}"
-    sums = [each[""] for each in told]
-    if len(set(sums)) > 1:
-        sums = [f"on {rank}: {names}" for rank, names in zip(ranks, sums, strict=True) if names]
-    return (
-        "sums of gradients are not finite, although the gradient of each replica is: "
-        f"{'; '.join(dict.fromkeys(sums))}. They are too large for their dtype, or a hook has "
-        "returned them, or .grad held or got them from elsewhere"
-    )
+    found = [(rank, *one) for rank, each in enumerate(told) for one in each.items()]
+    # What is in a sum is there since it was in a replica, if it was.
+    named = [one for one in found if one[1] != _SUM] or found
+    of_rank = f"rank {{}} of {len(told)}, " if len(told) > 1 else ""
+    texts = (f"on {of_rank.format(rank)}{place}: {names}" for rank, place, names in named)
+    return f"gradients are not finite {listed(texts, '; ')}"
 
 
 # --- which gradients are finite --------------------------------------------------------------
@@ -219,7 +211,7 @@ class _Look(NamedTuple):
 
 
 @torch.no_grad()
-def _looks(members: Iterable[tuple[int, MaybeTensor]], place: str = "") -> list[_Look]:
+def _looks(members: Iterable[tuple[int, MaybeTensor]], place: str = _SUM) -> list[_Look]:
     """Look at gradients, each with the index of its parameter, without waiting for a device."""
     groups: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
     for index, grad in members:

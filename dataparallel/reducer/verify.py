@@ -23,7 +23,6 @@ from dataparallel.torch_internals import is_wrapper
 _log = logging.getLogger("dataparallel")
 
 _Tensors: TypeAlias = Mapping[str, torch.Tensor]
-_Memory: TypeAlias = tuple[object, ...]
 
 
 class ReplicaMismatch(RuntimeError):
@@ -174,27 +173,19 @@ def parts_of(tensors: _Tensors) -> dict[str, torch.Tensor]:
 
 
 def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
-    """Per replica what each tensor is, with its fingerprint; the same memory is read once."""
-    wanted: dict[torch.device, dict[_Memory, torch.Tensor]] = {}
+    """Per replica what each tensor is, with its fingerprint; a tensor of several is read once."""
+    wanted: dict[torch.device, dict[int, torch.Tensor]] = {}
     for tensor in [tensor for each in replicas for tensor in each.values()]:
         if not _kind(tensor):
-            wanted.setdefault(tensor.device, {})[_memory(tensor)] = tensor.detach()
+            wanted.setdefault(tensor.device, {})[id(tensor)] = tensor
     # All devices compute before the first is waited for.
-    computed = [fingerprint(list(tensors.values())) for tensors in wanted.values()]
+    computed = [fingerprint([t.detach() for t in each.values()]) for each in wanted.values()]
     known = {
-        memory: f", fingerprint {number % 2**64:016x}"
+        key: f", fingerprint {number % 2**64:016x}"
         for tensors, numbers in zip(wanted.values(), computed, strict=True)
-        for memory, number in zip(tensors, numbers.tolist(), strict=True)
+        for key, number in zip(tensors, numbers.tolist(), strict=True)
     }
     return [
-        {
-            name: _look(tensor) + ("" if _kind(tensor) else known[_memory(tensor)])
-            for name, tensor in each.items()
-        }
+        {name: _look(tensor) + known.get(id(tensor), "") for name, tensor in each.items()}
         for each in replicas
     ]
-
-
-def _memory(tensor: torch.Tensor) -> _Memory:
-    lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), lazy
