@@ -1,12 +1,4 @@
-"""The wrapper that trains a module on several devices from one process.
-
-Note [Other replicas]
-~~~~~~~~~~~~~~~~~~~~~
-How many replicas divide a batch changes nothing but rounding: outputs come in the order of the
-samples, losses are weighted by their denominators, gradients are sums. So replicas may come and go
-between steps, and each process may have its own number of them. The originals and the optimizer's
-state are on the first device; the others hold only what can be made from them.
-"""
+"""The wrapper that trains a module on several devices from one process."""
 
 from __future__ import annotations
 
@@ -399,7 +391,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 raise
             return getattr(module, name)
 
-    # --- other replicas, see Note [Other replicas] -----------------------------------------------
+    # --- other replicas --------------------------------------------------------------------------
+
+    # How many replicas divide a batch changes nothing but rounding, so they may come and go between
+    # steps. The originals and the optimizer's state are on the first device; the others hold only
+    # what can be made from them.
 
     def drop_replica(self, index: int) -> None:
         """Train with one replica less from the next forward on; the others take its samples.
