@@ -25,7 +25,7 @@ from dataparallel import comm, torch_internals
 from dataparallel import devices as _devices
 from dataparallel.graph.functions import plan_buckets
 from dataparallel.graph.originals import IN_GRAD
-from dataparallel.optim.part import DividedOptimizer
+from dataparallel.optim.in_backward import DividedOptimizer
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
 
@@ -40,26 +40,19 @@ class ShardedOptimizer(DividedOptimizer):
     any number of devices. Schedulers, ``torch.amp.GradScaler``, gradient clipping, hooks and
     closures work as usual.
 
-    The class must update each parameter from that parameter alone and keep nothing else, as all of
-    ``torch.optim`` except LBFGS do. A parameter that is frozen when you add it counts as one
-    without state.
-
     If a shard fails, ``step()`` raises the original exception with the shard's device. Every other
     shard has then finished its step. Parameters of the failed shard on other devices are unchanged.
-    Parameters on its own device, and the state of both, are what the wrapped class leaves after a
-    failed step.
 
     Example::
 
-        model = dataparallel.DataParallel(net, ["cpu", "cpu"])
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
         criterion(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     Args:
-        optimizer_class: What steps: a class of ``torch.optim``, such as ``torch.optim.AdamW``, or
-            one derived from it.
+        optimizer_class: What steps: a class of ``torch.optim`` except LBFGS, or one derived from
+            it, that updates each parameter from that parameter alone and keeps nothing else.
         model: A wrapper; its ``device_ids`` are the devices of the shards. CPU slots have a shard
             and a thread each, an accelerator has one shard however often it is named.
         params: What the wrapped class takes as its first argument: parameters, named parameters,
@@ -70,7 +63,7 @@ class ShardedOptimizer(DividedOptimizer):
         optimizer_class: The wrapped class.
 
     Raises:
-        TypeError: ``optimizer_class`` is no optimizer class, or ``model`` no wrapper.
+        TypeError: ``optimizer_class`` is no optimizer class.
         ValueError: The class is not known to be divisible (LBFGS, one that is not derived from
             torch's), or it refuses an argument; at the first step, if ``differentiable=True``.
     """
@@ -186,14 +179,9 @@ class ShardedOptimizer(DividedOptimizer):
             parameter: One of the parameters in ``param_groups``.
 
         Raises:
-            ValueError: The parameter is in no group of this optimizer.
+            KeyError: The parameter is in no group of this optimizer.
         """
         self._follow()
-        if parameter not in self._place:
-            raise ValueError(
-                f"this optimizer has {len(self._place)} parameters, and the tensor of shape "
-                f"{tuple(parameter.shape)} is not one of them; add it with add_param_group"
-            )
         return self._devices[self._place[parameter]]
 
     def close(self) -> None:
@@ -221,11 +209,6 @@ class ShardedOptimizer(DividedOptimizer):
 
 def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
     """One device per shard: each CPU slot, and each accelerator once."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "device_ids"):
-        raise TypeError(
-            "model is a wrapper with device_ids, such as dataparallel.DataParallel(net), but got "
-            f"{type(model).__name__}; the plain optimizer is right for a module on one device"
-        )
     ids: Any = model.device_ids
     if not ids:
         # A module that is itself spread over devices has no list of them.
@@ -245,8 +228,6 @@ def _brought(originals: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         (brought,) = comm.broadcast_coalesced([*originals, *grads], [device])
     copies = brought[: len(originals)]
     for copy, grad in zip(copies, brought[len(originals) :], strict=True):
-        if grad.dtype != copy.dtype:
-            copy.grad_dtype = grad.dtype
         IN_GRAD.write(copy, grad)
     return copies
 
