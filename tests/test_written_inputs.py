@@ -296,7 +296,7 @@ def test_a_view_that_is_filled_is_refused() -> None:
     options: Any = {"device_ids": ["cpu"], "nonfinite": "raise"}
     model = dp.DistributedDataParallel(Net(forward), **options)
     table = torch.zeros(7, 2, 6, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"a view of another tensor .*clone\(\)"):
+    with pytest.raises(RuntimeError, match="detach views in-place"):
         model(batch(), table[:, 0])
     expected = Net(forward)(batch(), torch.zeros_like(batch()))
     assert_all_close([model(batch(), torch.zeros_like(batch()))], [expected])

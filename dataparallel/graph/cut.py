@@ -150,7 +150,8 @@ class ReplicaInputs:
                 continue
             self._written.append(value)
             if given is value:
-                result.append(_taken_out(value))
+                result.append(apply_function(Identity, value)[0])
+                value.detach_()
             else:
                 result.append(given)
                 self._refuse_shared(given)
@@ -161,11 +162,8 @@ class ReplicaInputs:
 
     def _refuse_shared(self, written: torch.Tensor) -> None:
         memory = written.untyped_storage().data_ptr()
-        sharing = [
-            given
-            for value, given, *_ in self._stands.values()
-            if given is not value and given.untyped_storage().data_ptr() == memory
-        ]
+        stands = [given for value, given, *_ in self._stands.values() if given is not value]
+        sharing = [one for one in stands if one.untyped_storage().data_ptr() == memory]
         if len(sharing) > 1:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in sharing)
             raise RuntimeError(
@@ -183,20 +181,6 @@ class ReplicaInputs:
                     apply_function(_Written, tensor, result)
             else:
                 tensor.detach_()
-
-
-def _taken_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The history of a tensor of the caller's, which it has from a replica; it is left without."""
-    history: torch.Tensor = apply_function(Identity, tensor)[0]
-    try:
-        tensor.detach_()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the module wrote what requires grad into an input of shape {tuple(tensor.shape)} "
-            "that is a view of another tensor and does not require grad; pass it as .clone(), or "
-            "write a copy in forward"
-        ) from error
-    return history
 
 
 class _Written(torch.autograd.Function):
@@ -231,7 +215,7 @@ class Cuts:
         reduce: Callable[..., list[MaybeTensor]],
         originals: Sequence[torch.Tensor],
         leaves: Sequence[Sequence[torch.Tensor]],
-        run: Callable[[Sequence[Callable[[], None]]], Any],
+        run: Callable[[Sequence[Callable[[], Any]]], Any],
         *,
         together: bool,
         across_processes: bool,
@@ -239,7 +223,7 @@ class Cuts:
     ) -> None:
         self.reduce, self.originals, self.leaves = reduce, originals, leaves
         #: None where replicas were dropped or added since.
-        self.run: Callable[[Sequence[Callable[[], None]]], Any] | None = run
+        self.run: Callable[[Sequence[Callable[[], Any]]], Any] | None = run
         self._together = together
         self.across_processes, self.timeline = across_processes, timeline
         #: Wanted in every backward that has no `inputs=`; tells whether this one has.
@@ -249,14 +233,12 @@ class Cuts:
         self._replica_of = {id(leaf): i for i, row in enumerate(leaves) for leaf in row}
         # Kept, a leaf's node need not be looked into at every forward. On an accelerator it is made
         # anew in the stream of each forward.
-        self._ends = [
-            {
-                _node_of(leaf)
-                for leaf in row
-                if leaf.requires_grad and not is_accelerator(leaf.device)
-            }
-            for row in leaves
-        ]
+        self._ends = {
+            _node_of(leaf): i
+            for i, row in enumerate(leaves)
+            for leaf in row
+            if leaf.requires_grad and not is_accelerator(leaf.device)
+        }
 
     def connect(
         self,
@@ -282,9 +264,7 @@ class Cuts:
             RuntimeError: Their graphs lead to other workers.
         """
         rows = [[*row, *one.take_written()] for row, one in zip(outputs, inputs, strict=True)]
-        followed = [
-            [x for x in row if isinstance(x, torch.Tensor) and x.requires_grad] for row in rows
-        ]
+        followed = list(map(_with_history, rows))
         if any(followed):
             if originals.passes.reach_other_workers(followed):
                 raise RuntimeError(
@@ -298,11 +278,7 @@ class Cuts:
             cut = Cut(self, separate, synchronize, weight, outside)
             outer, leaves = list(map(_outer, inputs)), list(map(_leaves, inputs))
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
-            results = chain(*cut.connect(outer, leaves, followed))
-            for row in rows:
-                for place, value in enumerate(row):
-                    if isinstance(value, torch.Tensor) and value.requires_grad:
-                        row[place] = next(results)
+            cut.connect(outer, leaves, followed, rows)
         for row, one in zip(rows, inputs, strict=True):
             one.follow(row)
         return rows
@@ -310,19 +286,39 @@ class Cuts:
     def _from_outside(
         self, inputs: Sequence[ReplicaInputs], outputs: _Rows
     ) -> tuple[list[torch.Tensor], bool]:
-        """Leaves from outside, and whether a node leads to leaves of several replicas."""
+        """Leaves from outside, and whether a node belongs to the graphs of several replicas."""
         owner = dict(self._replica_of)
         for index, one in enumerate(inputs):
             owner.update(dict.fromkeys(map(id, one.leaves), index))
-        found: list[torch.Tensor] = []
+        # By which replica's outputs a node was reached first. Most of the time goes to torch, which
+        # makes an object for each node.
+        seen, ends = dict(self._ends), list[tuple[Any, int]]()
         shared = False
         for index, row in enumerate(outputs):
-            for key, leaf in _leaves_behind(row, self._ends[index]).items():
-                # An anchor is no concern of users, but replicas meet in what leads to it.
-                if key not in owner and not isinstance(leaf, _Anchor):
-                    found.append(leaf)
-                # That of another replica, where this one alone uses what they have in common.
-                shared |= owner.setdefault(key, index) != index
+            seen[None] = index
+            pending = list(dict.fromkeys(map(_node_of, row)))
+            for node in pending:
+                shared |= seen.setdefault(node, index) != index
+            for node in pending:
+                edges = node.next_functions
+                if not edges:
+                    ends.append((node, index))
+                for after, _ in edges:
+                    if after not in seen:
+                        seen[after] = index
+                        pending.append(after)
+                    elif seen[after] != index:
+                        shared = True
+        found: list[torch.Tensor] = []
+        for node, index in ends:
+            leaf = getattr(node, "variable", None)
+            if leaf is None:
+                continue
+            # An anchor is no concern of users, but replicas meet in what leads to it.
+            if id(leaf) not in owner and not isinstance(leaf, _Anchor):
+                found.append(leaf)
+            # That of another replica, where this one alone uses what they have in common.
+            shared |= owner.setdefault(id(leaf), index) != index
         return found, shared
 
     def retire(self) -> None:
@@ -356,8 +352,8 @@ class Cut:
         # The same in all cuts around graphs that lead through each other.
         self._family = object()
 
-    def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows) -> _Rows:
-        """Put the cut into the caller's graph."""
+    def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows, rows: list[list[Any]]) -> None:
+        """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
         cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
         # One backward may begin at the outputs of all replicas, with the stream of the first.
@@ -375,41 +371,34 @@ class Cut:
         if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
             self.ending = weakref.ref(Ending())
         cuts.outstanding.add(self)
-        return _in_rows(outputs, results)
+        left = iter(results)
+        for row in rows:
+            for place, value in enumerate(row):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    row[place] = next(left)
 
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
         """The gradients of the inputs, and of the originals where the engine is to have them."""
-        backward = _Backward(self, node, grads)
+        self._task = task = torch_internals.current_graph_task_id()
+        alive = list(self.cuts.outstanding)
+        coming = [other for other in alive if other._comes_in(task)]
+        # The graph of a gradient leads through the graph of which it is the gradient; that of a
+        # tensor from outside is a part of the caller's graph, too.
+        keep = torch_internals.keeps_graph() or bool(self.outside)
+        for other in alive:
+            related = other is not self and other._family is self._family
+            keep |= related and (other._running or other in coming)
         self._running = True
         try:
             with _set_aside(self.outside) if self.outside else contextlib.nullcontext():
-                return backward.run()
+                return _Backward(self, node, grads, keep=keep, last=not coming).run()
         finally:
             self._running = False
 
-    def others_to_come(self) -> list[Cut]:
-        """The cuts of the wrapper that run later in the same backward."""
-        task = self._task = torch_internals.current_graph_task_id()
-        found = []
-        for other in list(self.cuts.outstanding):
-            node = other._node()
-            if node is None:
-                self.cuts.outstanding.discard(other)
-            elif other._task != task and will_execute(node):
-                found.append(other)
-        return found
-
-    def keeps_graph(self, others: Sequence[Cut]) -> bool:
-        """Whether the replicas' graphs are needed after this backward through them."""
-        # The graph of a gradient leads through the graph of which it is the gradient; that of a
-        # tensor from outside is a part of the caller's graph, too.
-        if torch_internals.keeps_graph() or self.outside:
-            return True
-        for other in list(self.cuts.outstanding):
-            related = other is not self and other._family is self._family
-            if related and (other._running or other in others):
-                return True
-        return False
+    def _comes_in(self, task: int) -> bool:
+        """Whether this cut runs later in a backward."""
+        node = self._node()
+        return node is not None and self._task != task and will_execute(node)
 
 
 class _Node(torch.autograd.Function):
@@ -431,12 +420,12 @@ class _Node(torch.autograd.Function):
 class _Backward:
     """One backward through the graphs of all replicas."""
 
-    def __init__(self, cut: Cut, node: Any, grads: Sequence[MaybeTensor]) -> None:
-        self._cut, self._cuts = cut, cut.cuts
+    def __init__(
+        self, cut: Cut, node: Any, grads: Sequence[MaybeTensor], *, keep: bool, last: bool
+    ) -> None:
+        self._cut, self._cuts, self._keep, self._last = cut, cut.cuts, keep, last
         self._grads = _in_rows(cut.outputs, grads)
         self._batched = torch_internals.any_batched(grads)
-        others = cut.others_to_come()
-        self._last, self._keep = not others, cut.keeps_graph(others)
         # Whether it is a plain `backward()`, and whether it is a `torch.autograd.grad` that returns
         # gradients of originals.
         self._everything = will_execute(_node_of(cut.cuts.anchor))
@@ -470,24 +459,31 @@ class _Backward:
 
     def run(self) -> _Results:
         """See :meth:`Cut.backward`."""
-        if torch.is_grad_enabled():
-            return self._differentiable()
-        if self._captured or not any(self._parameters):
-            return self._captured_gradients()
-        return self._accumulated()
+        has_graph = torch.is_grad_enabled()
+        if any(self._parameters) and not (has_graph or self._captured):
+            return self._accumulated()
+        if any(self._parameters) and self._cuts.across_processes:
+            raise RuntimeError(
+                "gradients of parameters that torch.autograd.grad returns, or that are computed "
+                "with create_graph=True, would not be reduced over the processes; call "
+                ".backward() without create_graph, or use the bare module (.module of the wrapper)"
+            )
+        if has_graph:
+            return self._sorted(self._differentiable())
+        gradients = functools.partial(self._gradients, grads=self._grads, retain_graph=self._keep)
+        return self._sorted(self._each(gradients))
 
     def _accumulated(self) -> _Results:
         """Gradients of the parameters go into their leaves, and from there through a round."""
-        cut = self._cut
-        found: list[MaybeTensor] = []
+        cut, leaves = self._cut, list(chain(*self._cut.inputs))
+        inputs: list[MaybeTensor] = []
 
         def backward() -> None:
             try:
                 with originals.passes.outside():
                     self._each(self._accumulate)
             finally:
-                leaves = list(chain(*cut.inputs))
-                found.extend(originals.IN_GRAD.read(leaves))
+                inputs.extend(originals.IN_GRAD.read(leaves))
                 for leaf in leaves:
                     originals.IN_GRAD.write(leaf, None)
 
@@ -499,30 +495,16 @@ class _Backward:
             last=self._last,
             ending=cut.ending,
         )
-        wanted = chain(*self._inputs)
-        inputs = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
         return inputs, parameters
 
-    def _accumulate(self, replicas: Sequence[int]) -> None:
+    def _accumulate(self, replicas: Sequence[int]) -> _MaybeRows:
         chosen = None if self._everything else [*chain(*map(self._chosen, replicas))]
-        outputs, grads = self._roots(replicas, self._grads)
+        outputs, roots = self._roots(replicas, self._grads)
         if outputs:
-            torch.autograd.backward(outputs, grads, retain_graph=self._keep, inputs=chosen)
+            torch.autograd.backward(outputs, roots, retain_graph=self._keep, inputs=chosen)
+        return []
 
-    def _captured_gradients(self) -> _Results:
-        """Gradients are returned and put nowhere, as ``torch.autograd.grad`` asks."""
-        self._refuse_to_leave_out_processes()
-        found: _MaybeRows = [[] for _ in self._grads]
-
-        def backward(replicas: Sequence[int]) -> None:
-            rows = self._gradients(replicas, self._grads, retain_graph=self._keep)
-            for replica, row in zip(replicas, rows, strict=True):
-                found[replica] = row
-
-        self._each(backward)
-        return self._sorted(found)
-
-    def _differentiable(self) -> _Results:
+    def _differentiable(self) -> _MaybeRows:
         """Gradients that have a graph: a cut of their own, around the graphs of the gradients."""
         if self._batched:
             raise RuntimeError(
@@ -531,27 +513,20 @@ class _Backward:
                 "after the other (vectorize=False), or use the bare module (.module of the "
                 "wrapper) or DataParallel"
             )
-        self._refuse_to_leave_out_processes()
-        cut = self._cut
-        leaves = [[_leaf_for(grad) for grad in row] for row in self._grads]
-        found = self._gradients(range(len(leaves)), leaves, create_graph=True)
-        outputs = [[g for g in row if g is not None and g.requires_grad] for row in found]
-        if not any(outputs):
-            return self._sorted(found)
-        outer, inputs = list(map(list, cut.outer)), list(map(list, cut.inputs))
-        for replica, row in enumerate(leaves):
-            for grad, leaf in zip(self._grads[replica], row, strict=True):
-                if grad is not None and leaf is not None and leaf is not grad:
-                    outer[replica].append(grad)
-                    inputs[replica].append(leaf)
-        connected = chain(*copy.copy(cut).connect(outer, inputs, outputs))
-        for row in found:
-            row[:] = [next(connected) if g is not None and g.requires_grad else g for g in row]
-        return self._sorted(found)
+        cut, given = self._cut, list(map(ReplicaInputs, self._grads))
+        grads = [one.given for one in given]
+        found = self._gradients(range(len(grads)), grads, create_graph=True)
+        outputs = list(map(_with_history, found))
+        if any(outputs):
+            pairs = list(zip(given, cut.outer, cut.inputs, strict=True))
+            outer = [[*before, *one.outer] for one, before, _ in pairs]
+            inputs = [[*before, *one.leaves] for one, _, before in pairs]
+            copy.copy(cut).connect(outer, inputs, outputs, found)
+        return found
 
     # --- what they have in common --------------------------------------------------------------
 
-    def _each(self, backward: Callable[[Sequence[int]], None]) -> None:
+    def _each(self, backward: Callable[[Sequence[int]], _MaybeRows]) -> _MaybeRows:
         every, run = range(len(self._grads)), self._cuts.run
         if run is None:
             raise RuntimeError(
@@ -560,10 +535,9 @@ class _Backward:
             )
         # What gradients are batched by belongs to the calling thread.
         if self._cut.separate and len(every) > 1 and not self._batched:
-            run([functools.partial(backward, [replica]) for replica in every])
-        else:
-            with self._cuts.timeline.span("backward"):
-                backward(every)
+            return list(chain(*run([functools.partial(backward, [i]) for i in every])))
+        with self._cuts.timeline.span("backward"):
+            return backward(every)
 
     def _gradients(self, replicas: Sequence[int], grads: _MaybeRows, **options: bool) -> _MaybeRows:
         """Per replica the gradients of its chosen leaves; none where nothing leads to them."""
@@ -608,13 +582,10 @@ class _Backward:
         home = self._cuts.originals[0].device
         return inputs, apply_in_backward(ReduceAddCoalesced, home, len(parameters), *columns)
 
-    def _refuse_to_leave_out_processes(self) -> None:
-        if self._cuts.across_processes and any(self._parameters):
-            raise RuntimeError(
-                "gradients of parameters that torch.autograd.grad returns, or that are computed "
-                "with create_graph=True, would not be reduced over the processes; call "
-                ".backward() without create_graph, or use the bare module (.module of the wrapper)"
-            )
+
+def _with_history(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among some values that require grad."""
+    return [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[Any]]:
@@ -624,30 +595,6 @@ def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[An
 
 def _node_of(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
-def _leaves_behind(outputs: Sequence[torch.Tensor], known: set[Any]) -> dict[int, torch.Tensor]:
-    """The leaves that outputs were computed from, by their ids; without those of known nodes."""
-    found: dict[int, torch.Tensor] = {}
-    pending = list(dict.fromkeys(map(_node_of, outputs)))
-    # Without the leaves' nodes: the more objects stay, the sooner Python looks for garbage.
-    seen = {None, *known, *pending}
-    for node in pending:
-        edges = node.next_functions
-        leaf = None if edges else getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        for after, _ in edges:
-            if after not in seen:
-                seen.add(after)
-                pending.append(after)
-    return found
-
-
-def _leaf_for(grad: MaybeTensor) -> MaybeTensor:
-    if grad is None or not grad.requires_grad:
-        return grad
-    return grad.detach().requires_grad_()
 
 
 class _Anchor(torch.nn.Parameter):
