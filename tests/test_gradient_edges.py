@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from unittest import mock
 
@@ -235,28 +233,3 @@ def test_a_gradient_that_nobody_wants_is_not_reduced(places: list[str]) -> None:
 
 def test_nothing_to_connect() -> None:
     assert connect([[], []], []) == [[], []]
-
-
-def test_the_sums_of_buckets_take_turns_between_the_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    devices = [f"virtual:{i}" for i in range(3)]
-    originals = [torch.ones(2, device=devices[0], requires_grad=True) for _ in range(6)]
-    monkeypatch.setattr(functions, "plan_buckets", lambda tensors: [(i,) for i in range(6)])
-    threads: list[int] = []
-    reduce = functions.ReduceAddCoalesced.apply
-
-    def noted(*args: object) -> object:
-        threads.append(threading.get_ident())
-        return reduce(*args)
-
-    monkeypatch.setattr(functions.ReduceAddCoalesced, "apply", noted)
-    copies = [[original.detach().to(device) for original in originals] for device in devices]
-    aliases = functions.connect(copies, originals)
-    for i, replica in enumerate(aliases):
-        assert all(alias.device == torch.device(devices[i]) for alias in replica)
-    losses = [sum((a * (i + 1)).sum() for a in replica) for i, replica in enumerate(aliases)]
-    torch.autograd.backward(losses)  # type: ignore[arg-type]
-    assert len(threads) == 6
-    assert sorted(Counter(threads).values()) == [2, 2, 2]
-    assert all(o.grad is not None and o.grad.eq(6).all() for o in originals)

@@ -50,8 +50,8 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, compress, islice, repeat
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -69,8 +69,6 @@ from dataparallel.graph.functions import (
 from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import will_execute
-
-_outer, _leaves = attrgetter("outer"), attrgetter("leaves")
 
 #: Number of no backward.
 NO_TASK = -1
@@ -250,18 +248,9 @@ class Cuts:
     ) -> list[list[Any]]:
         """Put the cut of one forward into the caller's graph.
 
-        Args:
-            inputs: What the replicas were given.
-            outputs: Per replica what has come out, tensors and anything else.
-            synchronize: Whether to reduce over processes.
-            weight: The weight of this process in an average over samples.
-
-        Returns:
-            The outputs; for those that require grad what stands for them in the caller's graph, in
-            the same memory.
-
-        Raises:
-            RuntimeError: Their graphs lead to other workers.
+        Takes what the replicas were given and what came out of each, tensors and anything else;
+        ``weight`` is that of this process in an average over samples. Returns the outputs: those
+        that require grad as they are in the caller's graph, in the same memory.
         """
         rows = [[*row, *one.take_written()] for row, one in zip(outputs, inputs, strict=True)]
         followed = list(map(_with_history, rows))
@@ -276,7 +265,7 @@ class Cuts:
             outside, shared = self._from_outside(inputs, followed)
             separate = not (self._together or outside or shared)
             cut = Cut(self, separate, synchronize, weight, outside)
-            outer, leaves = list(map(_outer, inputs)), list(map(_leaves, inputs))
+            outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
             cut.connect(outer, leaves, followed, rows)
         for row, one in zip(rows, inputs, strict=True):
@@ -328,29 +317,19 @@ class Cuts:
         self.run = None
 
 
+@dataclass(eq=False)
 class Cut:
-    """The graphs of the replicas of one forward, or of its gradients; see :meth:`Cuts.connect`.
+    """The graphs of the replicas of one forward, or of its gradients; see :meth:`Cuts.connect`."""
 
-    Args:
-        cuts: Those of the wrapper.
-        separate: Whether no two replicas' graphs share a node.
-        synchronize: See there, as ``weight``.
-        weight: See there.
-        outside: Leaves among the inputs of replica 0 that stand for nothing but themselves.
-    """
-
-    def __init__(
-        self,
-        cuts: Cuts,
-        separate: bool,
-        synchronize: bool,
-        weight: float,
-        outside: Sequence[torch.Tensor],
-    ) -> None:
-        self.cuts, self.separate, self.outside = cuts, separate, outside
-        self.synchronize, self.weight = synchronize, weight
-        # The same in all cuts around graphs that lead through each other.
-        self._family = object()
+    cuts: Cuts
+    #: Whether no two replicas' graphs share a node.
+    separate: bool
+    synchronize: bool
+    weight: float
+    #: Leaves among the inputs of replica 0 that stand for nothing but themselves.
+    outside: Sequence[torch.Tensor]
+    #: The same in all cuts around graphs that lead through each other.
+    family: object = field(default_factory=object)
 
     def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows, rows: list[list[Any]]) -> None:
         """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
@@ -386,7 +365,7 @@ class Cut:
         # tensor from outside is a part of the caller's graph, too.
         keep = torch_internals.keeps_graph() or bool(self.outside)
         for other in alive:
-            related = other is not self and other._family is self._family
+            related = other is not self and other.family is self.family
             keep |= related and (other._running or other in coming)
         self._running = True
         try:

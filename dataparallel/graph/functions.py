@@ -17,14 +17,13 @@ the originals, one node per bucket of parameters:
          ▼        ▼        ▼                     then AccumulateGrad of each original, once
      replica 0  replica 1  replica n-1
 
-A bucket's node can run as soon as the last gradient of the bucket has arrived, in the engine's
-thread for one of the devices, while backward goes on in the threads of the others: that is the
-overlap. The buckets take turns between the threads. Of several nodes that can run, the engine takes
-the one with the highest sequence number; the edges are made before the replicas compute, so a
-device often finishes its own backward first. The sum of a bucket depends on nothing but its inputs,
-so thread timing does not change the result, not even in the last bit. Replica 0 has edges of its
-own too: if it computed with the originals, its contributions would be added to the other replicas'
-sum inside the engine, in order of arrival.
+A bucket's node can run as soon as the last gradient of the bucket has arrived, while backward goes
+on in the threads of the other devices: that is the overlap. Of several nodes that can run, the
+engine takes the one with the highest sequence number; the edges are made before the replicas
+compute, so a device often finishes its own backward first. The sum of a bucket depends on nothing
+but its inputs, so thread timing does not change the result, not even in the last bit. Replica 0 has
+edges of its own too: if it computed with the originals, its contributions would be added to the
+other replicas' sum inside the engine, in order of arrival.
 """
 
 from __future__ import annotations
@@ -279,19 +278,13 @@ def connect(
     An alias shares memory and version counter with the copy. See Note [Gradient edges].
     """
     aliases: list[list[torch.Tensor]] = [list(replica) for replica in copies]
-    num_replicas = len(copies)
-    for number, bucket in enumerate(plan_buckets(originals)):
-        # The engine runs a node in the thread of the device of its first gradient. The buckets take
-        # turns, so that the sums are not all left to the thread of replica 0.
-        first = number % num_replicas
-        order = [*range(first, num_replicas), *range(first)]
-        flat = [copies[i][index] for i in order for index in bucket]
-        members = behind_own_nodes([originals[index] for index in bucket], flat[0].device)
-        hooks = OriginalHooks([originals[index] for index in bucket])
-        outputs = apply_function(ReplicaEdges, first, flat, hooks, *members)
-        for place, i in enumerate(order):
-            for position, index in enumerate(bucket):
-                aliases[i][index] = outputs[place * len(bucket) + position]
+    for bucket in plan_buckets(originals):
+        members = [originals[index] for index in bucket]
+        flat = [replica[index] for replica in copies for index in bucket]
+        outputs = iter(apply_function(ReplicaEdges, flat, OriginalHooks(members), *members))
+        for replica in aliases:
+            for index in bucket:
+                replica[index] = next(outputs)
     return aliases
 
 
@@ -300,25 +293,16 @@ class ReplicaEdges(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        first: int,
-        copies: list[torch.Tensor],
-        hooks: OriginalHooks,
-        *originals: torch.Tensor,
+        ctx: Any, copies: list[torch.Tensor], hooks: OriginalHooks, *originals: torch.Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.hooks = hooks
-        ctx.start = len(copies) - first * len(originals)
-        ctx.num_tensors = len(originals)
+        ctx.hooks, ctx.num_tensors = hooks, len(originals)
         ctx.destination = originals[0].device
         return tuple([copy.detach() for copy in copies])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        # From replica 0 on, whatever the order of the outputs: sums are in replica order.
-        start = ctx.start % len(grads)
-        ordered = (*grads[start:], *grads[:start])
-        sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *ordered)
+        sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *grads)
         if any([total is None for total in sums]):
             ctx.hooks.guard()
-        return None, None, None, *sums
+        return None, None, *sums

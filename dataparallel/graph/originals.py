@@ -104,19 +104,12 @@ class _Recorder:
         self.arrives = False
         #: Whether these wait for the end of the round.
         self.waits = False
-        #: What a hook has raised meanwhile.
-        self.failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         self.arrives = grad is not None
 
     def wait(self, waits: bool) -> None:
-        # An error leads to all that it went through, and that to this hook.
-        self.waits, self.failure = waits, None
-
-    def fail(self, error: BaseException) -> None:
-        if self.waits:
-            self.failure = error
+        self.waits = waits
 
 
 @dataclass(eq=False)
@@ -124,14 +117,9 @@ class _GradientHook:
     """The guard of a hook that may change the gradient."""
 
     hook: Callable[[torch.Tensor], torch.Tensor | None]
-    recorder: _Recorder
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        try:
-            return None if grad is None else self.hook(grad)
-        except BaseException as error:
-            self.recorder.fail(error)
-            raise
+        return None if grad is None else self.hook(grad)
 
 
 @dataclass(eq=False)
@@ -175,17 +163,12 @@ class OriginalHooks:
         self._recorders[index] = recorder
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):
-                before[key] = _GradientHook(hook, recorder)
+                before[key] = _GradientHook(hook)
         for key, hook in after.items():
             if not isinstance(hook, _AccumulatedHook):
                 after[key] = _AccumulatedHook(hook, recorder)
         if any(isinstance(hook, _GradientHook) for hook in before.values()):
             self.with_gradient_hooks.add(index)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What a hook has raised in this round, in the engine."""
-        return next((r.failure for r in self._recorders.values() if r.failure is not None), None)
 
     def wait(self, waits: bool) -> None:
         """Whether hooks that run after accumulation are left to :meth:`delivered`."""

@@ -377,8 +377,13 @@ class Reducer:
         """The backward has failed outside of the replicas: the other processes wait for this."""
         lost = round_()
         if lost is not None and lost is self._round:
-            text = "the backward failed in a part of the graph outside of the wrapper's forward"
-            self._fail(lost, self._user_hooks.failure or RuntimeError(text))
+            self._fail(
+                lost,
+                RuntimeError(
+                    "the backward failed in a hook of a parameter, or in a part of the graph "
+                    "outside of the wrapper's forward"
+                ),
+            )
 
     def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
         """End a round that has failed."""

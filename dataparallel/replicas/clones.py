@@ -323,21 +323,13 @@ class ModuleClones:
         """Names of the parameters that the forward of replica 0 has made."""
         if not self._is_touched():
             return []
-        found: list[str] = []
-        for index, module in enumerate(self.parts.modules):
-            clone, prefix = self._counterparts[0][id(module)], self.parts.names[index]
-            _, parameters, _, children = self._before_of(index)
-            new = [(n, p) for n, p in clone._parameters.items() if p is not parameters.get(n)]
-            for name, child in clone._modules.items():
-                given = child is None or torch_internals.REPLICA_MARK in vars(child)
-                if child is not None and not given and child is not children.get(name):
-                    new += child.named_parameters(prefix=name)
-            found += [
-                f"{prefix}.{name}".lstrip(".")
-                for name, part in new
-                if isinstance(part, nn.Parameter) and part.is_leaf
-            ]
-        return found
+        first = self._counterparts[0]
+        known = set(map(id, first.values()))
+        return [
+            name
+            for name, parameter in first[id(self.module)].named_parameters()
+            if id(parameter) not in known and parameter.is_leaf
+        ]
 
     def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         """Set buffers that replicas wrote, or all assigned anew, to what ``merge`` makes of theirs.
