@@ -25,9 +25,9 @@ from dataparallel.errors import add_note, locate
 
 T = TypeVar("T")
 
-# Seconds that an interrupted call waits for its replicas to notice, and after which they are
-# interrupted again.
-_INTERRUPT_GRACE, _AGAIN = 0.7, 0.2
+# How often an interrupted call looks, every 0.01 s, whether its replicas have ended, and after how
+# many looks it interrupts them again.
+_LOOKS, _AGAIN = 70, 20
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
 # Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
@@ -71,9 +71,9 @@ class _Call:
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         self._tasks: list[Callable[[], Any] | None] = list(tasks)
         self._results: list[Any] = [None] * len(tasks)
-        self._errors: dict[int, BaseException] = {}
-        self._ended: set[int] = set()
-        self._is_cancelled = False
+        #: By the index of the task; they hold the frames that hold this.
+        self.errors: dict[int, BaseException] = {}
+        self.ended: set[int] = set()
         # Has something when all tasks have ended; two that end last may both put it there.
         self._all_ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -81,16 +81,16 @@ class _Call:
         """Run one task, in its thread."""
         try:
             task = self._tasks[index]
-            if task is not None and not self._is_cancelled:
-                self._results[index] = task()
+            assert task is not None, "a task runs once"
+            self._results[index] = task()
         except BaseException as error:
             # Without this frame, which holds the call, which holds the error.
             error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            self._errors[index] = error
+            self.errors[index] = error
         finally:
             self._tasks[index] = task = None
-            self._ended.add(index)
-            if len(self._ended) == len(self._tasks):
+            self.ended.add(index)
+            if len(self.ended) == len(self._tasks):
                 self._all_ended.put(None)
 
     def wait(self, seconds: float) -> bool:
@@ -101,25 +101,13 @@ class _Call:
             return False
         return True
 
-    def cancel(self) -> None:
-        """Let tasks end at once that have not begun."""
-        self._is_cancelled = True
-
-    def forget(self) -> None:
-        """Drop the errors, which hold the frames that hold this."""
-        self._errors.clear()
-
-    def has_ended(self, index: int) -> bool:
-        """Whether a task has ended."""
-        return index in self._ended
-
     def take(self, label: Callable[[int], str]) -> list[Any]:
         """The results, once; or raises the error of the lowest index, with the others as notes."""
         # A worker may hold the call a moment longer; the results are the caller's alone.
         results, self._results = self._results, []
-        if not self._errors:
+        if not self.errors:
             return results
-        errors, self._errors = self._errors, {}
+        errors, self.errors = self.errors, {}
         first, error = min(
             errors.items(), key=lambda entry: (isinstance(entry[1], SecondaryError), entry[0])
         )
@@ -188,29 +176,21 @@ class Workers:
     def interrupt(self, call: _Call, num_tasks: int) -> None:
         """Stop what still runs, or leave it behind after a grace time; the pool is given up."""
         threads = self._threads[:num_tasks]
-
-        def unfinished() -> list[threading.Thread]:
-            pairs = enumerate(threads)
-            return [t for i, t in pairs if not call.has_ended(i) and t.is_alive()]
-
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         try:
-            deadline = time.monotonic() + _INTERRUPT_GRACE
-            # More than once: what is raised in a finalizer, or is caught, does not end a replica.
-            while (running := unfinished()) and time.monotonic() < deadline:
-                for thread in running:
-                    _raise_in(thread)
-                again = time.monotonic() + _AGAIN
-                # One that the interrupt met on its way out of a task has not counted itself.
-                while unfinished() and time.monotonic() < again:
-                    time.sleep(0.01)
+            for look in range(_LOOKS):
+                pairs = enumerate(threads)
+                running = [t for i, t in pairs if i not in call.ended and t.is_alive()]
+                if not running:
+                    break
+                # More than once: what is raised in a finalizer, or is caught, ends no replica. And
+                # not at each look: one that was met on its way out of a task counts itself first.
+                for thread in running if look % _AGAIN == 0 else ():
+                    raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
+                time.sleep(0.01)
         finally:
             self.close(join=False)
-            call.forget()
-
-
-def _raise_in(thread: threading.Thread) -> None:
-    set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    set_error(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
+            call.errors.clear()
 
 
 # --- pools of one owner ----------------------------------------------------------------------
@@ -246,7 +226,6 @@ class WorkerPools:
             while not call.wait(_WAIT):
                 interpreter_end.come_by()
         except BaseException:
-            call.cancel()
             try:
                 if on_interrupt is not None:
                     on_interrupt()
