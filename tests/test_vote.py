@@ -69,7 +69,7 @@ def counted_waits() -> Iterator[Counter[str]]:
     wait = Pending.wait
 
     def counting(self: Pending) -> None:
-        found[repr(self).split(" of ")[1].split(" ")[0]] += 1
+        found[self.where.split(" of ")[1].split(" ")[0]] += 1
         wait(self)
 
     with mock.patch.object(Pending, "wait", counting):

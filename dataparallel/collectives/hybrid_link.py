@@ -225,7 +225,7 @@ def _hash(text: str) -> int:
 
 def _is_usable(link: ProcessLink) -> bool:
     """Whether no process has failed, and the process group has not been destroyed."""
-    if link.closed or link.broken:
+    if link.broken:
         return False
     return torch_internals.is_registered(link.group)
 

@@ -158,10 +158,9 @@ class GroupChecks:
         self._broken: str | None = None
         self._lock = threading.RLock()
         self._purpose = f"process group {group.group_name}"
-        self._doing = f"compares its collectives for {self._purpose!r}"
         # A group that is made after another one of its name finds what that one has written.
         key = f"checks/made/{group.group_name}/{group.rank()}"
-        made = self.failures.ask(lambda store: store.add(key, 1), self._doing)
+        made = self.failures.ask(lambda store: store.add(key, 1))
         self._name = f"{self._purpose}/{made}"
 
     def before(self, call: Call) -> None:
@@ -206,18 +205,17 @@ class GroupChecks:
     def _write(self, call: Call, *, left: bool) -> None:
         text = json.dumps([self.number, call._replace(dtype=call.dtype and str(call.dtype)), left])
         number, rank = self._checked, self.failures.rank
-        self.failures.ask(lambda store: store.set(self._key(number, rank), text), self._doing)
+        self.failures.ask(lambda store: store.set(self._key(number, rank), text))
         if number > _KEPT:
             old = self._key(number - _KEPT, rank)
-            self.failures.ask(lambda store: store.delete_key(old), self._doing)
+            self.failures.ask(lambda store: store.delete_key(old))
 
     def _all_go_together(self) -> bool:
         """Whether all have come, and with the same collective."""
         ranks = self.failures.ranks
         keys = [self._key(self._checked, i) for i in range(len(ranks))]
         texts = self.failures.ask(
-            lambda store: [store.get(key) for key in keys] if store.check(keys) else None,
-            self._doing,
+            lambda store: [store.get(key) for key in keys] if store.check(keys) else None
         )
         if texts is None:
             return False

@@ -24,10 +24,9 @@ from dataparallel.comm.failures import (
     CollectiveFailure,
     CollectiveTimeout,
 )
-from dataparallel.comm.link import is_time_limit, wait_briefly
+from dataparallel.comm.link import wait_briefly
 from dataparallel.devices import (
     current_stream,
-    is_accelerator,
     use_stream,
     wait_stream,
 )
@@ -55,13 +54,13 @@ class ProcessWork:
     """
 
     __slots__ = (
-        "_blocks",
         "_checks",
         "_device",
         "_finish",
         "_group",
         "_known",
         "_operation",
+        "_sent_on",
         "_sequence",
         "_shape",
         "_start",
@@ -85,7 +84,7 @@ class ProcessWork:
         self._shape = (given.dtype, given.shape)
         self._device = device
         self._stream = current_stream(device)
-        self._blocks = not is_accelerator(sent.device)
+        self._sent_on = sent.device
         self._finish = finish
         # Holds what the backend reads and writes.
         self._start: Start | None = start
@@ -130,8 +129,8 @@ class ProcessWork:
     def _wait_for_backend(self) -> None:
         failures = self._checks.failures
         try:
-            while not self._wait_a_little():
-                if self._group.size() > 1 and failures.while_waiting() not in (None, self._known):
+            while not wait_briefly(self._work, self._sent_on, SLICE):
+                if failures.while_waiting() not in (None, self._known):
                     error = self._error(None)
                     self._checks.give_up(error)
                     raise error
@@ -139,12 +138,6 @@ class ProcessWork:
             raise
         except RuntimeError as error:
             raise self._error(str(error)) from error
-
-    def _wait_a_little(self) -> bool:
-        if not self._blocks:
-            self._work.wait()
-            return True
-        return wait_briefly(self._work, SLICE)
 
     def _was_interrupted(self) -> None:
         raise RuntimeError(
@@ -158,8 +151,4 @@ class ProcessWork:
         return f"{self._operation} of {what} (collective {self._sequence}) for {name!r}"
 
     def _error(self, reason: str | None) -> CollectiveError | CollectiveTimeout:
-        seconds = time.monotonic() - self._started
-        timed_out = reason is not None and is_time_limit(reason)
-        return self._checks.failures.explain(
-            self._where(), seconds, None if timed_out else reason, timed_out=timed_out
-        )
+        return self._checks.failures.explain(self._where(), self._started, reason)

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -45,11 +44,10 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -57,6 +55,7 @@ from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
 
 if TYPE_CHECKING:
+    from dataparallel.comm.link import ProcessLink
     from dataparallel.torch_internals import Store
 
 T = TypeVar("T")
@@ -65,14 +64,11 @@ T = TypeVar("T")
 SLICE = 0.2
 # Seconds that a store may take to answer a look, to take a record, and at the start.
 _LOOK, _WRITE, _STARTING = 1.0, 2.0, 15.0
-# Seconds for which a store has to refuse until its process counts as ended.
-_REFUSING = 0.5
-# Seconds in which a process whose connections have just broken may turn out to have ended.
-_ENDING = 0.1
+# How many looks in turn a store has to refuse until its process counts as ended.
+_REFUSALS = 3
 # Seconds that a rank waits for the others to write where they are: after a failure, at a timeout.
 _GRACE, _GRACE_AT_TIMEOUT = 0.8, 0.4
-_POLL = 0.02
-# Between two looks at who has come to make a link.
+# Between two looks at who has come or written.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # A traceback travels through a store that is not made for long texts.
 _LONGEST = 8000
@@ -98,7 +94,6 @@ class Failure:
         pid: Its process id there.
         kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
             ``"stuck"``: the same, and new links do not help.
-            ``"died"``: the same, and its process ends with it.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
         doing: What it was doing, for example ``"forward"`` or a collective; empty if not known.
@@ -114,31 +109,24 @@ class Failure:
     message: str
     traceback: str = ""
 
-    @classmethod
-    def of_text(cls, text: bytes) -> Failure:
-        """What a process has written into the store as JSON."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            message = f"wrote {text[:60]!r}, so it runs another version of this package"
-            return cls(-1, "an unknown machine", 0, "raised", "", message)
-
     @property
     def is_cause(self) -> bool:
         """Whether this process is why others wait in vain."""
         return self.kind not in ("waiting", "timed out")
 
+    @property
+    def is_final(self) -> bool:
+        """Whether it cannot take part in new links, either."""
+        return self.kind in ("stuck", "ended", "cut off")
+
     def __str__(self) -> str:
-        who = f"rank {self.rank} (process {self.pid} on {self.host})"
-        if self.kind == "cut off":
-            return f"{who} is cut off from the others: {self.message}"
-        if self.kind == "ended":
-            return f"{who} {self.message}"
-        doing = f" in {self.doing}" if self.doing else ""
-        text = f"{who} failed{doing}: {self.message}"
-        if not self.traceback:
-            return text
-        return f"{text}\nTraceback of rank {self.rank}:\n{self.traceback.rstrip()}\n"
+        text = f"rank {self.rank} (process {self.pid} on {self.host}) "
+        text += f"failed in {self.doing}: {self.message}" if self.doing else self.message
+        if self.is_final:
+            text += "; start all processes again"
+        if self.traceback:
+            text += f"\nTraceback of rank {self.rank}:\n{self.traceback.rstrip()}\n"
+        return text
 
 
 class CollectiveFailure(Exception):
@@ -166,13 +154,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """``"rank 1"`` or ``"ranks 1, 3"``."""
     names = ", ".join(str(rank) for rank in ranks)
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
-def _describe_error(error: BaseException) -> tuple[str, str]:
-    """The message and the traceback of an exception, short enough to be sent."""
-    message = "".join(traceback.format_exception_only(error)).strip()
-    trace = "".join(traceback.format_exception(error))
-    return message[:_LONGEST], trace if len(trace) <= _LONGEST else f"... {trace[-_LONGEST:]}"
 
 
 # --- processes and their store ---------------------------------------------------------------
@@ -241,10 +222,7 @@ class OwnStore:
         if self._own is None:
             # Torch's types lack it.
             untyped: Any = self._original
-            own: Store = untyped.clone()
-            with contextlib.suppress(RuntimeError):
-                own.set_timeout(timedelta(seconds=30))
-            self._own = own
+            self._own = untyped.clone()
         return self._own
 
 
@@ -253,117 +231,104 @@ def shared_store(group: dist.ProcessGroup) -> Store:
     return torch_internals.PrefixStore("dataparallel", group.get_group_store())
 
 
-def _read(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+def _read(store: Store, keys: Sequence[str]) -> list[Any]:
     """What is at some places of a store; to get what is not there would be to wait for it."""
-    return [store.get(key) if store.check([key]) else None for key in keys]
+    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 # --- one process group -----------------------------------------------------------------------
-
-
-class Link(Protocol):
-    """What belongs to a generation, and is closed when that ends."""
-
-    def give_up(self, failure: Failure) -> None:
-        """Close all connections, and wait for nothing."""
-
-    def check_late(self) -> None:
-        """Raise the error of a collective that has failed when nobody waited any more."""
 
 
 class Failures:
     """What this process knows of failures in one process group. See the notes of this module."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.store = OwnStore(shared_store(group))
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
-        #: The number of the generation, and why it has ended.
-        self.generation, self.failure = 1, None  # type: int, Failure | None
+        #: That of the links which are made now, and why generations have ended.
+        self.generation = 1
+        self.ends: dict[int, Failure] = {}
+        self._links: tuple[weakref.ref[ProcessLink], ...] = ()
         self._num_made: Counter[str] = Counter()
-        self._links: tuple[weakref.ref[Link], ...] = ()
+        self._store = OwnStore(shared_store(group))
+        self._refusals = 0
         self._process = socket.gethostname(), os.getpid(), _space()
         self._processes: dict[int, tuple[str, int, str]] = {}
-        self._refusing_since: float | None = None
-        self._failing = threading.Lock()
 
         def begin(store: Store) -> int:
             life = store.add(f"life/{self.rank}", 1)
             store.set(f"process/{life}/{self.rank}", json.dumps(self._process))
             return life
 
-        self._life = self.ask(begin, f"joins {name_ranks(self.ranks)}")
+        self._life = self.ask(begin)
 
-    def ask(self, request: Callable[[Store], T], doing: str) -> T:
+    @property
+    def failure(self) -> Failure | None:
+        """Why this generation has ended, as far as it is known here."""
+        return self.ends.get(self.generation)
+
+    def ask(self, request: Callable[[Store], T], seconds: float = _STARTING) -> T:
         """What a request of the store returns."""
         try:
-            return self.store.ask(request, _STARTING)
+            return self._store.ask(request, seconds)
         except (RuntimeError, TimeoutError) as error:
-            raise self._cannot(doing, self._cut_off(error)) from error
+            reason = str(error).strip().partition("\n")[0]
+            text = (
+                "is cut off from the others: the store of the process group did not answer "
+                f"({reason}); the network is down, or the process that holds the store, mostly "
+                "that of rank 0 or torchrun's agent, has ended"
+            )
+            failure = self._here("cut off", "", text)
+            kind = CollectiveTimeout if isinstance(error, TimeoutError) else CollectiveError
+            raise kind(str(failure), failure) from error
 
-    def _cannot(self, doing: str, failure: Failure) -> CollectiveError:
-        text = f"rank {self.ranks[self.rank]} {doing}, but {failure}; start all processes again"
-        return CollectiveError(text, failure)
+    def _here(self, kind: str, doing: str, message: str, trace: str = "") -> Failure:
+        host, pid, _ = self._process
+        return Failure(self.ranks[self.rank], host, pid, kind, doing, message, trace)
 
-    # --- making links ----------------------------------------------------------------------------
+    def _key(self, kind: str) -> str:
+        return f"{kind}/{self._life}.{self.generation}"
 
-    def meet(self, purpose: str, timeout: float) -> str:
-        """Wait until every rank wants a link, so that connecting waits for none; returns its name.
+    # --- links -----------------------------------------------------------------------------------
 
-        Enters a new generation if this one has ended.
+    def meet(self, purpose: str, timeout: float) -> tuple[str, int, int]:
+        """Wait until every rank wants a link, so that connecting waits for none.
+
+        Enters a new generation if this one has ended. Returns the name of the link, its generation,
+        and its number among those for that purpose.
         """
-        doing = f"makes the process group {purpose!r} over {name_ranks(self.ranks)}"
-        started, pause, name = time.monotonic(), _SHORTEST_PAUSE, ""
-        never = set(range(len(self.ranks)))
-        while True:
-            if self._renew(doing) or not name:
-                name = self._next_name(purpose)
-            if not (missing := self.ask(functools.partial(self._come, name), doing)):
-                # Remembers all processes, for when the store may be gone.
-                self._ended()
-                return name
-            interpreter_end.come_by()
-            # Who has come and given up, in an earlier generation, is not why.
-            never.intersection_update(missing)
-            seconds = time.monotonic() - started
-            if seconds > timeout:
-                where = f"the making of the process group {purpose!r}"
-                raise self.explain(where, seconds, None, timed_out=True, missing=never or missing)
+        where = f"the making of the process group {purpose!r}"
+        started, pause, known = time.monotonic(), _SHORTEST_PAUSE, self.failure
+        while (failure := self._gone() or self.while_waiting()) is not None:
+            if failure.is_final or (failure.is_cause and failure is not known):
+                raise self.explain(where, started)
+            # The others have to leave it, too.
+            self.ask(self._record(failure))
+            self.generation += 1
+            self._num_made.clear()
+        self._num_made[purpose] += 1
+        generation, number = self.generation, self._num_made[purpose]
+        name = f"{purpose}/{self._life}.{generation}.{number}"
+        keys = [f"{name}/{i}" for i in range(len(self.ranks))]
+
+        def come(store: Store) -> bool:
+            store.set(keys[self.rank], "here")
+            return store.check(keys)
+
+        while not self.ask(come):
+            is_late = time.monotonic() - started > timeout
+            if is_late or self._gone() or self.while_waiting() is not None:
+                raise self.explain(where, started, timed_out=is_late)
             # A wait of the store itself could not be interrupted.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        # Remembers all processes, for when the store may be gone.
+        self._gone()
+        return name, generation, number
 
-    def _next_name(self, purpose: str) -> str:
-        self._num_made[purpose] += 1
-        return f"{purpose}/{self._life}.{self.generation}.{self._num_made[purpose]}"
-
-    def _come(self, name: str, store: Store) -> list[int]:
-        """Tell that this process is here for a link; returns the processes that are not."""
-        store.set(f"{name}/{self.rank}", "here")
-        return [i for i in range(len(self.ranks)) if not store.check([f"{name}/{i}"])]
-
-    def _renew(self, doing: str) -> bool:
-        """Enter the first generation that has not ended, unless who ended this one cannot come."""
-        if gone := self._ended():
-            raise self._cannot(doing, gone)
-        before, is_known = self.generation, self.failure is not None
-        while (failure := self.look()) is not None:
-            elsewhere = failure.rank != self.ranks[self.rank]
-            is_news = failure.is_cause and not is_known
-            is_final = failure.kind in ("cut off", "stuck")
-            if is_final or (elsewhere and (failure.kind == "died" or is_news)):
-                raise self._cannot(doing, failure)
-            # All others have to leave it, too.
-            self.ask(self._write_record(failure), doing)
-            self.generation, self.failure, is_known = self.generation + 1, None, False
-            self._num_made.clear()
-        return self.generation != before
-
-    def add(self, link: Link) -> None:
-        """Close a link when this generation ends."""
+    def add(self, link: ProcessLink) -> None:
+        """Close a link when its generation ends."""
         self._links = (*(ref for ref in self._links if ref() is not None), weakref.ref(link))
-        if self.failure is not None:
-            link.give_up(self.failure)
 
     def check_late(self) -> None:
         """Raise the error of a collective, over whatever link, that has failed unnoticed."""
@@ -371,173 +336,148 @@ class Failures:
             if (link := reference()) is not None:
                 link.check_late()
 
-    def _end(self, failure: Failure) -> None:
-        """This generation has ended: close all links, which ends the waits of the neighbors."""
-        if self.failure is None:
-            self.failure = failure
+    def _end(self, generation: int, failure: Failure) -> None:
+        """A generation has ended: close its links, which ends the waits of the neighbors."""
+        if generation not in self.ends:
+            self.ends[generation] = failure
             for reference in self._links:
-                if (link := reference()) is not None:
-                    link.give_up(failure)
+                if (link := reference()) is not None and link.failure is not None:
+                    link.give_up()
 
     # --- looking ---------------------------------------------------------------------------------
 
     def while_waiting(self) -> Failure | None:
         """Called in each pause of a wait: why nobody should wait any more; None if all is well."""
         interpreter_end.come_by()
-        return self.look()
-
-    def look(self) -> Failure | None:
-        """The record of this generation, if there is one; or that the store is gone."""
-        if self.failure is not None:
+        if self.failure is not None or len(self.ranks) == 1:
             return self.failure
-        keys = [self._key("failed")]
+        # When the answer comes, another thread may have entered the next one.
+        generation, key = self.generation, self._key("failed")
         try:
-            (text,) = self.store.ask(lambda store: _read(store, keys), _LOOK)
-        except TimeoutError:
+            (record,) = self.ask(lambda store: _read(store, [key]), _LOOK)
+        except CollectiveTimeout:
             # Silence is no failure: the wait goes on until its own time is over.
             return None
-        except RuntimeError as error:
+        except CollectiveError as error:
+            self._refusals += 1
             # Those that wait for others than rank 0 can go on without a store.
-            now = time.monotonic()
-            self._refusing_since = self._refusing_since or now
-            gone = 0 in self.ranks and now - self._refusing_since > _REFUSING
-            return self._cut_off(error) if gone else None
-        self._refusing_since = None
-        # Another thread may have entered the next generation meanwhile.
-        if text is not None and keys == [self._key("failed")]:
-            self._end(Failure.of_text(text))
+            return error.failure if 0 in self.ranks and self._refusals >= _REFUSALS else None
+        self._refusals = 0
+        if record is not None:
+            self._end(generation, Failure(**record))
         return self.failure
 
-    def _ended(self) -> Failure | None:
+    def _gone(self) -> Failure | None:
         """Another rank of the group whose process is no longer there."""
         unknown = [i for i in range(len(self.ranks)) if i not in self._processes]
-        keys = [f"process/{self._life}/{i}" for i in unknown]
-        # The store may be gone, too.
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            texts = self.store.ask(lambda store: _read(store, keys), _LOOK) if unknown else []
-            known = {i: text for i, text in zip(unknown, texts, strict=True) if text is not None}
-            self._processes |= {i: json.loads(text) for i, text in known.items()}
+        if unknown:
+            keys = [f"process/{self._life}/{i}" for i in unknown]
+            # The store may be gone, too.
+            with contextlib.suppress(CollectiveFailure):
+                found = zip(unknown, self.ask(lambda store: _read(store, keys), _LOOK), strict=True)
+                self._processes |= {i: process for i, process in found if process is not None}
         for i, (host, pid, space) in self._processes.items():
             if i != self.rank and _has_ended(pid, space):
                 return Failure(self.ranks[i], host, pid, "ended", "", "has ended")
         return None
 
-    def _key(self, kind: str) -> str:
-        return f"{kind}/{self._life}.{self.generation}"
-
-    def _cut_off(self, error: Exception) -> Failure:
-        reason = str(error).strip().partition("\n")[0]
-        text = (
-            f"the store of the process group did not answer ({reason}); the network is down, or "
-            "the process that holds the store, mostly that of rank 0 or torchrun's agent, has ended"
-        )
-        return self._here("cut off", "", text)
-
-    def _here(self, kind: str, doing: str, message: str, trace: str = "") -> Failure:
-        host, pid, _ = self._process
-        return Failure(self.ranks[self.rank], host, pid, kind, doing, message, trace)
-
     # --- telling ---------------------------------------------------------------------------------
 
-    def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
+    def report(
+        self,
+        error: BaseException,
+        doing: str,
+        *,
+        kind: str = "raised",
+        generation: int | None = None,
+    ) -> None:
         """Let all ranks raise because of an error here. Returns within seconds in any case."""
-        if self.failure is not None and kind != "died":
+        generation = self.generation if generation is None else generation
+        if generation != self.generation or self.failure is not None or len(self.ranks) == 1:
             return
-        known = error.failure if isinstance(error, CollectiveFailure) else None
-        mine = known or self._here(kind, doing, *_describe_error(error))
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            mine = self.store.ask(self._write_record(mine), _WRITE)
-        self._end(mine)
+        failure = error.failure if isinstance(error, CollectiveFailure) else None
+        if failure is None:
+            message = "".join(traceback.format_exception_only(error)).strip()
+            trace = "".join(traceback.format_exception(error))
+            short = trace if len(trace) <= _LONGEST else f"... {trace[-_LONGEST:]}"
+            failure = self._here(kind, doing, message[:_LONGEST], short)
+        with contextlib.suppress(CollectiveFailure):
+            failure = self.ask(self._record(failure), _WRITE)
+        self._end(generation, failure)
 
-    def _write_record(self, mine: Failure) -> Callable[[Store], Failure]:
-        """Writes the record, unless another rank was first; its answer is what is there."""
-        key, text = self._key("failed"), json.dumps(asdict(mine))
-
-        def write(store: Store) -> Failure:
-            first = Failure.of_text(store.compare_set(key, "", text))
-            if mine.kind == "died" and first.rank == mine.rank:
-                store.set(key, text)
-            return first
-
-        return write
+    def _record(self, failure: Failure) -> Callable[[Store], Failure]:
+        """Writes why this generation ends, unless another rank was first; answers what is there."""
+        key, text = self._key("failed"), json.dumps(asdict(failure))
+        return lambda store: Failure(**json.loads(store.compare_set(key, "", text)))
 
     # --- a wait that has failed ------------------------------------------------------------------
 
     def explain(
-        self,
-        where: str,
-        seconds: float,
-        reason: str | None,
-        *,
-        timed_out: bool,
-        missing: Collection[int] | None = None,
+        self, where: str, started: float, reason: str | None = None, *, timed_out: bool = False
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a wait that has failed, or was given up. All ranks raise then.
 
-        ``reason`` is what the backend says. ``missing`` has the processes that are known not to
-        have come; otherwise all may be the cause.
+        ``reason`` is what the backend says.
         """
-        with self._failing:
-            if reason is not None and self.look() is None:
-                # A process closes its connections before it has ended.
-                time.sleep(_ENDING)
-            message = reason or "another did not come"
-            mine = self._here("timed out" if timed_out else "waiting", where, message)
-            first, others = self._exchange(mine, self.look() or self._ended() or mine)
+        seconds = time.monotonic() - started
+        if reason is not None and ("timed out" in reason.lower() or "timeout" in reason.lower()):
+            # Nothing but its time limit was reached.
+            reason, timed_out = None, True
+        kind = "timed out" if timed_out else "waiting"
+        mine = self._here(kind, where, reason or "another did not come")
+        cause, others = self._exchange(mine)
         # The same rank may have ended the links over other groups: they are made anew, too.
         for failures in list(_known.values()):
-            failures.look()
+            failures.while_waiting()
         head = f"rank {mine.rank}: {where} over {len(self.ranks)} processes"
-        late = timed_out or any(other.kind == "timed out" for other in others.values())
-        if first.is_cause:
-            text = f"{head} was given up after {seconds:.3g} s: {first}"
-            kind = CollectiveTimeout if late and first.kind == "cut off" else CollectiveError
-            return kind(text, first)
-        ranks = range(len(self.ranks)) if missing is None else missing
-        who = "; ".join(self._about(i, mine, others.get(i)) for i in ranks if i != self.rank)
-        event = "did not complete within" if timed_out else "failed after"
-        text = f"{head} {event} {seconds:.3g} s: {who}; {_REMEDY}"
+        if cause.is_cause:
+            return CollectiveError(f"{head} was given up after {seconds:.3g} s: {cause}", cause)
+        found = []
+        for i, rank in enumerate(self.ranks):
+            if i not in others:
+                found.append(f"rank {rank} did not come")
+            elif others[i].doing != where:
+                found.append(f"rank {rank} is at {others[i].doing}")
+            elif i != self.rank:
+                event = "gave up waiting" if others[i].kind == "timed out" else "failed too"
+                found.append(f"rank {rank} came and {event}")
+        is_late = any(other.kind == "timed out" for other in others.values())
+        event = "did not complete within" if is_late else "failed after"
+        text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}; {_REMEDY}"
         if reason is not None:
             text = f"{text}. The backend said: {reason}"
-        return (CollectiveTimeout if late else CollectiveError)(text)
+        return (CollectiveTimeout if is_late else CollectiveError)(text)
 
-    def _exchange(self, mine: Failure, cause: Failure) -> tuple[Failure, dict[int, Failure]]:
-        """Write where this rank is, and the record; returns why, and where the others are."""
-        key, text = self._key("report"), json.dumps(asdict(mine))
-        others: dict[int, Failure] = {}
+    def _exchange(self, mine: Failure) -> tuple[Failure, dict[int, Failure]]:
+        """Write where this rank is, and the record; returns the cause, and where all ranks are."""
+        generation, key, text = self.generation, self._key("report"), json.dumps(asdict(mine))
+        keys = [f"{key}/{i}" for i in range(len(self.ranks))]
+        cause, found = self.while_waiting() or self._gone() or mine, {self.rank: mine}
         try:
-            self.store.ask(lambda store: store.set(f"{key}/{self.rank}", text), _WRITE)
-            first = self.store.ask(self._write_record(cause), _WRITE)
-            self._end(first)
-            if not first.is_cause:
-                others = self._hear(key, _GRACE_AT_TIMEOUT if mine.kind == "timed out" else _GRACE)
-        except (RuntimeError, TimeoutError) as error:
-            self._end(cause)
-            first = self._cut_off(error)
+            self.ask(lambda store: store.set(keys[self.rank], text), _WRITE)
+            cause = self.ask(self._record(cause), _WRITE)
+            self._end(generation, cause)
+            grace = _GRACE_AT_TIMEOUT if mine.kind == "timed out" else _GRACE
+            deadline = time.monotonic() + grace
+            while not cause.is_cause:
+                texts = enumerate(self.ask(lambda store: _read(store, keys), _WRITE))
+                found |= {i: Failure(**text) for i, text in texts if text is not None}
+                # A process closes its connections before it has ended.
+                cause = self._gone() or cause
+                if len(found) == len(keys) or time.monotonic() > deadline:
+                    break
+                time.sleep(_LONGEST_PAUSE)
+        except CollectiveFailure as error:
+            self._end(generation, cause)
+            assert error.failure is not None, "the store does not answer"
             if cause.is_cause:
-                first = replace(cause, message=f"{cause.message}; {first.message}")
-        return first if first.is_cause else self._ended() or first, others
-
-    def _hear(self, key: str, grace: float) -> dict[int, Failure]:
-        """Where the other ranks are, without those that write nothing."""
-        others = [i for i in range(len(self.ranks)) if i != self.rank]
-        keys = [f"{key}/{i}" for i in others]
-        deadline = time.monotonic() + grace
-        while True:
-            texts = self.store.ask(lambda store: _read(store, keys), _WRITE)
-            found = {i: Failure.of_text(t) for i, t in zip(others, texts, strict=True) if t}
-            if len(found) == len(others) or self._ended() or time.monotonic() > deadline:
-                return found
-            time.sleep(_POLL)
-
-    def _about(self, i: int, mine: Failure, other: Failure | None) -> str:
-        """What another rank does instead."""
-        if other is None:
-            return f"rank {self.ranks[i]} did not come"
-        if other.doing != mine.doing:
-            return f"rank {self.ranks[i]} is at {other.doing}"
-        event = "gave up waiting" if other.kind == "timed out" else "failed too"
-        return f"rank {self.ranks[i]} came and {event}"
+                also = f"rank {mine.rank} {error.failure.message}"
+                cause = replace(cause, message=f"{cause.message}; {also}")
+            else:
+                cause = error.failure
+        # Who asks the links later learns what was found out since.
+        self.ends[generation] = cause
+        return cause, found
 
 
 # --- all groups ------------------------------------------------------------------------------
@@ -570,33 +510,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _groups_within(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The groups in which this process is with others, all or those inside of ``group``."""
+def report(error: BaseException, doing: str, group: dist.ProcessGroup | None = None) -> None:
+    """Let all ranks that wait for this one raise: in ``group`` and in all groups inside of it.
+
+    Returns within seconds in any case.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return []
-    ranks = None if group is None else set(dist.get_process_group_ranks(group))
-    return [
-        each
-        for each in list(torch_internals.world().pg_map)
-        if each.size() > 1
-        and not each.group_desc.startswith(OWN)
-        and each not in _inherited
-        and (ranks is None or ranks.issuperset(dist.get_process_group_ranks(each)))
-    ]
-
-
-def report(
-    error: BaseException,
-    doing: str,
-    group: dist.ProcessGroup | None = None,
-    *,
-    kind: str = "raised",
-) -> None:
-    """Let all ranks that wait for this one raise. Returns within seconds in any case."""
-    for each in _groups_within(group):
-        # Whoever can't be told finds the connections closed.
-        with contextlib.suppress(CollectiveError, RuntimeError):
-            failures_of(each).report(error, doing, kind=kind)
+        return
+    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for each in list(torch_internals.world().pg_map):
+        ours = each.size() == 1 or each in _inherited or each.group_desc.startswith(OWN)
+        if not ours and members.issuperset(dist.get_process_group_ranks(each)):
+            # Whoever can't be told finds the connections closed.
+            with contextlib.suppress(CollectiveFailure, RuntimeError):
+                failures_of(each).report(error, doing)
 
 
 @contextlib.contextmanager
@@ -632,7 +559,7 @@ def _report_at_the_end(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     try:
-        report(error, "a program that ended with it", kind="died")
+        report(error, "a program that ended with it")
     finally:
         _before(kind, error, trace)
 

@@ -39,6 +39,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -71,8 +72,6 @@ _SHORTEST = 0.001
 _MARGIN = 0.15
 # How many collectives are remembered, should a backend not tell that they have ended.
 _KEPT = 256
-# Greatest length of the text of one process, in bytes. Plans of a model take far less.
-_LONGEST_TEXT = 256 << 20
 # Of a collective, in torch's ``WorkResult``.
 _SUCCESS = 0
 # Seconds that releasing a group may take before it goes on in the background.
@@ -81,8 +80,14 @@ _RELEASE_TIMEOUT = 2.0
 _HOST = torch.device("cpu")
 
 
-def wait_briefly(work: dist.Work, seconds: float) -> bool:
-    """Wait for a collective for at most so many seconds, and tell whether it has ended."""
+def wait_briefly(work: dist.Work, device: torch.device, seconds: float) -> bool:
+    """Wait for a collective on a device for at most so many seconds, and tell whether it is over.
+
+    On an accelerator this orders the current stream, or blocks up to the time limit of the group.
+    """
+    if _devices.is_accelerator(device):
+        work.wait()
+        return True
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError:
@@ -93,64 +98,37 @@ def wait_briefly(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def is_time_limit(message: str) -> bool:
-    """Whether this is what a backend writes when nothing but its time limit was reached."""
-    return "timed out" in message.lower() or "timeout" in message.lower()
-
-
+@dataclass(eq=False)
 class Pending:
-    """A collective that was launched. Made by :class:`ProcessLink`.
+    """A collective that was launched: where, what the backend computes with, where that belongs."""
 
-    Args:
-        link: Over which it goes.
-        where: Which it is, for messages.
-        work: Of the backend.
-        sent: With what the backend computes.
-        tensor: Where the result belongs, if ``sent`` is a copy.
-    """
-
-    def __init__(
-        self,
-        link: ProcessLink,
-        where: str,
-        work: dist.Work,
-        sent: torch.Tensor,
-        tensor: torch.Tensor | None,
-    ) -> None:
-        self.where = where
-        self.started = time.monotonic()
-        self._link = link
-        self._work = work
-        self._sent = sent
-        self._tensor = tensor
-
-    def __repr__(self) -> str:
-        return f"Pending({self.where}, done={self.done()})"
+    link: ProcessLink
+    where: str
+    work: dist.Work
+    sent: torch.Tensor
+    #: None if it is what was sent, or nobody wants it.
+    target: torch.Tensor | None
+    started: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
         """Wait until the result is in the tensor. May be called again."""
-        if _devices.is_accelerator(self._sent.device):
-            # Orders the current stream, or blocks up to the time limit of the group.
-            self._link.wait_in_slices(self.where, self.started, lambda _: self._work.wait())
-            self._link.check_all_late()
-        else:
-            wait = functools.partial(wait_briefly, self._work)
-            self._link.wait_in_slices(self.where, self.started, wait)
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None:
-            _deliver(self._sent, tensor)
+        wait = functools.partial(wait_briefly, self.work, self.sent.device)
+        self.link.wait_in_slices(self.where, self.started, wait)
+        target, self.target = self.target, None
+        if target is not None:
+            _deliver(self.sent, target)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         result = self._result()
-        return bool(self._work.is_completed() if result is None else result.done())
+        return bool(self.work.is_completed() if result is None else result.done())
 
     def reason(self) -> str | None:
         """Why one that has ended has failed; None if it has not."""
         result = self._result()
         if result is None:
             try:
-                self._work.wait()
+                self.work.wait()
             except RuntimeError as error:
                 return str(error)
             return None
@@ -158,14 +136,14 @@ class Pending:
             return None
         # Torch warns that it is deprecated, and has nothing else that tells why.
         try:
-            return str(self._work.exception())
+            return str(self.work.exception())
         except TypeError:
             return f"torch {torch.__version__} hands no error of the backend to Python"
 
     def _result(self) -> torch.futures.Future[int] | None:
         """Where a backend whose wait does not block says how it ended; None for others."""
         # Torch's types lack it.
-        untyped: Any = self._work
+        untyped: Any = self.work
         try:
             result: torch.futures.Future[int] = untyped.get_future_result()
         except RuntimeError:
@@ -195,12 +173,6 @@ class ProcessLink:
         group: Over whose processes. Default: all.
         timeout: Seconds that a collective may take. Default: as in the group.
         purpose: What it is for; part of its name.
-
-    Attributes:
-        backends: The name of the backend for each type of device that has one.
-        launched: How many collectives were launched, by operation.
-        failure: What is known of a process of the link that has failed; None if nothing is.
-        closed: Whether :meth:`close` was called.
     """
 
     def __init__(
@@ -215,20 +187,17 @@ class ProcessLink:
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
         self.timeout = timeout_of(parent) if timeout is None else timeout
+        #: How many collectives were launched, by operation.
         self.launched: Counter[str] = Counter()
-        self.closed = False
-        self.failure: Failure | None = None
-        self._purpose = purpose
-        self._sequence = 0
-        self._error: str | None = None
+        self._error = ""
         self._launching = threading.Lock()
         self._failing = threading.Lock()
         # See Note [Late failures].
         self._under_way: deque[Pending] = deque(maxlen=_KEPT)
-        self._looking = threading.Lock()
         self._failures = failures_of(parent)
-        self.name = self._failures.meet(purpose, self.timeout)
-        self._generation = self._failures.generation
+        self.name, self._generation, number = self._failures.meet(purpose, self.timeout)
+        # Two wrappers have links for one purpose, and may wait for each other.
+        self._purpose = purpose if number == 1 else f"{purpose} {number}"
         try:
             self._holder = [_make_group(parent, self.name, self.timeout)]
         except CollectiveError as error:
@@ -238,20 +207,18 @@ class ProcessLink:
         # At exit all connections end anyway.
         self._finalizer.atexit = False
         self._failures.add(self)
+        #: The name of the backend for each type of device that has one.
         self.backends = {
             device.type: str(torch_internals.group_backend(self.group, device).name())
             for device in torch_internals.group_devices(self.group)
         }
-        self._meet_all()
-
-    def _meet_all(self) -> None:
-        """Wait until every process has connected: the first may close the link at once."""
+        # Every process has to be connected before the first closes the link.
         work = dist.all_reduce(torch.zeros(1, device=_HOST), group=self.group, async_op=True)
-        where = f"the making of the process group {self._purpose!r}"
-        self.wait_in_slices(where, time.monotonic(), functools.partial(wait_briefly, work))
+        where = f"the making of the process group {purpose!r}"
+        self.wait_in_slices(where, time.monotonic(), functools.partial(wait_briefly, work, _HOST))
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "broken" if self.broken else "open"
+        state = f"broken: {self.broken}" if self.broken else "open"
         return f"ProcessLink({self.name}, rank {self.rank} of {self.world_size}, {state})"
 
     @property
@@ -264,30 +231,32 @@ class ProcessLink:
 
     def close(self) -> None:
         """Give the process group back. Returns within seconds in any case; may be called again."""
-        self.closed = True
+        self._error = self._error or "it was closed"
+        self._under_way.clear()
         self._finalizer()
 
     # --- failures --------------------------------------------------------------------------------
 
     @property
-    def broken(self) -> str | None:
-        """Why the link can't be used any more; ``None`` if it can."""
-        return self._error or (None if self.failure is None else str(self.failure))
+    def failure(self) -> Failure | None:
+        """What is known of a process of the link that has failed; None if nothing is."""
+        return self._failures.ends.get(self._generation)
+
+    @property
+    def broken(self) -> str:
+        """Why the link can't be used any more; empty if it can."""
+        return self._error or ("" if self.failure is None else str(self.failure))
 
     def look(self) -> Failure | None:
         """As :attr:`failure`, after a look into the store; called in each pause of a wait."""
-        if self.world_size == 1 or self.failure is not None:
-            return self.failure
-        return self._failures.while_waiting()
+        return self.failure or self._failures.while_waiting()
 
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
         """Let all processes of the link raise, since this one has failed."""
-        if self.world_size > 1 and self._failures.generation == self._generation:
-            self._failures.report(error, doing, kind=kind)
+        self._failures.report(error, doing, kind=kind, generation=self._generation)
 
-    def give_up(self, failure: Failure) -> None:
+    def give_up(self) -> None:
         """Close all connections, since processes may be at different collectives."""
-        self.failure = failure
         if self._finalizer.detach() is not None:
             _release(self._holder, 0.0)
 
@@ -296,47 +265,34 @@ class ProcessLink:
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a collective that failed; from now on the link is broken in all ranks."""
         with self._failing:
-            is_over = self._failures.generation != self._generation
-            if self.closed or self._error is not None or is_over:
+            if self._error or self._failures.generation != self._generation:
                 return self._unusable()
-            seconds = time.monotonic() - started
-            timed_out |= seconds >= self.timeout
-            if reason is not None and is_time_limit(reason):
-                reason, timed_out = None, True
-            error = self._failures.explain(where, seconds, reason, timed_out=timed_out)
+            timed_out |= time.monotonic() - started >= self.timeout
+            error = self._failures.explain(where, started, reason, timed_out=timed_out)
             self._error = str(error)
         return error
 
     def check_late(self) -> None:
         """Raise the error of a collective that has failed; see Note [Late failures]."""
         while self._under_way:
-            with self._looking:
+            with self._failing:
                 if not self._under_way:
                     return
                 pending = self._under_way[0]
                 has_ended = pending.done()
-                if not has_ended and self.broken is None:
+                if not has_ended and not self.broken:
                     return
                 self._under_way.popleft()
             reason = pending.reason() if has_ended else None
-            if (reason is not None or not has_ended) and not self.closed:
+            if reason is not None or not has_ended:
                 # Whatever else was launched has no result, either.
                 self._under_way.clear()
                 raise self.failed(pending.where, pending.started, reason)
 
-    def check_all_late(self) -> None:
-        """The same for all links over the processes of the group."""
-        self._failures.check_late()
-
     def _unusable(self) -> CollectiveError:
-        if self.closed:
-            return CollectiveError(
-                f"{self!r}: the link was closed; make a new one in every process"
-            )
         return CollectiveError(
-            f"the link for {self._purpose!r} is broken, because its processes may be at different "
-            "collectives since one failed; close it and make a new one in every process, or start "
-            f"the processes again. What failed: {self.broken}",
+            f"the link for {self._purpose!r} is broken; make a new one in every process, or start "
+            f"the processes again. Why: {self.broken}",
             self.failure,
         )
 
@@ -345,51 +301,33 @@ class ProcessLink:
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum", what: str) -> Pending:
         """Replace a tensor, in every process, by the sum over all, or another reduction."""
         of_torch: Any = getattr(dist.ReduceOp, op.upper())
-        sent, copied = self._sendable(tensor)
-
-        def start(group: dist.ProcessGroup) -> Any:
-            return dist.all_reduce(sent, of_torch, group, async_op=True)
-
-        return self._launch("all_reduce", what, start, sent, copied)
+        sent, target = self._sendable(tensor)
+        start = functools.partial(dist.all_reduce, sent, of_torch, async_op=True)
+        return self._launch("all_reduce", what, start, sent, target)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending:
         """Replace a tensor, in every process, by that of the process ``source``."""
-        if not 0 <= source < self.world_size:
-            raise ValueError(f"source is from 0 to {self.world_size - 1}, but got {source}")
-        sent, copied = self._sendable(tensor, load=self.rank == source)
-
-        def start(group: dist.ProcessGroup) -> Any:
-            return dist.broadcast(sent, group=group, group_src=source, async_op=True)
-
-        return self._launch("broadcast", what, start, sent, copied)
+        sent, target = self._sendable(tensor, load=self.rank == source)
+        start = functools.partial(dist.broadcast, sent, None, async_op=True, group_src=source)
+        return self._launch("broadcast", what, start, sent, target)
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
         """The tensors of all processes, by rank, as new tensors on the device of this one."""
         sent, _ = self._sendable(tensor)
         parts = [torch.empty_like(sent) for _ in range(self.world_size)]
-
-        def start(group: dist.ProcessGroup) -> Any:
-            return dist.all_gather(parts, sent, group, async_op=True)
-
-        self._launch("all_gather", what, start, sent).wait()
+        start = functools.partial(dist.all_gather, parts, sent, async_op=True)
+        self.run("all_gather", sent, start, what=what)
         return [part.to(tensor.device) for part in parts]
 
     def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
         """The values of all processes, by rank: two small collectives, and no pickle."""
         data = json.dumps(value).encode()
         sizes = self.all_gather(torch.tensor(len(data), device=_HOST), what=f"size of {what}")
-        lengths = [int(size) for size in sizes]
-        for rank, length in enumerate(lengths):
-            if not 0 < length <= _LONGEST_TEXT:
-                raise ValueError(
-                    f"rank {rank} announces {what} of {length} bytes, but it may have 1 to "
-                    f"{_LONGEST_TEXT}; all processes have to run the same version of this package"
-                )
-        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(data.ljust(int(max(sizes)))), dtype=torch.uint8)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather(padded, what=what)]
 
     def run(self, operation: str, sent: torch.Tensor, start: Start, *, what: str) -> None:
-        """Launch any other collective of torch and wait for it."""
+        """Launch a collective of torch and wait for it."""
         self._launch(operation, what, start, sent).wait()
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
@@ -424,14 +362,14 @@ class ProcessLink:
         what: str,
         start: Start,
         sent: torch.Tensor,
-        tensor: torch.Tensor | None = None,
+        target: torch.Tensor | None = None,
     ) -> Pending:
         with self._launching:
-            self.check_all_late()
-            self._sequence += 1
-            where = f"{operation} of {what} (collective {self._sequence}) for {self._purpose!r}"
+            self._failures.check_late()
+            number = self.launched.total() + 1
+            where = f"{operation} of {what} (collective {number}) for {self._purpose!r}"
             started = time.monotonic()
-            if self.closed or self.broken is not None:
+            if self.broken:
                 raise self.failed(where, started)
             self.launched[operation] += 1
             try:
@@ -439,7 +377,7 @@ class ProcessLink:
             except (RuntimeError, ValueError) as error:
                 raise self.failed(where, started, str(error)) from error
         assert work is not None, "only processes outside of the group get nothing"
-        pending = Pending(self, where, work, sent, tensor)
+        pending = Pending(self, where, work, sent, target)
         if _devices.is_accelerator(sent.device):
             self._under_way.append(pending)
         return pending
@@ -451,11 +389,12 @@ class ProcessLink:
             remaining = deadline - time.monotonic()
             try:
                 if wait(max(_SHORTEST, min(SLICE, remaining))):
-                    return
+                    break
             except RuntimeError as error:
                 raise self.failed(where, started, str(error)) from error
-            if self.look() is not None or self.broken is not None or remaining <= 0:
+            if self.look() is not None or self.broken or remaining <= 0:
                 raise self.failed(where, started, timed_out=remaining <= 0)
+        self._failures.check_late()
 
 
 # --- process groups --------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class ReducerProcesses:
     @property
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
-        return self._has_failed or any(link.broken is not None for link in self._links)
+        return self._has_failed or any(link.broken for link in self._links)
 
     def check_late(self) -> None:
         """Raise the error of a collective that has failed when nobody waited any more."""

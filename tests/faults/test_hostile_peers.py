@@ -141,21 +141,6 @@ def test_only_json_comes_from_peers(cluster: Cluster, canary: Canary, payload: s
     assert len(cluster.run(send_text, 2, text, timeout=30.0)[0]) < 1000
 
 
-def announce(rank: int, world_size: int, size: int) -> None:
-    link = ProcessLink(purpose="test")
-    if rank == 1:
-        link.all_gather(torch.tensor(size), what="size of words")
-    else:
-        with pytest.raises(ValueError, match=f"rank 1 announces words of {size} bytes, but it may"):
-            link.all_gather_json("x", what="words")
-    link.close()
-
-
-@pytest.mark.parametrize("size", [2**40, 2**62, -1, 0])
-def test_no_memory_for_what_cannot_be(cluster: Cluster, size: int) -> None:
-    cluster.run(announce, 2, size, timeout=30.0)
-
-
 def read_a_record(rank: int, world_size: int, text: bytes) -> str:
     """Process 1 writes something else than a record of a failure where all look for one."""
     link = ProcessLink(purpose="test", timeout=20)
@@ -165,18 +150,19 @@ def read_a_record(rank: int, world_size: int, text: bytes) -> str:
         put: Any = shared_store(world).set
         put(failures_of(world)._key("failed"), text)
         return ""
-    with no_code_from_data(), pytest.raises(CollectiveError, match="was given up") as error:
+    refusal = "Expecting value|codec can't decode|recursion depth"
+    with no_code_from_data(), pytest.raises((ValueError, CollectiveError), match=refusal) as error:
         link.all_reduce(torch.ones(1), what="numbers").wait()
     return str(error.value)
 
 
 @pytest.mark.parametrize("payload", [*PAYLOADS, "deep"])
-def test_what_is_no_record_of_a_failure_is_text(
+def test_what_is_no_record_of_a_failure_is_refused(
     cluster: Cluster, canary: Canary, payload: str
 ) -> None:
     text = b"[" * 100_000 if payload == "deep" else canary.payloads()[payload]
     told, _ = cluster.run(read_a_record, 2, text, timeout=30.0)
-    assert "runs another version of this package" in told and len(told) < 1000
+    assert len(told) < 1000
 
 
 # --- sockets of runs -------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Peers:
                 again = False
 
     def _connected(self) -> ProcessLink:
-        if self._link is not None and (self._link.broken or self._link.closed):
+        if self._link is not None and self._link.broken:
             self.close()
         if self._link is None:
             group = None if self._group is None else self._group()
