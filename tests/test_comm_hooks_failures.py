@@ -169,7 +169,7 @@ def test_a_hook_that_fails_again_when_it_is_asked_again(cluster: Cluster) -> Non
         assert all(": " in text for text in texts), "results of different steps were added"
         for text in texts[1:]:
             assert text.startswith("CollectiveError: ")
-            assert "but rank 1 (" in text and "collectives of a communication hook that no" in text
+            assert "s: rank 1 (" in text and "collectives of a communication hook that no" in text
             assert "; start all processes again" in text
     assert "CollectiveError" in first[0] and "rank 1" in first[0]
     assert "HookError: no" in first[0] and "HookError: no" in second[0]

@@ -92,9 +92,9 @@ def test_a_timeout_says_where_the_others_are(cluster: Cluster) -> None:
         assert "rank 0 is at all_reduce of bucket 0 (collective 1)" in str(second)
 
 
-def wait_in_two_links(rank: int, world_size: int) -> str:
+def wait_in_two_links(rank: int, world_size: int, other: str) -> str:
     sums = ProcessLink(purpose="reducer", timeout=0.4)
-    control = ProcessLink(purpose="control", timeout=0.4)
+    control = ProcessLink(purpose=other, timeout=0.4)
     link = sums if rank == 0 else control
     try:
         link.all_reduce(torch.ones(2), what="numbers").wait()
@@ -106,9 +106,13 @@ def wait_in_two_links(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_a_timeout_finds_who_waits_in_another_link(cluster: Cluster) -> None:
-    first, second = cluster.run(wait_in_two_links, 2)
-    assert "rank 1 is at all_reduce of numbers (collective 1) for 'control'" in first
+# Those of two wrappers have one purpose.
+@pytest.mark.parametrize(("other", "named"), [("control", "control"), ("reducer", "reducer 2")])
+def test_a_timeout_finds_who_waits_in_another_link(
+    cluster: Cluster, other: str, named: str
+) -> None:
+    first, second = cluster.run(wait_in_two_links, 2, other)
+    assert f"rank 1 is at all_reduce of numbers (collective 1) for {named!r}" in first
     assert "rank 0 is at all_reduce of numbers (collective 1) for 'reducer'" in second
 
 
