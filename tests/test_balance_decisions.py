@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dataparallel.extras.balancing.speeds import Cost, Decision, SplitDecisions, divide, measure
+from dataparallel.extras.balancing.speeds import Change, Cost, SplitDecisions, divide, measure
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 
 BATCH = 60
@@ -51,7 +51,7 @@ def run(
     noise: float = 0.0,
     limits: Sequence[int | None] | None = None,
     common: float | None = None,
-) -> list[tuple[int, Decision]]:
+) -> list[tuple[int, Change]]:
     """Feed steps whose costs are ``true(step)``; returns what was decided, and when."""
     generator = random.Random(7)
     found = []
@@ -230,12 +230,3 @@ def test_accumulated_forwards_count_as_one() -> None:
     assert found.before == (30, 30)
     assert decisions.latest is not None
     assert decisions.latest.samples == 60
-
-
-def test_measuring_goes_on_without_acting() -> None:
-    decisions = make()
-    for _ in range(40):
-        step = record((30, 30), (1.0, 2.0))
-        assert decisions.observe(step, [None, None], act=False) is None
-    assert decisions.latest is not None
-    assert decisions.latest.costs[1].per_sample == pytest.approx(2 / 30)

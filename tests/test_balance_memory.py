@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.extras.balancing.balancer import Balancer
 from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
 from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import set_memory_limit
-from tests.optimizer_cases import apply_torchs
 
 WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
 
@@ -217,7 +215,8 @@ def test_not_even_one_sample() -> None:
             ) as caught:
                 model(torch.randn(9, 6))
             note = "\n".join(notes_of(caught.value))
-            assert "not enough memory for a single sample in replica 1 on cpu" in note
+            assert "replica 1 on cpu ran out of memory with 1 samples" in note
+            assert "not enough memory for a single sample" in note
         # Chunks were not what took the memory.
         assert balancer.limits == (None, None)
         assert balancer.sizes(9) == (5, 4)
@@ -238,119 +237,43 @@ def test_other_errors_are_left_alone() -> None:
 # --- backward ----------------------------------------------------------------------------------
 
 
-def _steps(balancer: Balancer | None, model: Any, x: Tensor, y: Tensor) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-
-        def gradients() -> Tensor:
-            loss = compute(model, x, y, inside=False)
-            loss.backward()
-            return loss
-
-        torch.manual_seed(step)
-        # The gradient of one more batch is in .grad already.
-        compute(model, x[:4], y[:4], inside=False).backward()
-        losses.append((gradients() if balancer is None else balancer.step(gradients)).item())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "pair"),
-    [
-        (dataparallel.DataParallel, ["virtual:0", "virtual:1"]),
-        (dataparallel.DistributedDataParallel, ["virtual:0", "virtual:1"]),
-        (dataparallel.DistributedDataParallel, ["cpu", "cpu"]),
-    ],
-)
-def test_a_step_is_run_again(wrapper: Any, pair: list[str]) -> None:
-    net = make_net(Narrow({1: 10}, backward=True)).to(pair[0])
-    untroubled = make_net(nn.Identity()).to(pair[0])
-    untroubled.load_state_dict(net.state_dict())
-    x, y = torch.randn(37, 6).to(pair[0]), torch.randn(37, 2).to(pair[0])
-    model = wrapper(net, pair)
-    with dataparallel.balance(model) as balancer:
-        losses = _steps(balancer, model, x, y)
-        assert balancer.limits == (None, 9)
-    other = wrapper(untroubled, pair)
-    with dataparallel.balance(other) as balancer:
-        balancer.load_state_dict({"costs": None, "limits": [None, 9]})
-        assert losses == _steps(None, other, x, y)
-    for p, q in zip(net.parameters(), untroubled.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert all(map(torch.equal, net.buffers(), untroubled.buffers()))
-
-
-def test_gradients_outside_of_the_wrapper_are_not_counted_twice() -> None:
-    net, head = nn.Sequential(nn.Linear(6, 8), Narrow({1: 10}, backward=True)), nn.Linear(8, 2)
-    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
-    x, y = torch.randn(24, 6), torch.randn(24, 2)
-    expected = copy.deepcopy(nn.Sequential(net[0], head))
-    before = torch.ones(2, 8)
-    head.weight.grad = before
-    expected[1].weight.grad = before.clone()
-    with dataparallel.balance(model) as balancer:
-
-        def gradients() -> None:
-            # The head comes first in backward, so it has its gradients when a replica fails.
-            nn.functional.mse_loss(head(model(x)), y).backward()
-
-        balancer.step(gradients, parameters=[*model.parameters(), *head.parameters()])
-        assert balancer.limits == (None, 9)
-    nn.functional.mse_loss(expected(x), y).backward()
-    assert head.weight.grad is before
-    for p, q in zip([*net.parameters(), *head.parameters()], expected.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 def test_where_nothing_tells_which_replica_it_was_the_error_is_left_alone() -> None:
     # One call of autograd runs all CPU replicas.
     model = dataparallel.DataParallel(make_net(Narrow({1: 10}, backward=True)), ["cpu", "cpu"])
     x, y = torch.randn(24, 6), torch.randn(24, 2)
     with dataparallel.balance(model) as balancer:
         with pytest.raises(torch.OutOfMemoryError, match=r"^cpu is out of memory"):
-            balancer.step(lambda: compute(model, x, y, inside=False).backward())
+            compute(model, x, y, inside=False).backward()
         assert balancer.limits == (None, None)
 
 
-def test_without_step_the_error_says_what_to_do(pair: list[str]) -> None:
+def test_the_error_of_a_backward_says_what_to_do(pair: list[str]) -> None:
     net = make_net(Narrow({1: 10}, backward=True)).to(pair[0])
     model = dataparallel.DistributedDataParallel(net, pair)
     x, y = torch.randn(24, 6).to(pair[0]), torch.randn(24, 2).to(pair[0])
     with dataparallel.balance(model) as balancer:
         with pytest.raises(torch.OutOfMemoryError, match="is out of memory") as caught:
             compute(model, x, y, inside=False).backward()
-        (note,) = [note for note in notes_of(caught.value) if "run the step again" in note]
+        (note,) = [note for note in notes_of(caught.value) if "Run the step again" in note]
         assert note.endswith(
-            "ran out of memory in backward with 12 samples; its chunk is at most 9 from now on: "
-            "run the step again"
+            "ran out of memory in backward with 12 samples; its chunks are smaller from now on. "
+            "Run the step again"
         )
         assert all(p.grad is None for p in net.parameters())
         compute(model, x, y, inside=False).backward()
         assert balancer.sizes(24) == (15, 9)
 
 
-def test_a_step_that_cannot_succeed_ends(pair: list[str]) -> None:
+def test_a_step_that_cannot_succeed_says_so(pair: list[str]) -> None:
     net = make_net(Narrow({0: 5, 1: 5}, backward=True)).to(pair[0])
     model = dataparallel.DistributedDataParallel(net, pair)
     x, y = torch.randn(24, 6).to(pair[0]), torch.randn(24, 2).to(pair[0])
-    with dataparallel.balance(model) as balancer:
-        with pytest.raises(torch.OutOfMemoryError, match="is out of memory") as caught:
-            balancer.step(lambda: compute(model, x, y, inside=False).backward())
+    with dataparallel.balance(model):
+        # One replica or both may be known to have failed each time.
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError, match="is out of memory") as caught:
+                compute(model, x, y, inside=False).backward()
         assert "use a smaller batch" in "\n".join(notes_of(caught.value))
-
-
-def test_a_step_with_optimizers_in_backward_is_refused() -> None:
-    net = nn.Linear(2, 2)
-    apply_torchs(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
-    with (
-        dataparallel.balance(model) as balancer,
-        pytest.raises(RuntimeError, match="optimizers that step in backward have stepped"),
-    ):
-        balancer.step(lambda: None)
 
 
 # --- what counts ---------------------------------------------------------------------------------

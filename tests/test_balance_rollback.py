@@ -78,23 +78,54 @@ def test_buffers_that_come_and_go() -> None:
     assert net._buffers is live
 
 
-class _Counting(nn.Module):
+class _Counting(nn.MSELoss):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.calls: Tensor
         self.calls += 1
-        return x.square().mean()
+        return super().forward(x, y)
 
 
-def test_buffers_of_a_criterion() -> None:
-    net = nn.Sequential(nn.Linear(6, 2), Narrow({1: 10}, backward=True))
-    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"])
-    criterion = _Counting()
-    x = torch.randn(24, 6)
+class _Averaging(nn.Module):
+    """Its buffers are written in place, replaced, and made."""
+
+    written: Tensor
+    replaced: Tensor
+    made: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2)
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("made", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written.mul_(0.5).add_(1)
+        self.replaced = self.replaced * 0.5 + 1
+        self.made = torch.ones_like(self.written) if self.made is None else self.made + 1
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    "wrapper", [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
+)
+def test_buffers_of_net_and_criterion(wrapper: Any) -> None:
+    net, narrow, criterion = _Averaging(), Narrow({1: 10}), _Counting()
+    model = wrapper(nn.Sequential(net, narrow).to("virtual:0"), ["virtual:0", "virtual:1"])
+    criterion.to("virtual:0")
+    x, y = torch.randn(24, 6, device="virtual:0"), torch.randn(24, 2, device="virtual:0")
     with dataparallel.balance(model) as balancer:
-        balancer.step(lambda: criterion(model(x)).backward(), modules=[criterion])
-        assert balancer.limits == (None, 9)
-    assert criterion.calls.item() == 1
+        for number, values in enumerate(([1.0, 1.0, 1.0], [1.5, 1.5, 2.0]), 1):
+            balancer.lift_limits()
+            model.loss(criterion, x, y, weight="samples").backward()
+            assert balancer.limits == (None, 9)
+            assert [float(b) for b in (net.written, net.replaced, net.made) if b is not None] == (
+                values
+            )
+            assert criterion.calls.item() == number
+        assert len([n for replica, n in narrow.calls if replica == 1]) == 4

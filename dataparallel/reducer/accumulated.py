@@ -147,14 +147,6 @@ class Accumulated:
             grads = enumerate(self.home.read(self._originals))
             self._left = {index: _place(grad) for index, grad in grads if grad is not None}
 
-    def state(self) -> dict[int, torch.Tensor | None]:
-        """What is known now, for :meth:`use_state`; it does not change."""
-        return dict(self._unreduced)
-
-    def use_state(self, state: dict[int, torch.Tensor | None]) -> None:
-        """Know what was known before, when the gradients are as they were then."""
-        self._unreduced = dict(state)
-
     @property
     def remembers(self) -> bool:
         """Whether something is known that a further round needs."""

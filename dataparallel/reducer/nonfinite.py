@@ -74,10 +74,6 @@ class NonFinitePolicy:
                 "leave nonfinite at 'ignore', or take the step after backward"
             )
 
-    def count_again_from(self, num_skipped: int) -> None:
-        """Forget the steps that were skipped since there were so many: they are repeated."""
-        self.num_skipped = num_skipped
-
     def act(self, text: str) -> None:
         """Do what the user wants with what was found where: log and count, or raise an error."""
         if self.action == "raise":

@@ -1,7 +1,5 @@
 """Divide batches by the measured speed and memory of the replicas."""
 
 from dataparallel.extras.balancing.balancer import Balancer as Balancer
-from dataparallel.extras.balancing.balancer import Change as Change
 from dataparallel.extras.balancing.balancer import balance as balance
-
-__all__ = ["Balancer", "Change", "balance"]
+from dataparallel.extras.balancing.speeds import Change as Change

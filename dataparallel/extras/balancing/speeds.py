@@ -4,25 +4,24 @@ Note [What a chunk costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Of each step and replica there is a number of samples and the seconds in which it computed: forward,
 the criterion where the replica runs it, and backward where each replica's is known by itself. Where
-one call of autograd runs the backward of all replicas, only its whole length is known, and it is
-common to them. Medians over a window of steps do not follow outliers. The time that a chunk takes
-however small it is comes from the slope between sizes that differ enough (Theil and Sen's median of
-slopes); as long as there are none, time is taken to be proportional to samples. Dividing by that
-brings sizes closer to the best ones, and so there are other sizes to learn from.
+one call of autograd runs the backward of all replicas, its length is common to them. Medians over a
+window of steps do not follow outliers. The time that a chunk takes however small it is comes from
+the slope between sizes that differ enough (Theil and Sen's median of slopes). Without such sizes
+time is taken to be proportional to samples; dividing by that brings other sizes to learn from.
 
 Note [When chunks change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A change has to be worth more than a threshold, and more than three times the standard error of what
-was measured; otherwise noise would move the chunks back and forth. The balancer judges a change by
-the steps after it: if they got longer, it takes the change back, and waits twice as long before the
-next one. It measures all the time what a chunk costs each replica, so a device that is throttled
-later gets less then, and more again when it has recovered. See Note [What a chunk costs].
+was measured; otherwise noise would move the chunks back and forth. If the steps after it got
+longer, the balancer takes it back, and waits twice as long before the next one. It goes on
+measuring, so a device that is throttled later gets less then, and more again when it has recovered.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -53,12 +52,7 @@ _CERTAIN = 3.0
 
 
 class Cost(NamedTuple):
-    """What a chunk costs one replica: ``fixed + per_sample * samples`` seconds.
-
-    Attributes:
-        fixed: Seconds that a chunk takes however small it is, at least 0.
-        per_sample: Seconds that each sample takes, more than 0.
-    """
+    """What a chunk costs one replica: ``fixed + per_sample * samples`` seconds."""
 
     fixed: float
     per_sample: float
@@ -74,12 +68,7 @@ def slowest(costs: Sequence[Cost], sizes: Sequence[int]) -> float:
 
 
 def fits(batch_size: int, limits: Sequence[int | None]) -> bool:
-    """Whether the replicas together may take a batch.
-
-    Args:
-        batch_size: Number of samples.
-        limits: How many each replica may take, at least 1; None where nothing is known.
-    """
+    """Whether the replicas together may take a batch; a limit is None where none is known."""
     known = [limit for limit in limits if limit is not None]
     return len(known) < len(limits) or sum(known) >= batch_size
 
@@ -89,29 +78,16 @@ def divide(
 ) -> tuple[int, ...]:
     """The chunk sizes with which the slowest replica is done soonest.
 
-    Example::
-
-        divide(30, [Cost(0, 1), Cost(0, 2)], [None, None])    # (20, 10)
-        divide(30, [Cost(0, 1), Cost(0, 2)], [16, None])      # (16, 14)
-
     Each replica gets at least one sample. A batch with fewer samples than there are replicas goes
     to the first ones. A batch that is too large for the limits is divided in proportion to them.
-
-    Args:
-        batch_size: Number of samples.
-        costs: What a chunk costs each replica; None to divide as ``torch.chunk`` does where limits
-            allow it.
-        limits: At most so many samples per replica, at least 1; None is no limit.
-
-    Returns:
-        One size per replica that takes part.
+    Without costs it is divided as ``torch.chunk`` does where limits allow it.
     """
     count = len(limits)
     even = chunk_lengths(batch_size, count)
-    if batch_size < count or (costs is None and _is_within(even, limits)):
-        return even
-    costs = [Cost(0.0, 1.0)] * count if costs is None else costs
     most = [batch_size if limit is None else limit for limit in limits]
+    if batch_size < count or (costs is None and not any(map(operator.gt, even, most))):
+        return even
+    costs = costs or [Cost(0.0, 1.0)] * count
     if sum(most) < batch_size:
         costs = [Cost(0.0, 1 / limit) for limit in most]
         most = [batch_size] * count
@@ -120,11 +96,6 @@ def divide(
         free = [i for i in range(count) if sizes[i] < most[i]]
         sizes[min(free, key=lambda i: costs[i].seconds(sizes[i] + 1))] += 1
     return tuple(sizes)
-
-
-def _is_within(sizes: Sequence[int], limits: Sequence[int | None]) -> bool:
-    pairs = zip(sizes, limits, strict=False)
-    return all(limit is None or size <= limit for size, limit in pairs)
 
 
 def _done_within(seconds: float, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
@@ -151,34 +122,15 @@ def _common_end(batch_size: int, costs: Sequence[Cost], most: Sequence[int]) -> 
 
 
 class Measurement(NamedTuple):
-    """What one step tells.
-
-    Attributes:
-        samples: Per replica.
-        seconds: Per replica, what it computed by itself.
-        common: Seconds in which nobody knows which replica computed.
-    """
+    """Of one forward of a step: samples and own seconds of each replica, and common seconds."""
 
     samples: tuple[int, ...]
     seconds: tuple[float, ...]
     common: float
 
-    def divided(self, calls: int) -> Measurement:
-        """The same for one of so many equal forwards."""
-        samples = tuple(max(1, n // calls) for n in self.samples)
-        seconds = tuple(t / calls for t in self.seconds)
-        return Measurement(samples, seconds, self.common / calls)
-
 
 class Estimate(NamedTuple):
-    """What a window of steps tells.
-
-    Attributes:
-        costs: Per replica.
-        common: Seconds that a step takes besides.
-        samples: Samples of a step.
-        noise: Standard error of the costs, as a fraction.
-    """
+    """What a window of steps tells; ``noise`` is the standard error of the costs, as a fraction."""
 
     costs: tuple[Cost, ...]
     common: float
@@ -187,20 +139,20 @@ class Estimate(NamedTuple):
 
 
 def measure(record: StepRecord) -> Measurement | None:
-    """What a record tells of the replicas' speed; None if a replica took no part.
-
-    Args:
-        record: One step.
-    """
+    """What a record tells of the replicas' speed; None if a replica took no part."""
     own = [_own_seconds(replica) for replica in record.replicas]
     backward = [_length_of_backward(replica) for replica in record.replicas]
-    samples = tuple(replica.samples for replica in record.replicas)
+    samples = [replica.samples for replica in record.replicas]
     if not all(samples) or min(own) <= 0:
         return None
-    if max(backward) - min(backward) <= _SAME:
-        return Measurement(samples, tuple(own), max(backward))
-    exclusive = [replica.seconds.get("backward", 0.0) for replica in record.replicas]
-    return Measurement(samples, tuple(map(sum, zip(own, exclusive, strict=True))), 0.0)
+    common = max(backward)
+    if common - min(backward) > _SAME:
+        common = 0.0
+        for i, replica in enumerate(record.replicas):
+            own[i] += replica.seconds.get("backward", 0.0)
+    calls = max(1, record.calls)
+    each = tuple(max(1, n // calls) for n in samples)
+    return Measurement(each, tuple(t / calls for t in own), common / calls)
 
 
 def _own_seconds(replica: ReplicaStep) -> float:
@@ -219,51 +171,17 @@ def _length_of_backward(replica: ReplicaStep) -> float:
     return segments[-1].end - segments[0].begin if segments else 0.0
 
 
-class SpeedEstimator:
-    """Keeps the last steps and estimates costs. See Note [What a chunk costs].
-
-    Example::
-
-        speeds = SpeedEstimator(window=30)
-        speeds.add(measure(record))
-        speeds.estimate().costs
-
-    Args:
-        window: How many steps are kept.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._steps: deque[Measurement] = deque(maxlen=window)
-
-    def add(self, step: Measurement) -> None:
-        """Keep what one more step tells."""
-        self._steps.append(step)
-
-    def keep_last(self, count: int) -> None:
-        """Forget older steps than the last ``count``."""
-        while len(self._steps) > count:
-            self._steps.popleft()
-
-    def estimate(self) -> Estimate:
-        """What the steps that are kept tell; there must be at least one."""
-        steps = list(self._steps)
-        samples = int(median(sum(step.samples) for step in steps))
-        costs = []
-        errors = []
-        for replica in range(len(steps[0].samples)):
-            pairs = [(step.samples[replica], step.seconds[replica]) for step in steps]
-            cost = _fit(pairs)
-            deviations = [abs(t / cost.seconds(n) - 1) for n, t in pairs]
-            spread = _DEVIATION * median(deviations)
-            errors.append(_OF_MEDIAN * spread / math.sqrt(len(pairs)))
-            costs.append(cost)
-        common = median(step.common for step in steps)
-        return Estimate(tuple(costs), common, samples, max(errors))
-
-    def slowest(self, count: int) -> float:
-        """Median seconds per sample of the slowest replica over the last ``count`` steps."""
-        last = itertools.islice(reversed(self._steps), count)
-        return median(max(step.seconds) / sum(step.samples) for step in last)
+def estimate(steps: Sequence[Measurement]) -> Estimate:
+    """What some steps tell; there must be at least one."""
+    costs, errors = [], []
+    for replica in range(len(steps[0].samples)):
+        pairs = [(step.samples[replica], step.seconds[replica]) for step in steps]
+        cost = _fit(pairs)
+        spread = _DEVIATION * median(abs(t / cost.seconds(n) - 1) for n, t in pairs)
+        errors.append(_OF_MEDIAN * spread / math.sqrt(len(pairs)))
+        costs.append(cost)
+    samples = int(median(sum(step.samples) for step in steps))
+    return Estimate(tuple(costs), median(step.common for step in steps), samples, max(errors))
 
 
 def _fit(pairs: Sequence[tuple[int, float]]) -> Cost:
@@ -291,32 +209,36 @@ def _slopes(pairs: Sequence[tuple[int, float]]) -> Iterator[float]:
 # --- when chunks change --------------------------------------------------------------------------
 
 
-class Decision(NamedTuple):
-    """How batches are divided from now on.
+class Change(NamedTuple):
+    """One change of the chunks, with its reason.
 
     Attributes:
-        reason: See :class:`dataparallel.extras.balancing.Change`.
-        before: Samples per replica until now, of the batch that was measured.
-        after: Likewise, from now on.
-        gain: Predicted part of a step's time that is saved; None where a change is taken back.
-        why: The same in words.
+        reason: ``"speed"``: the measurements promise shorter steps. ``"worse"``: steps became
+            longer, and the Balancer takes a change back. ``"memory"``: a replica ran out of memory.
+        before: Samples per replica before the change, for a batch of the last size.
+        after: Samples per replica after the change.
+        gain: Predicted part of a step's time that the change saves, 0 to 1; None for the other two
+            reasons.
+        why: The reason in words.
+        step: Number of the step before the change, from 1; 0 if no step has ended.
     """
 
-    reason: Literal["speed", "worse"]
+    reason: Literal["speed", "worse", "memory"]
     before: tuple[int, ...]
     after: tuple[int, ...]
     gain: float | None
     why: str
+    step: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"after step {self.step}: a batch of {sum(self.after)} is divided into {self.after} "
+            f"instead of {self.before}, since {self.why}"
+        )
 
 
 class SplitDecisions:
     """Decides from the records of steps. See Note [When chunks change].
-
-    Args:
-        every: See :func:`dataparallel.balance`.
-        threshold: Likewise.
-        warmup: Likewise.
-        window: Likewise.
 
     Attributes:
         costs: By what batches are divided; None for evenly.
@@ -324,10 +246,8 @@ class SplitDecisions:
     """
 
     def __init__(self, *, every: int, threshold: float, warmup: int, window: int) -> None:
-        self._every = every
-        self._threshold = threshold
-        self._skip = warmup
-        self._speeds = SpeedEstimator(window)
+        self._every, self._threshold, self._skip = every, threshold, warmup
+        self._steps: deque[Measurement] = deque(maxlen=window)
         self._waited = 0
         self._patience = 1
         # Before the last change: the costs, and the time per sample.
@@ -336,80 +256,71 @@ class SplitDecisions:
         self.costs: tuple[Cost, ...] | None = None
         self.latest: Estimate | None = None
 
-    def observe(
-        self, record: StepRecord, limits: Sequence[int | None], *, act: bool = True
-    ) -> Decision | None:
-        """Take in one step.
-
-        Args:
-            record: The step.
-            limits: How many samples each replica may get; None is no limit.
-            act: Whether the division may change.
-
-        Returns:
-            What changes, mostly nothing.
-        """
+    def observe(self, record: StepRecord, limits: Sequence[int | None]) -> Change | None:
+        """Take in one step; returns what changes, mostly nothing."""
         if record.kind == "train" and not self._trains:
             self._trains = True
-            self._speeds.keep_last(0)
+            self._steps.clear()
         step = measure(record)
         if step is None or (self._trains and record.kind != "train"):
             return None
         if self._skip:
             self._skip -= 1
             return None
-        self._speeds.add(step.divided(max(1, record.calls)))
+        self._steps.append(step)
         self._waited += 1
         if self._waited < self._every * self._patience:
             return None
         self._waited = 0
-        self.latest = self._speeds.estimate()
-        return self._decide(self.latest, limits) if act else None
+        self.latest = estimate(self._steps)
+        return self._decide(self.latest, limits)
 
     def use_costs(self, costs: tuple[Cost, ...] | None) -> None:
         """Divide batches by these from now on."""
         self.costs = costs
 
-    def disturb(self, count: int = 1) -> None:
-        """A step is not like the others, and what it would be compared with was not either.
-
-        Args:
-            count: Among so many that come next. Default: 1.
-        """
+    def disturb(self, count: int) -> None:
+        """Of the steps that come next, so many may be unlike others, as what came before was."""
         self._skip = max(self._skip, count)
         self._before = None
 
-    def _decide(self, estimate: Estimate, limits: Sequence[int | None]) -> Decision | None:
-        least = max(self._threshold, _CERTAIN * estimate.noise)
-        now = divide(estimate.samples, self.costs, limits)
-        took = self._speeds.slowest(self._every)
+    def _decide(self, found: Estimate, limits: Sequence[int | None]) -> Change | None:
+        least = max(self._threshold, _CERTAIN * found.noise)
+        now = divide(found.samples, self.costs, limits)
+        took = self._time_per_sample()
         before, self._before = self._before, None
         if before is not None and took > before[1] * (1 + least):
             self._patience *= 2
             self._settle(before[0])
-            after = divide(estimate.samples, self.costs, limits)
+            after = divide(found.samples, self.costs, limits)
             why = f"with these, steps have become {took / before[1] - 1:.0%} longer"
-            return Decision("worse", now, after, None, why)
+            return Change("worse", now, after, None, why)
         if before is not None:
             self._patience = 1
-        after = divide(estimate.samples, estimate.costs, limits)
-        longest = slowest(estimate.costs, now)
-        saved = longest - slowest(estimate.costs, after)
-        gain = saved / (longest + estimate.common)
+        after = divide(found.samples, found.costs, limits)
+        longest = slowest(found.costs, now)
+        saved = longest - slowest(found.costs, after)
+        gain = saved / (longest + found.common)
         if gain <= least or len(now) < len(limits):
             return None
         self._before = (self.costs, took)
-        self._settle(estimate.costs)
-        return Decision("speed", now, after, gain, _why(estimate, now, gain))
+        self._settle(found.costs)
+        return Change("speed", now, after, gain, _why(found, now, gain))
 
     def _settle(self, costs: tuple[Cost, ...] | None) -> None:
         self.costs = costs
-        self._speeds.keep_last(self._every)
+        while len(self._steps) > self._every:
+            self._steps.popleft()
         self._skip = _SETTLING
 
+    def _time_per_sample(self) -> float:
+        """Median seconds per sample of the slowest replica over the last steps."""
+        last = itertools.islice(reversed(self._steps), self._every)
+        return median(max(step.seconds) / sum(step.samples) for step in last)
 
-def _why(estimate: Estimate, sizes: Sequence[int], gain: float) -> str:
-    per_sample = [cost.seconds(n) / n for cost, n in zip(estimate.costs, sizes, strict=True)]
+
+def _why(found: Estimate, sizes: Sequence[int], gain: float) -> str:
+    per_sample = [cost.seconds(n) / n for cost, n in zip(found.costs, sizes, strict=True)]
     worst = max(range(len(per_sample)), key=per_sample.__getitem__)
     ratio = per_sample[worst] / min(per_sample)
     return (
