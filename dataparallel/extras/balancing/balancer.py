@@ -78,8 +78,7 @@ def balance(
     Args:
         model: The wrapper. With several processes, each process balances its own replicas.
         every: Chunks change at most once in this number of steps. Default: 10.
-        threshold: The part of a step's time that a change must save, from 0 to below 1. Default:
-            0.03.
+        threshold: The part of a step's time that a change must save, below 1. Default: 0.03.
         warmup: Number of steps at the beginning that are not measured. Default: 5.
         window: Number of steps over which speeds are medians, at least ``every``. Default: 30.
 
