@@ -309,15 +309,12 @@ def _hooked(rank: int, world_size: int) -> None:
     model: Any = dp.DistributedDataParallel(make_net(), ["cpu"])
     model.register_comm_hook({"factor": 1.0, "lock": threading.Lock()}, _local_hook())
     for make in (copy.deepcopy, restored):
-        with _log() as messages:
-            made = make(model)
-        (message,) = messages
-        assert "halves is not in a copy" in message and "register_comm_hook()" in message
+        made = make(model)
         made.register_comm_hook(None, "allreduce")
         backward(made, rank)
 
 
-def test_a_hook_that_is_not_in_the_copy_is_told_of(cluster: Cluster) -> None:
+def test_a_copy_takes_another_hook(cluster: Cluster) -> None:
     cluster.run(_hooked, 1, timeout=60)
 
 

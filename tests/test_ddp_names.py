@@ -55,6 +55,7 @@ NOT_HERE = {
     "_distributed_broadcast_coalesced": "a part of how buffers are sent",
     "_get_data_parallel_params": "named_parameters() without parameters_to_ignore are they",
     "_register_buffer_comm_hook": "rank 0 sends its buffers",
+    "_distributed_rank": "torch.distributed.get_rank(model.process_group) tells",
     "_find_common_rank": "a part of its join hook",
     "_set_ddp_sink_clone": "outputs are not copied",
     "_set_sparse_metadata": "which rows are sent is found out",
@@ -71,6 +72,7 @@ NOT_HERE = {
 NO_ATTRIBUTE = {
     "_accum_grad_hooks": "for its reducer in Python",
     "_bucket_config": "how its reducer is made",
+    "broadcast_bucket_size": "nothing depends on it",
     "_ddp_sink_clone": "outputs are not copied",
     "_delay_grad_buffer": "delayed parameters are in buckets here",
     "_delay_grad_views": "delayed parameters are in buckets here",
@@ -138,10 +140,8 @@ def _described(rank: int, world_size: int, replicas: int) -> dict[str, Any]:
     model = wrap(replicas, bucket_cap_mb=1)
     return {
         "device": model.device,
-        "broadcast_bucket_size": model.broadcast_bucket_size,
         "require_forward_param_sync": model.require_forward_param_sync,
         "parameters_to_ignore": model.parameters_to_ignore,
-        "_distributed_rank": model._distributed_rank,
         "join_device": model.join_device,
         "_join_config": model._join_config,
         "is_joinable": isinstance(model, Joinable),

@@ -166,21 +166,17 @@ def test_buffers_of_other_shapes_are_named(cluster: Cluster) -> None:
     assert "running_var" not in first
 
 
-def _sparse(rank: int, world_size: int) -> str:
+def _sparse(rank: int, world_size: int) -> None:
     net = Shift(0.0)
     net.register_buffer("table", torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match=r"'table' is torch.sparse_coo") as caught:
+    with pytest.raises((RuntimeError, NotImplementedError), match="sparse"):
         wrap(net, 1)
     dp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table"])
     wrap(net, 1)
-    return str(caught.value)
 
 
-def test_sparse_buffers_are_refused_with_the_remedy(cluster: Cluster) -> None:
-    assert (
-        "_set_params_and_buffers_to_ignore_for_model(module, ['table'])"
-        in cluster.run(_sparse, 2)[0]
-    )
+def test_sparse_buffers_are_left_to_each_process(cluster: Cluster) -> None:
+    cluster.run(_sparse, 2)
 
 
 # --- what is left to each process ------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import nn
 
 from dataparallel import comm, torch_internals
 from dataparallel.comm.link import ProcessLink
-from dataparallel.reducer.options import ignored_names
+from dataparallel.reducer.options import shared_tensors
 from dataparallel.reducer.verify import parts_of
 from dataparallel.replicas.clones import ModuleClones
 
@@ -60,16 +60,6 @@ def _mean(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tenso
 # --- processes -------------------------------------------------------------------------------
 
 
-def shared_tensors(
-    module: nn.Module, *, parameters: bool = True, buffers: bool = True
-) -> dict[str, torch.Tensor]:
-    """What all processes have in common, by name; anew each time, since modules may assign."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters()) if parameters else {}
-    found.update(module.named_buffers() if buffers else ())
-    ignored = ignored_names(module)
-    return {name: tensor for name, tensor in found.items() if name not in ignored}
-
-
 def send_states(module: nn.Module, source: int, link: ProcessLink, *, buffers: bool) -> None:
     """Let all processes have the parameters of one, and its buffers if wanted; a collective."""
     states = shared_tensors(module, buffers=buffers)
@@ -91,33 +81,21 @@ def broadcast(
 
     Tensors of any dtypes travel together, as bytes: one message for each device and 250 MiB.
     """
+    messages: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    sent = Counter[torch.device]()
+    # Those of large elements first: each then begins at a multiple of its elements' size.
+    for part in sorted(parts_of(tensors).values(), key=lambda part: -part.element_size()):
+        sent[part.device] += part.nbytes
+        if part.numel():
+            message = (part.device, sent[part.device] // MESSAGE_BYTES)
+            messages.setdefault(message, []).append(part.detach())
     # Made in inference mode the views could not be used outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        found = parts_of(tensors)
-        for name, part in found.items():
-            if part.layout != torch.strided or part.is_quantized:
-                kind = "quantized" if part.is_quantized else str(part.layout)
-                raise ValueError(
-                    f"{name!r} is {kind}, and only dense tensors are sent to other processes; make "
-                    "it dense, or let each process keep its own with DistributedDataParallel."
-                    f"_set_params_and_buffers_to_ignore_for_model(module, [{name!r}])"
-                )
-        messages: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        sent = Counter[torch.device]()
-        # Those of large elements first: each then begins at a multiple of its elements' size.
-        for part in sorted(found.values(), key=lambda part: -part.element_size()):
-            sent[part.device] += part.nbytes
-            if part.numel():
-                message = (part.device, sent[part.device] // MESSAGE_BYTES)
-                messages.setdefault(message, []).append(part.detach())
         for parts in messages.values():
-            size = sum(part.nbytes for part in parts)
-            flat = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
-            pieces = torch.split(flat, [part.nbytes for part in parts])
-            views = [
-                piece.view(part.dtype).view(part.shape)
-                for piece, part in zip(pieces, parts, strict=True)
-            ]
+            sizes = [part.nbytes for part in parts]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=parts[0].device)
+            pieces = zip(torch.split(flat, sizes), parts, strict=True)
+            views = [piece.view(part.dtype).view(part.shape) for piece, part in pieces]
             if link.rank == source:
                 torch_internals.foreach_copy_(views, parts)
             link.broadcast(flat, source, what=what).wait()

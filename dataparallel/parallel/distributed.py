@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +20,7 @@ from dataparallel.batch.gather import ScalarsOption
 from dataparallel.devices import DeviceLike
 from dataparallel.errors import chosen
 from dataparallel.optim.in_backward import InBackwardOptimizers
-from dataparallel.parallel.buffers import (
-    MESSAGE_BYTES,
-    BufferPolicy,
-    send_buffers,
-    send_states,
-    shared_tensors,
-)
+from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import JoinBlock, refuse_shared_statistics
 from dataparallel.parallel.loss import Loss
@@ -42,6 +35,7 @@ from dataparallel.reducer.options import (
     Options,
     find_group,
     ignored_names,
+    shared_tensors,
 )
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
@@ -50,8 +44,6 @@ from dataparallel.replicas.replicate import is_spread
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_log = logging.getLogger("dataparallel")
-
 #: What belongs to one wrapper alone, and a copy makes anew.
 _NOT_COPIED = ("_made", "_forwards", "_block", "_progress", torch_internals.JOIN_CONFIG)
 
@@ -59,23 +51,17 @@ _NOT_COPIED = ("_made", "_forwards", "_block", "_progress", torch_internals.JOIN
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """Train a module on the devices of this process, and of all processes of a group.
 
-    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. A process may have several
-    devices, and a single process needs no process group. The replicas compute with parameters of
-    their own. While backward still runs, the reducer adds their gradients bucket by bucket,
-    all-reduces the buckets over the processes, and adds them to ``.grad`` of the module's own
-    parameters. Within a context of :mod:`dataparallel.distributed_autograd` it reduces the
-    gradients of the context instead, and leaves ``.grad`` alone. Several threads may call the
-    wrapper: their forwards run one after another, and one backward runs at a time.
+    A process may have several devices, and a single process needs no process group. The replicas
+    compute with parameters of their own. While backward still runs, the reducer adds their
+    gradients bucket by bucket, all-reduces the buckets over the processes, and adds them to
+    ``.grad`` of the module's own parameters; within a context of
+    :mod:`dataparallel.distributed_autograd` to the gradients of the context instead. Several
+    threads may call the wrapper: their forwards run one after another, one backward at a time.
 
     Example::
 
         model = DistributedDataParallel(net, device_ids=["cpu", "cpu"])
-        optimizer = torch.optim.AdamW(model.parameters())
-        for x, y in loader:
-            loss = criterion(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model.loss(criterion, x, y).backward()
 
     Args:
         module: The module. The constructor moves it from the CPU to the first device, in place, as
@@ -83,24 +69,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         device_ids: One device per replica of this process, repeats allowed. Default: as for
             :class:`DataParallel`; if several processes share the machine, the module's own device.
             A module whose layers are on several devices is one replica, and stays where it is.
-        output_device, dim: See :class:`DataParallel`.
-        broadcast_buffers, init_sync, forward_sync_buffers: Whether all ranks take over rank 0's
-            parameters and buffers in the constructor, and its buffers before each forward.
-            Default: True.
         process_group: The processes. Default: the default group. ``False``: this process trains
             alone, even if there is a group.
         bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
             several processes; 4 with one, which has nothing to send.
         find_unused_parameters: The default, ``None``, handles unused parameters without a flag.
             ``True`` and ``False`` mean the same as in torch.
-        gradient_as_bucket_view: Whether ``.grad`` is a view of the bucket that several processes
-            have reduced. That saves a copy, but a reference to ``.grad`` that you keep shows the
-            next step's gradients. Default: False.
-        static_graph: Whether every step uses the same parameters. Default: False.
-        delay_all_reduce_named_params: Pairs of names and parameters that the reducer sends last.
+        gradient_as_bucket_view: As in torch, with several processes. It saves a copy, but a
+            reference to ``.grad`` that you keep shows the next step's gradients. Default: False.
+        broadcast_buffers, init_sync, forward_sync_buffers, static_graph, bucket_cap_mb_list,
+            delay_all_reduce_named_params, device_mesh: As in torch.
         mixed_precision: The dtypes of the replicas, see :class:`MixedPrecision`.
-        device_mesh: A mesh of one dimension, in place of ``process_group``.
-        bucket_cap_mb_list: In place of ``bucket_cap_mb``.
         param_to_hook_all_reduce, skip_all_reduce_unused_params, batched_grad_copy,
             lazy_bucket_allocation, check_reduction: Accepted for torch's sake, without effect.
         average: ``"processes"`` (default): the mean over processes, as in torch. ``"samples"``: a
@@ -115,7 +94,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
-        buffers, scalars, in_dims, out_dims, split_lists: See :class:`DataParallel`.
+        output_device, dim, buffers, scalars, in_dims, out_dims, split_lists: See
+            :class:`DataParallel`.
 
     Attributes:
         reducer: The reducer, see :class:`dataparallel.reducer.reducer.Reducer`.
@@ -127,9 +107,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         RuntimeError: A launcher has started several processes (``WORLD_SIZE``), and there is no
             process group; see ``process_group``.
     """
-
-    #: As in torch; so much is sent at once at most, where parameters or buffers are broadcast.
-    broadcast_bucket_size = MESSAGE_BYTES
 
     _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
         *("delayed", "hook", "optimizers", "sends_buffers", "separate")
@@ -361,10 +338,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             loss = model.loss(criterion, x, y)
 
         Args:
-            weight: Any finite number that is not negative, such as the number of tokens; with 0
-                this process adds nothing, whatever its gradients are. Default, where this is not
-                called: the number of samples, or in a forward the sum of its chunks' weights if
-                ``scalars`` is a function.
+            weight: Any finite number that is not negative, such as the number of tokens. Default,
+                where this is not called: the number of samples, or the sum of the weights of the
+                chunks if ``scalars`` is a function.
 
         Raises:
             ValueError: It is no such number, or ``average`` is another one.
@@ -385,7 +361,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
 
         The hook gets buckets that are summed over the local replicas. Hooks of
-        ``torch.distributed.algorithms.ddp_comm_hooks`` run unmodified.
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unmodified. All processes register it;
+        the next forward makes new links between them.
 
         Example::
 
@@ -482,17 +459,16 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         check_replicas(replicas[0], replicas[1:], link)
         self._progress.settle()
 
-    def update_process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        """Reduce over other processes from now on; every process of the new group calls it."""
+    def update_process_group(self, process_group: Any) -> None:
+        """Reduce over other processes from now on; one that is not in the group keeps the old."""
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            return
         self._progress.settle()
         self._change(process_group=find_group(process_group), separate=False)
         if self._training.processes is not None:
             self._training.processes.connect()
 
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """As :meth:`update_process_group`; nothing in a process that is not in the group."""
-        if isinstance(new_process_group, dist.ProcessGroup):
-            self.update_process_group(new_process_group)
+    _update_process_group = update_process_group
 
     @property
     def num_skipped(self) -> int:
@@ -550,23 +526,22 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         An optimizer with a state (momentum, Adam) needs ``step``: where it has made fewer steps,
         its state is another one, and the processes would go apart after the block. Or use one that
-        joins itself, with torch's ``Join([model, optimizer])``. What a process computed under
-        ``no_sync()`` after its last reduced backward stays in its ``.grad``, as in torch.
+        joins itself, with torch's ``Join([model, optimizer])``. Each forward in the block is
+        followed by one backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
 
         Args:
             divide_by_initial_world_size: Whether gradients are always divided by the number of all
-                processes. False: by the number of those that have inputs, with communication hooks,
-                too. It says nothing for ``average="samples"`` and ``"none"``. Default: True.
+                processes, with ``average="processes"``. False: by the number of those that have
+                inputs, with communication hooks, too. Default: True.
             enable: Whether inputs may be uneven at all. Default: True.
             throw_on_early_termination: Whether all processes raise a RuntimeError as soon as one
                 has no more. Default: False.
-            step: Called in a process that has no more after each backward of the others whose
-                gradients are reduced, with these alone in ``.grad``, to do what the loop does
-                then: clipping, the optimizer's step. Default: nothing is called.
+            step: Called in a process that has no more after each round of the others, with its
+                gradients alone in ``.grad``, to do what the loop does then: clipping, the
+                optimizer's step. Default: nothing is called.
 
         Returns:
-            The context manager for the training loop. Each forward in it is followed by one
-            backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
+            The context manager for the training loop.
 
         Raises:
             ValueError: A batch norm layer takes statistics over all processes, and
@@ -635,10 +610,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """The device of the module."""
         return next(iter(self.module.parameters())).device
 
-    @property
-    def _distributed_rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group)
-
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
 
     def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
@@ -682,12 +653,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         # See Note [Copies of a wrapper] in training.py.
-        if self.options.hook is not None:
-            _log.warning(
-                "the communication hook %s is not in a copy of the wrapper, which reduces "
-                "gradients as without a hook; call its register_comm_hook()",
-                self.options.hook.name,
-            )
         state = super().__getstate__()
         for name in _NOT_COPIED:
             state.pop(name, None)

@@ -73,11 +73,7 @@ class Answers:
 class JoinBlock(JoinHook):
     """What one wrapper does in a block of ``join()``. See Note [A process that has joined].
 
-    Args:
-        model: The wrapper.
-        divides: Whether gradients are divided by the number of all processes.
-        step: What is called in a process that has joined after each round.
-        is_own: Whether this is a block of our own, whose waits say who is missing; else torch's.
+    ``is_own`` tells our block, whose waits say who is missing, from one of torch's ``Join``.
     """
 
     def __init__(

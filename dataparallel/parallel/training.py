@@ -25,17 +25,10 @@ from dataparallel import kernels
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
-from dataparallel.comm.link import ProcessLink
 from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts, ReplicaInputs
-from dataparallel.parallel.buffers import shared_tensors
 from dataparallel.reducer.exchange import ReducerProcesses
-from dataparallel.reducer.options import (
-    MixedPrecision,
-    Options,
-    TrainedParameters,
-    trained_parameters,
-)
+from dataparallel.reducer.options import MixedPrecision, trained_parameters
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import verify_across_processes
 from dataparallel.replicas.clones import ModuleClones
@@ -77,7 +70,7 @@ class Training:
         self.processes: ReducerProcesses | None = None
         self.batch_group: HybridGroup | None = None
         if group is not None and (options.world_size > 1 or options.hook):
-            verify = functools.partial(_verify, module, self._trained, options)
+            verify = functools.partial(verify_across_processes, module, self._trained, options)
             self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
@@ -208,11 +201,3 @@ class Training:
         if self.batch_group is not None:
             self.batch_group.close()
         self.reducer.close()
-
-
-def _verify(
-    module: nn.Module, trained: TrainedParameters, options: Options, link: ProcessLink
-) -> None:
-    """Refuse another module or other options in another process; a collective call."""
-    tensors = shared_tensors(module, buffers=options.sends_buffers)
-    verify_across_processes(tensors, trained, options, link)

@@ -229,3 +229,13 @@ def ignored_names(module: nn.Module) -> set[str]:
     named = [*parameters, *module.named_buffers(remove_duplicate=False)]
     kept = {id(tensor) for name, tensor in named if name not in given}
     return {name for name, tensor in named if name in given and id(tensor) not in kept}
+
+
+def shared_tensors(
+    module: nn.Module, *, parameters: bool = True, buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """What all processes have in common, by name; anew each time, since modules may assign."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters()) if parameters else {}
+    found.update(module.named_buffers() if buffers else ())
+    ignored = ignored_names(module)
+    return {name: tensor for name, tensor in found.items() if name not in ignored}

@@ -17,7 +17,7 @@ import torch
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
-from dataparallel.reducer.options import Options, TrainedParameters
+from dataparallel.reducer.options import Options, TrainedParameters, shared_tensors
 from dataparallel.torch_internals import is_wrapper
 
 _log = logging.getLogger("dataparallel")
@@ -59,9 +59,10 @@ def differences(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
 
 
 def verify_across_processes(
-    tensors: _Tensors, trained: TrainedParameters, options: Options, link: ProcessLink
+    module: torch.nn.Module, trained: TrainedParameters, options: Options, link: ProcessLink
 ) -> None:
     """Refuse other options, parameters or buffers in another process; every process calls this."""
+    tensors = shared_tensors(module, buffers=options.sends_buffers)
     sparse = dict(zip(trained.names, trained.sparse, strict=True))
     own = {
         repr(name): _parameter(tensor, sparse.get(name, False))
