@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import FileStore
 
 import dataparallel as dp
 from dataparallel import checkpoint, virtual
-from dataparallel.comm import interpreter_end
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.monitor import StepMonitor
 
@@ -133,65 +132,33 @@ def ends_by_exit(kind: str, status: int) -> None:
     sys.exit(status)
 
 
-def busy(kind: str) -> object:
-    """A thread goes on with steps while the interpreter ends."""
-    return _in_background(wrapped(kind), step)
-
-
-def busy_forward(kind: str) -> object:
-    """A thread is in forward, most of the time in long operations of torch."""
-    model = wrapped(kind)
-    model.module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
-    return _in_background(model, lambda model: model(torch.ones(512, 512)))
-
-
-def sleeping_replicas() -> object:
-    """Replicas are in a call that lets other threads run."""
-
-    class Sleeps(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.02)
-            return x
-
-    return _in_background(dp.DataParallel(Sleeps(), ["cpu", "cpu"]), step_forward)
-
-
 def step_forward(model: nn.Module) -> None:
     model(torch.ones(8, 8))
 
 
-def busy_in_processes(rank: int, world_size: int, store: str) -> object:
-    join_group(rank, world_size, store)
-    return _in_background(wrapped("distributed"), step)
+def left_behind(status: int) -> None:
+    """The caller was interrupted, and replicas are still in operations of torch."""
 
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            deadline = time.monotonic() + 3
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BaseException):
+                    x = (x @ x).clamp(0, 1)
+            return x
 
-def busy_monitored() -> object:
-    model = wrapped("data_parallel")
-    monitor = StepMonitor(model)
-    monitor.__enter__()
-    return monitor, _in_background(model, step)
+    def interrupt() -> None:
+        entered.wait(20)
+        _thread.interrupt_main()
 
-
-def _in_background(model: Any, work: Callable[[Any], object]) -> object:
-    # Long enough for a test to fail that needs it.
-    interpreter_end.PATIENCE = 100.0
-    rounds = 0
-
-    def loop() -> None:
-        nonlocal rounds
-        # Other processes may end first.
-        with contextlib.suppress(CollectiveError):
-            while True:
-                work(model)
-                rounds += 1
-
-    thread = threading.Thread(target=loop, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while rounds < 3:
-        assert time.monotonic() < deadline and thread.is_alive()
-        time.sleep(0.001)
-    return model, thread
+    entered = threading.Event()
+    model = dp.DataParallel(Slow(), ["cpu", "cpu"])
+    threading.Thread(target=interrupt).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        model(torch.rand(2, 300, 300))
+        raise AssertionError("there was no interrupt")
+    sys.exit(status)
 
 
 def after_fork(kind: str) -> object:
@@ -204,20 +171,3 @@ def after_fork(kind: str) -> object:
         return model
     _, status = os.waitpid(child, 0)
     sys.exit(os.waitstatus_to_exitcode(status))
-
-
-def stuck_in_torch() -> object:
-    """A thread is in an operation of torch that does not end."""
-    interpreter_end.PATIENCE = 1.0
-    model = dp.DataParallel(network(), ["cpu", "cpu"])
-    entered = threading.Event()
-
-    def wait() -> None:
-        step_forward(model)
-        entered.set()
-        torch.futures.Future[int]().wait()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    entered.wait(20)
-    return model, thread

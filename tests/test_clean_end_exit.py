@@ -59,32 +59,11 @@ def test_in_processes(exits: ExitServer, tmp_path: Path, destroy: bool) -> None:
     assert_clean(exits.run(*calls, timeout=LIMIT))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("busy", "data_parallel"),
-        ("busy", "distributed"),
-        ("busy", "virtual"),
-        ("busy_forward", "distributed"),
-        ("sleeping_replicas", ""),
-        ("busy_monitored", ""),
-    ],
-)
-def test_while_another_thread_trains(exits: ExitServer, name: str, kind: str) -> None:
-    # Twice: what can go wrong depends on where the thread is.
-    assert_clean(exits.run(*[(name, [kind] if kind else [])] * 2, timeout=LIMIT))
-
-
 def test_a_checkpoint_that_is_being_written_is_finished(exits: ExitServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert_clean(exits.run(("saving", [str(folder)]), timeout=LIMIT))
     loaded = checkpoint.load(folder, torch.nn.Linear(300, 300))
     assert loaded.step == 7 and not loaded.rejected
-
-
-def test_while_another_thread_trains_in_processes(exits: ExitServer, tmp_path: Path) -> None:
-    calls = [("busy_in_processes", [rank, 2, str(tmp_path / "store")]) for rank in range(2)]
-    assert_clean(exits.run(*calls, timeout=LIMIT))
 
 
 def test_right_after_a_failure_of_a_process(exits: ExitServer, tmp_path: Path) -> None:
@@ -104,14 +83,14 @@ def test_the_status_of_the_program_is_that_of_the_process(exits: ExitServer) -> 
     assert (ended.status, ended.err) == (3, "")
 
 
-def test_a_thread_that_never_comes_by_is_not_waited_for_long(exits: ExitServer) -> None:
-    (ended,) = exits.run(("stuck_in_torch", []), timeout=LIMIT)
-    assert_clean([ended])
-    assert ended.seconds > 0.9
+def test_replicas_that_were_left_behind_are_waited_for(exits: ExitServer) -> None:
+    """Where they come out of torch when the interpreter is gone, that aborts the process."""
+    (ended,) = exits.run(("left_behind", [3]), timeout=LIMIT)
+    assert (ended.status, ended.out, ended.err) == (3, "", "")
 
 
 def test_a_real_interpreter_is_no_different() -> None:
-    program = "from tests import clean_end_cases as c; kept = c.busy('data_parallel')"
+    program = "from tests import clean_end_cases as c; kept = c.trained('distributed')"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
     )

@@ -348,7 +348,6 @@ class Failures:
 
     def while_waiting(self) -> Failure | None:
         """Called in each pause of a wait: why nobody should wait any more; None if all is well."""
-        interpreter_end.come_by()
         if self.failure is not None or len(self.ranks) == 1:
             return self.failure
         # When the answer comes, another thread may have entered the next one.

@@ -13,7 +13,6 @@ import torch.distributed.rpc as torch_rpc
 from torch.distributed.rpc.functions import async_execution
 
 from dataparallel import torch_internals
-from dataparallel.comm import interpreter_end
 from dataparallel.distributed_autograd.envelope import Envelope, seal, unseal
 from dataparallel.distributed_autograd.extension import Context, extension
 
@@ -154,7 +153,6 @@ _current: Endpoint | None = None
 def current_endpoint() -> Endpoint:
     """The worker that this process is; a RuntimeError before ``init_rpc`` and after its end."""
     global _current
-    interpreter_end.come_by()
     # Some builds of torch have no RPC.
     agent = torch_internals.rpc_agent() if torch_rpc.is_available() else None
     if agent is None:

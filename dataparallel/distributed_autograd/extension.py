@@ -10,7 +10,6 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
-from dataparallel.comm import interpreter_end
 from dataparallel.kernels.native import NativeExtension
 
 #: Seconds that code which runs in a pass, a hook for instance, gets when the process ends.
@@ -101,7 +100,6 @@ def extension() -> Extension:
 
 def _end(native: Extension) -> None:
     """End the passes of this process: a thread that wants the interpreter later would abort it."""
-    interpreter_end.wait_for_threads()
     native.set_process_worker(None)
     native.wait_for_threads(_AT_EXIT)
 

@@ -79,6 +79,8 @@ class _Call:
 
     def execute(self, index: int) -> None:
         """Run one task, in its thread."""
+        thread = threading.current_thread()
+        interpreter_end.working.add(thread)
         try:
             task = self._tasks[index]
             assert task is not None, "a task runs once"
@@ -92,6 +94,7 @@ class _Call:
             self.ended.add(index)
             if len(self.ended) == len(self._tasks):
                 self._all_ended.put(None)
+            interpreter_end.working.discard(thread)
 
     def wait(self, seconds: float) -> bool:
         """Whether all tasks have ended within so many seconds; only the caller waits."""
@@ -130,13 +133,11 @@ _Inbox: TypeAlias = "queue.SimpleQueue[_Call | None]"
 def _serve(inbox: _Inbox, index: int) -> None:
     # The system cuts it after 15 characters.
     torch_internals.set_thread_name(f"replica-{index}")
-    interpreter_end.start(rests_in=_serve.__code__)
     # An interrupt that comes when the task has just ended has nothing left to stop.
     with contextlib.suppress(Interrupted):
         while (call := inbox.get()) is not None:
             call.execute(index)
             del call
-    interpreter_end.stop()
 
 
 class Workers:
@@ -218,13 +219,11 @@ class WorkerPools:
             workers = self._idle.pop()
         except IndexError:
             workers = Workers()
-        if interpreter_end.is_ending or threading.get_ident() not in interpreter_end.working:
-            interpreter_end.come_by()
         call = _Call(tasks)
         try:
             workers.start(call, len(tasks))
             while not call.wait(_WAIT):
-                interpreter_end.come_by()
+                pass
         except BaseException:
             try:
                 if on_interrupt is not None:
