@@ -58,32 +58,18 @@ def parse_device(spec: DeviceLike) -> torch.device:
         )
     if isinstance(spec, int):
         there = accelerators()
-        if not there:
-            raise ValueError(
-                f"device {spec} is the index of an accelerator, but this machine has none; "
-                'ask for CPU replicas by name, for example device_ids=["cpu", "cpu"]'
-            )
         if spec not in range(len(there)):
             raise ValueError(f"device {spec} does not exist; {_devices_that_exist()}")
         return there[spec]
     try:
         device = torch.device(spec)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{spec!r} is not a device: {str(error).splitlines()[0]}; {_devices_that_exist()}"
-        ) from error
-    if device.type == "cpu":
-        return _CPU
-    if device.type == "meta":
-        raise ValueError("the meta device computes nothing, so a replica cannot run on it")
-    try:
+        if device.type == "cpu":
+            return _CPU
         module: Any = torch.get_device_module(device)
         count = int(module.device_count())
     except (RuntimeError, AttributeError) as error:
-        raise ValueError(
-            f"device {spec!r} does not exist: this torch has no {device.type!r} devices; "
-            f"{_devices_that_exist()}"
-        ) from error
+        fault = str(error).splitlines()[0]
+        raise ValueError(f"{spec!r} is not a device: {fault}; {_devices_that_exist()}") from error
     index = device.index
     if index is None:
         index = int(module.current_device()) if count else 0
@@ -124,7 +110,8 @@ def parse_output_device(spec: DeviceLike | None, default: torch.device) -> torch
 
 def _devices_that_exist() -> str:
     names = ", ".join(str(device) for device in (*accelerators(), _CPU))
-    return f"the devices of this machine are: {names}"
+    none = '; of accelerators this machine has none: for CPU replicas say device_ids=["cpu", "cpu"]'
+    return f"the devices of this machine are: {names}{'' if accelerators() else none}"
 
 
 # --- what differs between device types -------------------------------------------------------

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataparallel.batch.plan import plan_scatter, settle
-from dataparallel.batch.scatter import execute
+from dataparallel.batch.scatter import execute, plan_scatter, settle
 from dataparallel.extras.balancing.speeds import Cost, divide, fits, slowest
 
 

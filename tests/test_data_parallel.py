@@ -217,7 +217,7 @@ def test_several_replicas_on_one_accelerator() -> None:
         ([], ValueError, "device_ids is empty"),
         ("cpu", TypeError, r"write \['cpu'\]"),
         ([1.5], TypeError, "a device is an int, a str or a torch.device, but got 1.5"),
-        (["meta", "meta"], ValueError, "meta device computes nothing"),
+        (["meta", "meta"], ValueError, "'meta' is not a device"),
         (["abacus"], ValueError, "'abacus' is not a device"),
     ],
 )

@@ -36,13 +36,13 @@ def test_without_accelerators_there_is_one_cpu_slot() -> None:
 
 @pytest.mark.usefixtures("no_accelerator")
 def test_an_index_without_accelerators_says_how_to_ask_for_the_cpu() -> None:
-    with pytest.raises(ValueError, match=r'this machine has none; .* device_ids=\["cpu", "cpu"\]'):
+    with pytest.raises(ValueError, match=r'this machine has none: .* device_ids=\["cpu", "cpu"\]'):
         devices.parse_devices([0, 1])
 
 
 @pytest.mark.usefixtures("no_accelerator")
 def test_devices_that_exist_without_accelerators() -> None:
-    with pytest.raises(ValueError, match=r"the devices of this machine are: cpu$"):
+    with pytest.raises(ValueError, match=r"the devices of this machine are: cpu; of"):
         devices.parse_device("nonsense")
 
 
@@ -97,13 +97,13 @@ def test_what_is_no_device_at_all(spec: str) -> None:
 
 
 def test_a_type_that_this_torch_lacks() -> None:
-    with pytest.raises(ValueError, match=f"this torch has no 'opengl' devices; {THESE_EXIST}$"):
+    with pytest.raises(ValueError, match=f"^'opengl:0' is not a device: .*; {THESE_EXIST}$"):
         devices.parse_device("opengl:0")
 
 
 @pytest.mark.parametrize("spec", ["meta", torch.device("meta")])
 def test_meta_computes_nothing(spec: devices.DeviceLike) -> None:
-    with pytest.raises(ValueError, match="the meta device computes nothing"):
+    with pytest.raises(ValueError, match=r"meta.* is not a device"):
         devices.parse_device(spec)
 
 

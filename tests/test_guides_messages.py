@@ -179,9 +179,6 @@ CASES: dict[str, Callable[[], object]] = {
     "what ... divides its loss by is not known": lambda: dp.DataParallel(
         nn.Linear(4, 3), CPUS
     ).loss(own_criterion, x(), torch.randn(6, 3)),
-    "holds tensors and is no container that can be put together": lambda: call(
-        lambda net, x: Own(x), x()
-    ),
     "the replicas return different containers": lambda: call(differ, x()),
     "... cannot be put together": lambda: call(shapes, x()),
     "Expected more than 1 value per channel when training": lambda: dp.DataParallel(

@@ -76,13 +76,14 @@ def tokens(seed: int = 0, length: int = 3, size: int = 5) -> Tensor:
 
 @wrappers
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_cache_that_is_returned_is_that_of_the_batch(wrapper: Any, count: int) -> None:
+def test_a_cache_that_is_returned_comes_once_per_replica(wrapper: Any, count: int) -> None:
     bare, inner = twins(Attention, "cpu")
     model = wrapper(inner, ["cpu"] * count)
     got, expected = model(tokens()), bare(tokens())
-    assert type(got["cache"]) is Cache
-    for mine, theirs in zip(got["cache"], expected["cache"], strict=True):
-        assert_all_close(mine, theirs)
+    caches = got["cache"] if count > 1 else [got["cache"]]
+    assert [type(cache) for cache in caches] == [Cache] * count
+    for theirs, *mine in zip(expected["cache"], *caches, strict=True):
+        assert_all_close([torch.cat(parts) for parts in zip(*mine, strict=True)], theirs)
     got["x"].pow(2).sum().backward()
     expected["x"].pow(2).sum().backward()
     assert_all_close(grads_of(model), grads_of(bare))
@@ -244,23 +245,20 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 
 @wrappers
 @pytest.mark.parametrize("make", RETURNED.values(), ids=RETURNED)
-def test_an_output_that_cannot_be_put_together_is_refused(wrapper: Any, make: Any) -> None:
+def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, make: Any) -> None:
     class Returns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor, boxed: bool) -> Any:
-            return {"x": self.linear(x), "more": make(self.linear(x)) if boxed else None}
+        def forward(self, x: Tensor) -> Any:
+            return {"x": self.linear(x), "more": make(self.linear(x))}
 
     x, net = torch.randn(5, 4), Returns()
-    model = wrapper(net, ["cpu", "cpu"])
-    with pytest.raises(TypeError, match=r"outputs\['more'\] is a .*use_cache=False.*\"each\""):
-        model(x, True)
-    torch.testing.assert_close(model(x, False)["x"], net.linear(x))
-    each = wrapper(net, ["cpu", "cpu"], "each")
-    assert type(each(x, True)[0]["more"]) is type(make(x[:3]))
-    single = wrapper(net, ["cpu"])(x, True)
+    got = wrapper(net, ["cpu", "cpu"])(x)
+    torch.testing.assert_close(got["x"], net.linear(x))
+    assert [type(one) for one in got["more"]] == [type(make(x[:3])), type(make(x[3:]))]
+    single = wrapper(net, ["cpu"])(x)
     assert type(single["more"]) is type(make(x))
 
 

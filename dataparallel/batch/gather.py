@@ -22,11 +22,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel.batch.plan import DEFAULT, WAY_OUT, ScatterPlan, spread_dims
-from dataparallel.batch.scatter import move_tensor
-from dataparallel.batch.tree import Path, Structure, difference, flatten, held_tensors, may_hold
+from dataparallel.batch.scatter import DEFAULT, ScatterPlan, move_tensor, spread_dims
+from dataparallel.batch.tree import Path, Structure, difference, flatten
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
 from dataparallel.graph.functions import (
@@ -77,12 +75,10 @@ def gather(
 
     Returns:
         One container as each replica returned it, with tensors concatenated as ``torch.cat`` does.
-        Other leaves come once if all replicas agree, else as a list with one per replica. For
-        ``"each"`` the list of outputs.
+        Other leaves, such as objects of unknown type that hold tensors, come once if all replicas
+        agree, else as a list with one per replica. For ``"each"`` the list of outputs.
 
     Raises:
-        TypeError: An output is a ``PackedSequence``, or an object of unknown type that holds
-            tensors and is not made of what iterating over it gives, as some caches are.
         ValueError: The outputs are not built alike, ``out_dims`` is built in another way, shapes
             don't concatenate, a mean of integers is asked for, or an option has no such value.
     """
@@ -158,15 +154,14 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
             f"{cell.path} has these types in the replicas: {kinds}; return a tensor in all of them "
             f"or in none; {_KEEP_APART}"
         )
-    differ = any(leaf is not first for leaf in column)
-    if differ and any(may_hold(leaf) and held_tensors(leaf) for leaf in column):
-        return _join_objects(column, cell)
     try:
-        same = all(type(leaf) is type(first) and bool(leaf == first) for leaf in column)
+        same = all(
+            leaf is first or (type(leaf) is type(first) and bool(leaf == first)) for leaf in column
+        )
     except (RuntimeError, TypeError, ValueError):
         # Such objects (arrays) compare element by element: they have no one answer.
         same = False
-    return first if same or not differ else list(column)
+    return first if same else list(column)
 
 
 def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
@@ -222,26 +217,6 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     (total,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
     result: Tensor = total.to(dtype)
     return result
-
-
-def _join_objects(column: Sequence[Any], cell: _Cell) -> Any:
-    """Objects that hold tensors, made anew from what iterating over them gives, as torch does."""
-    kind = type(column[0])
-    fault: Exception | None = None
-    # The order of a set is its own, and a packed sequence interleaves the samples.
-    if not issubclass(kind, (set, frozenset, PackedSequence)):
-        try:
-            columns, structure = _columns([list(leaf) for leaf in column])
-            result = kind(structure.rebuild([_join(inner, cell) for inner in columns]))
-            if len(held_tensors(result)) == len(held_tensors(column[0])):
-                return result
-        except (TypeError, ValueError, AttributeError) as error:
-            fault = error
-    raise TypeError(
-        f"{cell.path} is a {kind.__name__}, which holds tensors and is no container that can be "
-        f"put together; {WAY_OUT.replace('pass', 'return', 1)}, or leave it out (a cache of keys "
-        f"and values with use_cache=False); {_KEEP_APART}"
-    ) from fault
 
 
 # --- what chunks count ---------------------------------------------------------------------------

@@ -20,8 +20,14 @@ from dataparallel.batch.gather import (
     gather,
     nothing_to_split,
 )
-from dataparallel.batch.plan import BatchSplitter, ChunkSizesOf, ScatterPlan, plan_scatter
-from dataparallel.batch.scatter import execute, move
+from dataparallel.batch.scatter import (
+    BatchSplitter,
+    ChunkSizesOf,
+    ScatterPlan,
+    execute,
+    move,
+    plan_scatter,
+)
 from dataparallel.devices import (
     DeviceLike,
     accelerators,

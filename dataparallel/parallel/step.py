@@ -18,8 +18,7 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.batch.gather import Joining, join_scalars
-from dataparallel.batch.plan import Leaf
-from dataparallel.batch.scatter import watch
+from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
