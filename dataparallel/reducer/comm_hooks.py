@@ -6,11 +6,10 @@ unmodified.
 
 Note [Hooks that launch from callbacks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A hook may launch further collectives when its first one is done, from a callback of the future.
-Where futures are completed by threads, as with gloo, the callbacks of two buckets run in an order
-that differs between processes, which mixes their collectives up: torch's wrapper then crashes as
-soon as there is a second bucket. Such hooks get one bucket at a time: the next one when the future
-of the one before is done. Torch's own ones are recognized; others say so by an attribute:
+A hook may launch further collectives from a callback of its first future. Where threads complete
+futures, as with gloo, the callbacks of two buckets run in another order in another process, which
+mixes their collectives up: torch's wrapper crashes as soon as there is a second bucket. Such hooks
+get a bucket when the future of the one before is done. Torch's own ones are recognized; others say
 ``hook.one_bucket_at_a_time = True``. It is not the rule for all, since a hook may complete the
 futures of several buckets together.
 """
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
-from dataparallel import torch_internals
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import Bucket, BucketStorage
@@ -88,20 +86,11 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of the flat one, for example of another dtype.
-
-        Args:
-            tensor: What :meth:`buffer` returns from now on, and what :meth:`gradients` are views
-                of.
-        """
+        """Let :meth:`buffer` return another tensor, and :meth:`gradients` views of it."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer per parameter, in the parameter's shape and layout.
-
-        Raises:
-            ValueError: The buffer was replaced by one that is not contiguous.
-        """
+        """One view of the buffer per parameter, in the parameter's shape and layout."""
         sizes = [view.numel() for view in self._views]
         if not self._buffer.is_contiguous():
             raise ValueError(
@@ -110,12 +99,10 @@ class GradBucket:
             )
         # A hook may have resized it.
         parts = torch.split(self._buffer[: sum(sizes)], sizes)
+        pairs = zip(parts, self._views, strict=True)
         if self._in_memory_order:
-            return [part.view(view.shape) for part, view in zip(parts, self._views, strict=True)]
-        return [
-            part.as_strided(view.shape, view.stride())
-            for part, view in zip(parts, self._views, strict=True)
-        ]
+            return [part.view(view.shape) for part, view in pairs]
+        return [part.as_strided(view.shape, view.stride()) for part, view in pairs]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the bucket, in the order of :meth:`gradients`: the originals."""
@@ -157,13 +144,9 @@ class ResolvedHook(NamedTuple):
                 "'allreduce', or a hook that sends view_as_real()"
             )
         with _located(given):
-            future: Any = self.function(self.state, given)
-        if not isinstance(future, torch_internals.Future):
-            raise TypeError(
-                f"the communication hook {self.name} must return a torch.futures.Future of the "
-                f"new content of {given}, but returned a {type(future).__name__}; return "
-                "work.get_future(), or put a tensor into a future with set_result"
-            )
+            future = self.function(self.state, given)
+            if not hasattr(future, "add_done_callback"):
+                raise TypeError(f"a hook returns a future, such as work.get_future(): {future!r}")
 
         def wait() -> torch.Tensor:
             what = f"the future of the communication hook {self.name}"

@@ -3,9 +3,8 @@
 Note [Order of collectives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Processes must launch the same collectives in the same order. Buckets may become ready in different
-threads; they are summed and launched by their numbers, by one thread at a time: a thread that finds
-another one at it leaves its bucket to that. The vote goes through a group of its own, so it cannot
-be mistaken for a bucket.
+threads; they are summed and launched by their numbers, by one thread at a time. The vote goes
+through a group of its own, so it cannot be mistaken for a bucket.
 
 Note [The vote]
 ~~~~~~~~~~~~~~~
@@ -404,5 +403,5 @@ def _sum_in_order(link: ProcessLink, flat: torch.Tensor, what: str) -> torch.Ten
     first, *others = link.all_gather(flat, what=what)
     flat.copy_(first)
     for part in others:
-        flat.add_(part.to(flat.device))
+        flat.add_(part)
     return flat

@@ -278,12 +278,7 @@ class Reducer:
         reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
         for bucket in reduced:
             bucket.renew()
-        return Exchange(
-            processes,
-            reduced,
-            self.options,
-            weight=weight,
-        )
+        return Exchange(processes, reduced, self.options, weight=weight)
 
     def _end(self, round_: Round) -> None:
         """All gradients have come: reduce and deliver them."""
