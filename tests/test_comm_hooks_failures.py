@@ -128,14 +128,14 @@ def test_a_hook_that_raises_on_one_rank(cluster: Cluster, index: int, replicas: 
     torch.testing.assert_close([first[2], second[2]], expected, rtol=2e-5, atol=2e-5)
 
 
-def _fails_for_good(rank: int, world_size: int, times: int) -> list[str]:
-    """What each of three steps ends with, where a hook fails on rank 1 in the first ``times``."""
+def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> list[str]:
+    """What each of four steps ends with, where a hook fails on rank 1 in the first."""
     keep_group()
     step = 0
 
     def hook(state: None, bucket: Any) -> Future[Tensor]:
-        if rank == 1 and step < times:
-            raise HookError("no")
+        if rank == 1 and step == 0:
+            raise kind("no")
         return allreduce_hook(ALL, bucket)
 
     model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=30.0)
@@ -149,7 +149,7 @@ def _fails_for_good(rank: int, world_size: int, times: int) -> list[str]:
         began = time.monotonic()
         try:
             model(torch.full((1, 3), 10.0**step)).sum().backward()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             found.append(f"{type(error).__name__}: {error}")
             # Before the time limit of a collective, and of the hook.
             assert time.monotonic() - began < 5.0
@@ -161,9 +161,10 @@ def _fails_for_good(rank: int, world_size: int, times: int) -> list[str]:
     return found
 
 
-def test_a_hook_that_fails_again_when_it_is_asked_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("kind", [HookError, KeyboardInterrupt])
+def test_a_hook_that_sends_no_zeros_either(cluster: Cluster, kind: type[BaseException]) -> None:
     """Rank 0 has begun a collective, and rank 1 has none for it: nothing may be matched with it."""
-    first, second = cluster.run(_fails_for_good, 2, 1, timeout=120)
+    first, second = cluster.run(_fails_for_good, 2, kind, timeout=120)
     for texts in (first, second):
         assert len(texts) == 4
         assert all(": " in text for text in texts), "results of different steps were added"
@@ -172,4 +173,4 @@ def test_a_hook_that_fails_again_when_it_is_asked_again(cluster: Cluster) -> Non
             assert "s: rank 1 (" in text and "collectives of a communication hook that no" in text
             assert "; start all processes again" in text
     assert "CollectiveError" in first[0] and "rank 1" in first[0]
-    assert "HookError: no" in first[0] and "HookError: no" in second[0]
+    assert f"{kind.__name__}: no" in first[0] and f"{kind.__name__}: no" in second[0]
