@@ -574,10 +574,7 @@ def mark_untraced(function: FunctionT) -> FunctionT:
 
 
 def mark_constant(function: FunctionT) -> FunctionT:
-    """Have compiled code take over what a function returned, as ``assume_constant_result`` does.
-
-    That imports the compiler.
-    """
+    """Have compiled code take over what a function returned, as ``assume_constant_result`` does."""
     vars(function).update(_dynamo_marked_constant=True)
     return function
 
@@ -604,40 +601,10 @@ def settings_of_compiler(room: int) -> Iterator[None]:
 # --- patches ---------------------------------------------------------------------------------
 
 
-def state_of_compiled_calls() -> Callable[[], None]:
-    """What a call of compiled code changes and then sets back, in variables of the whole process.
-
-    A flag, that a compiled module runs, and with ``dynamic=`` two settings, which belong to a
-    thread since torch 2.13. What this torch lacks is left out.
-    """
-    names = {
-        "torch._dynamo.eval_frame": ("_in_optimized_module",),
-        "torch._dynamo.config": ("automatic_dynamic_shapes", "assume_static_by_default"),
-    }
-    found = [
-        (sys.modules[module], name, getattr(sys.modules[module], name))
-        for module, its in names.items()
-        for name in its
-        if hasattr(sys.modules.get(module), name)
-    ]
-    # Where it is up, a call around this one or in another thread has put it up, and takes it down.
-    found = [one for one in found if one[1:] != ("_in_optimized_module", True)]
-
-    def write_back() -> None:
-        for module, name, value in found:
-            if getattr(module, name) != value:
-                setattr(module, name, value)
-
-    return write_back
-
-
 def compile_lock() -> Any:
-    """The lock under which torch compiles; None as long as nobody has imported the compiler.
-
-    Torch's keeps two threads from compiling at the same time, but not one from running while
-    another compiles, so ``threads/compile.py`` puts another in its place.
-    """
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    """The lock under which torch compiles; Note [Compiling alone] in ``threads/compile.py``."""
+    frames: Any = importlib.import_module("torch._dynamo.convert_frame")
+    return frames.compile_lock
 
 
 def replace_compile_lock(lock: Any) -> None:

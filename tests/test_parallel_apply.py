@@ -85,13 +85,10 @@ def test_no_module_gives_no_output() -> None:
     assert parallel_apply([], []) == []
 
 
-def test_lengths_that_disagree_are_all_named() -> None:
-    with pytest.raises(
-        ValueError,
-        match="there are 2 modules, but inputs has 3 entries and kwargs_tup has 1 entries and "
-        "devices has 4 entries; give one entry per module",
-    ):
-        parallel_apply([int, int], [1, 2, 3], [{}], ["cpu"] * 4)
+@pytest.mark.parametrize("args", [[[1, 2, 3]], [[1, 2], [{}]], [[1, 2], None, ["cpu"] * 4]])
+def test_lengths_that_disagree_are_an_error(args: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"argument \d is (longer|shorter) than argument"):
+        parallel_apply([int, int], *args)
 
 
 def test_a_device_that_does_not_exist_is_an_error() -> None:

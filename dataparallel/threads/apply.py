@@ -69,30 +69,17 @@ def parallel_apply(
         BaseException: What a module raised, with "in replica i on device d" added; of several the
             one of the lowest index.
     """
-    _check_lengths(len(modules), inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
-    kwargs = [given or {} for given in kwargs_tup] if kwargs_tup else [{} for _ in modules]
-    given = list(devices) if devices is not None else [None] * len(modules)
-    places = [
-        _device_of((args, named)) if device is None else _devices.parse_device(device)
-        for device, args, named in zip(given, inputs, kwargs, strict=True)
-    ]
-    calls = [
-        functools.partial(module, *(args if isinstance(args, (tuple, list)) else (args,)), **named)
-        for module, args, named in zip(modules, inputs, kwargs, strict=True)
-    ]
-    return apply_replicas(calls, places)
-
-
-def _check_lengths(modules: int, **others: Sequence[Any] | None) -> None:
-    faults = [
-        f"{name} has {len(given)} entries"
-        for name, given in others.items()
-        if given is not None and len(given) != modules
-    ]
-    if faults:
-        raise ValueError(
-            f"there are {modules} modules, but {' and '.join(faults)}; give one entry per module"
+    none = [None] * len(modules)
+    calls, places = [], []
+    for module, given, named, device in zip(
+        modules, inputs, kwargs_tup or none, devices or none, strict=True
+    ):
+        args = given if isinstance(given, (tuple, list)) else (given,)
+        calls.append(functools.partial(module, *args, **(named or {})))
+        places.append(
+            _device_of((args, named)) if device is None else _devices.parse_device(device)
         )
+    return apply_replicas(calls, places)
 
 
 def _device_of(arguments: Any) -> torch.device:

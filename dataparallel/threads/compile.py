@@ -21,9 +21,8 @@ another: replica 0 compiles, and the others find it done. They run at the same t
 that compiled nothing: then all is compiled, or what was compiled takes any size. A replica that
 compiles even so does it alone, and the next call starts over.
 
-The order only saves work: a replica starts anyway if the one before it waits for others, or neither
-ends nor compiles for some seconds. A forward that is itself the first in the process to
-call ``torch.compile`` has none of all this.
+The order only saves work: a replica starts anyway if the one before it waits for others, or takes
+long. A forward that is itself the first in the process to call ``torch.compile`` has none of this.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class CompileLock:
         self._running: dict[threading.Thread, ParallelCall] = {}
         if self._owner is not threading.current_thread():
             self._owner = None
-        self._num_waiting = self._num_calls = 0
-        self._write_back: Callable[[], None] = lambda: None
+        self._num_waiting = 0
 
     def install(self) -> None:
         """Stand in the place of torch's lock."""
@@ -128,23 +126,6 @@ class CompileLock:
         finally:
             if call is not None:
                 self.share(call)
-
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Around a parallel call in which compiled code may be called."""
-        # Each call of compiled code changes variables of the process and restores what it found,
-        # which is wrong for calls that overlap. So the last one restores what the first one found.
-        with self._changed:
-            if not self._num_calls:
-                self._write_back = torch_internals.state_of_compiled_calls()
-            self._num_calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_calls -= 1
-                if not self._num_calls:
-                    self._write_back()
 
     def __enter__(self) -> None:
         """Take the lock alone, to compile; may be nested."""
@@ -254,7 +235,7 @@ class CompiledCalls:
             lock.install()
         kind = _kind_of(calls[0]) if concurrent else None
         call = ParallelCall(num_devices, kind is not None and kind not in self._quiet)
-        with lock.restoring(), lock.paused():
+        with lock.paused():
             yield call
         if call.has_compiled:
             self._quiet.discard(kind)

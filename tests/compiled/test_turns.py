@@ -20,7 +20,6 @@ from tests.compiled.cases import (
     compare,
     compile_in_place,
     compile_nested,
-    compile_whole,
     twins,
 )
 
@@ -202,32 +201,6 @@ def test_several_models_in_several_threads() -> None:
 
 
 # --- torch's lock --------------------------------------------------------------------------------
-
-
-def test_torchs_variables_are_as_before() -> None:
-    barrier = threading.Barrier(2)
-    meets: list[bool] = []
-
-    @compiling.untraced
-    def meet() -> None:
-        if meets:
-            barrier.wait(10.0)
-
-    class Meets(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            meet()
-            return x + 1
-
-    flags: Any = torch._dynamo.eval_frame
-    model = DataParallel(compile_whole(Meets(), backend="eager", dynamic=False), ["cpu"] * 2)
-    # Which of two replicas leaves first is not ruled, and matters.
-    for number in range(12):
-        model(torch.randn(4, 4))
-        assert flags._in_optimized_module is False
-        assert torch._dynamo.config.automatic_dynamic_shapes is True
-        # From the third call on they run at the same time.
-        if number:
-            meets.append(True)
 
 
 def test_the_lock_is_put_in_place_once() -> None:
