@@ -560,7 +560,7 @@ register_device_module: Callable[[str, Any], None] = _private("torch._register_d
 # Importing it takes seconds, so nothing here does unless something is compiled anyway.
 
 
-def mark_untraced(function: FunctionT) -> FunctionT:
+def untraced(function: FunctionT) -> FunctionT:
     """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
 
     That imports the compiler, and costs at each call.

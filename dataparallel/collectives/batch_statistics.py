@@ -29,9 +29,8 @@ from dataparallel.collectives.functional import all_gather_tensor, wait_tensor
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import refuse_in_backward
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import current_rendezvous
-from dataparallel.torch_internals import BatchNorm, check_input_of
+from dataparallel.torch_internals import BatchNorm, check_input_of, untraced
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataparallel.collectives.hybrid_link import HybridLink, name_members
 from dataparallel.collectives.hybrid_members import HybridMembers
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
+from dataparallel.torch_internals import untraced
 
 R = TypeVar("R")
 V = TypeVar("V")

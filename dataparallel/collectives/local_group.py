@@ -15,8 +15,8 @@ from dataparallel.collectives.joint import run_jointly
 from dataparallel.collectives.members import LocalMembers
 from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
 from dataparallel.threads.apply import current_replica
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
+from dataparallel.torch_internals import untraced
 
 
 class LocalGroup:

@@ -16,9 +16,8 @@ from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.replicas.clones import ModuleClones
 from dataparallel.threads.apply import current_replica
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.meeting import current_rendezvous
-from dataparallel.torch_internals import BatchNorm
+from dataparallel.torch_internals import BatchNorm, untraced
 
 
 def synchronize(clones: ModuleClones, group: LocalGroup) -> None:

@@ -66,9 +66,8 @@ from dataparallel.graph.functions import (
     apply_in_backward,
     behind_own_nodes,
 )
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
-from dataparallel.torch_internals import will_execute
+from dataparallel.torch_internals import untraced, will_execute
 
 #: Number of no backward.
 NO_TASK = -1

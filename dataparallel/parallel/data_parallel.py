@@ -42,8 +42,8 @@ from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
 from dataparallel.parallel.prefix import StateNames
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.replicate import check_placement, is_spread, place
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.timeline import Timeline
+from dataparallel.torch_internals import untraced
 
 if TYPE_CHECKING:
     from dataparallel.parallel.training import Training

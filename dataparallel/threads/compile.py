@@ -49,9 +49,6 @@ _LOOK = 0.2
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
-#: Keep the compiler out of a function and all that it calls, without importing the compiler.
-untraced = torch_internals.mark_untraced
-
 
 class CompileTimeout(TimeoutError):
     """A thread that wants to compile waited in vain for the replicas to stop."""

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from dataparallel.threads.compile import untraced
 from dataparallel.threads.workers import SecondaryError
+from dataparallel.torch_internals import untraced
 
 V = TypeVar("V")
 R = TypeVar("R")
