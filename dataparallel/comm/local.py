@@ -304,6 +304,13 @@ def sums_of(
     None counts for nothing, and is the sum of nothing. With ``in_place`` a dense sum is written
     over the first term of its column if that is on the device.
     """
+    plain = [
+        type(term) is torch.Tensor and term.layout is torch.strided and term.device == target
+        for column in columns
+        for term in column
+    ]
+    if len(plain) > len(columns) and all(plain):
+        return _add(columns, target, in_place)
     sums: list[torch.Tensor | None] = [None] * len(columns)
     # What is added in one call is on the same devices in each row.
     together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}

@@ -58,6 +58,16 @@ class GradientHome:
         """Set the gradient of a parameter, or say that the tensor it is was written to."""
         parameter.grad = gradient
 
+    def swap(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Set the gradient of each parameter; returns what they were."""
+        before = self.read(parameters)
+        for parameter, old, new in zip(parameters, before, gradients, strict=True):
+            if new is not old:
+                self.write(parameter, new)
+        return before
+
     def lent(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
         """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
         return contextlib.nullcontext()

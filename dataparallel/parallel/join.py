@@ -157,7 +157,7 @@ class JoinBlock(JoinHook):
             }
         for parameter in self._kept:
             IN_GRAD.write(parameter, None)
-        reducer.reduce(lambda: None, has_data=False)
+        reducer.reduce(lambda: None, weight=0.0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: have the parameters and buffers of one that joined last."""

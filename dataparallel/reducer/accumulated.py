@@ -27,130 +27,97 @@ have computed for such a parameter is passed on to the engine, and comes back as
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from dataparallel import torch_internals
+from dataparallel.errors import describe_names
 from dataparallel.graph.originals import IN_GRAD, GradientHome
 
 
 class Accumulated:
-    """Keeps apart the reduced and the unreduced part of gradients."""
+    """Keeps apart the reduced and the unreduced part of gradients in one place.
+
+    Args:
+        originals: The parameters.
+        summed: Whether processes' gradients are added up, so that it matters what is reduced.
+        home: Where the gradients are.
+    """
 
     def __init__(
         self,
         originals: Sequence[torch.nn.Parameter],
+        *,
         summed: bool,
         home: GradientHome = IN_GRAD,
     ) -> None:
         self._originals = originals
         self._summed = summed
         self.home = home
-        #: What the gradients were when the round began that is under way.
-        self._aside: list[torch.Tensor | None] | None = None
-        #: For sums, where the last round has left each gradient, and its version.
+        # For sums, where the last round has left each gradient, and its version.
         self._left: dict[int, tuple[int, int]] = {}
-        #: Parameters whose ``.grad`` has an unreduced part, and a copy of the reduced part.
+        # For sums, parameters whose gradient has an unreduced part, and a copy of the reduced part.
         self._unreduced: dict[int, torch.Tensor | None] = {}
 
     # --- before a round --------------------------------------------------------------------------
 
     def before_unsynchronized(self) -> None:
         """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
-        self.notice_zeroed()
-        for index, reduced in enumerate(self.home.read(self._originals)):
-            if index not in self._unreduced:
-                kept = self._summed and reduced is not None
-                self._unreduced[index] = reduced.clone() if kept and reduced is not None else None
+        if self._summed:
+            self._notice_zeroed()
+            for index, grad in enumerate(self.home.read(self._originals)):
+                if index not in self._unreduced:
+                    self._unreduced[index] = None if grad is None else grad.clone()
 
-    def notice_zeroed(self) -> None:
-        """Forget reduced parts that the user has thrown away since; before a backward begins."""
-        for index, reduced in self._unreduced.items():
-            if reduced is not None:
-                (grad,) = self.home.read([self._originals[index]])
-                if grad is None or not _has_content(grad):
-                    self._unreduced[index] = None
+    def _notice_zeroed(self) -> None:
+        """Forget reduced parts that the user has thrown away since."""
+        for index, grad in enumerate(self.home.read(self._originals)):
+            known = self._unreduced.get(index) is not None
+            if known and (grad is None or not _has_content(grad)):
+                self._unreduced[index] = None
 
-    @property
-    def any(self) -> bool:
-        """Whether something may be unreduced."""
-        return bool(self._unreduced)
+    def unreduced(self, names: Sequence[str]) -> dict[int, torch.Tensor]:
+        """What the gradients of the first parameters hold that is to be sent; new, or a view.
 
-    def unreduced(self, number: int | None = None) -> dict[int, torch.Tensor]:
-        """What ``.grad`` of the first parameters holds that is to be sent; new, or a view.
-
-        See Note [Gradients from before a round].
+        An error if nobody knows it. See Note [Gradients from before a round].
         """
-        found = {}
-        for index, grad in enumerate(self.home.read(self._originals[:number])):
-            if grad is not None and (index in self._unreduced or not self._summed):
-                reduced = self._unreduced.get(index)
-                found[index] = grad.detach() if reduced is None else grad.detach() - reduced
-        return found
-
-    def changed(self) -> list[int]:
-        """For sums, parameters of which nobody knows how much of ``.grad`` is reduced."""
+        grads = self.home.read(self._originals[: len(names)])
+        held = {index: grad.detach() for index, grad in enumerate(grads) if grad is not None}
         if not self._summed:
-            return []
-        return [
-            index
-            for index, grad in enumerate(self.home.read(self._originals))
-            if grad is not None
-            and index not in self._unreduced
+            return held
+        self._notice_zeroed()
+        changed = [
+            names[index]
+            for index, grad in held.items()
+            if index not in self._unreduced
             and self._left.get(index) != _place(grad)
             and _has_content(grad)
         ]
+        if changed:
+            raise RuntimeError(
+                "the gradients of these parameters have changed since they were reduced: "
+                f"{describe_names(changed)}. With average='none' the processes' gradients are "
+                "added up, and nobody could tell what was changed outside of the wrapper's "
+                "backward from what is reduced already. Zero the gradients before the next "
+                "backward, or use average='processes'"
+            )
+        parts = {index: self._unreduced[index] for index in held if index in self._unreduced}
+        return {i: held[i] if part is None else held[i] - part for i, part in parts.items()}
 
-    # --- while a round is under way --------------------------------------------------------------
-
-    def put_aside(self) -> None:
-        """Let ``.grad`` be None, so that what comes there in this backward is from outside."""
-        self._aside = self.home.read(self._originals)
-        for original, grad in zip(self._originals, self._aside, strict=True):
-            if grad is not None:
-                self.home.write(original, None)
-
-    def take_outside(self) -> dict[int, torch.Tensor]:
-        """What has come into ``.grad`` since :meth:`put_aside`, which ends."""
-        came = self.home.read(self._originals)
-        self.put_back()
-        return {index: grad.detach() for index, grad in enumerate(came) if grad is not None}
-
-    def put_back(self) -> None:
-        """Let ``.grad`` be what it was when the round began."""
-        before, self._aside = self._aside, None
-        if before is None:
-            return
-        now = self.home.read(self._originals)
-        for original, grad, other in zip(self._originals, before, now, strict=True):
-            if grad is not other:
-                self.home.write(original, grad)
+    # --- after it --------------------------------------------------------------------------------
 
     def add_reduced(self, index: int, result: torch.Tensor) -> torch.Tensor:
         """What a round has made of the unreduced part of a gradient, and the reduced part."""
         reduced = self._unreduced.get(index)
         return result if reduced is None else result.add_(reduced)
 
-    # --- after it --------------------------------------------------------------------------------
-
     def after_synchronized(self) -> None:
         """Everything is reduced now."""
         self._unreduced.clear()
-
-    def after_delivery(self, *, synchronized: bool) -> None:
-        """Note what a round has left, that was reduced over processes or not."""
-        if synchronized:
-            self.after_synchronized()
         if self._summed:
             grads = enumerate(self.home.read(self._originals))
             self._left = {index: _place(grad) for index, grad in grads if grad is not None}
-
-    @property
-    def remembers(self) -> bool:
-        """Whether something is known that a further round needs."""
-        return bool(self._unreduced or self._left) and not self.home.has_ended
 
 
 def _has_content(grad: torch.Tensor) -> bool:
@@ -159,26 +126,3 @@ def _has_content(grad: torch.Tensor) -> bool:
 
 def _place(grad: torch.Tensor) -> tuple[int, int]:
     return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version
-
-
-class Accumulations:
-    """What is accumulated, for ``.grad`` and for each context in which something is unreduced."""
-
-    def __init__(self, originals: Sequence[torch.nn.Parameter], summed: bool) -> None:
-        self._make = functools.partial(Accumulated, originals, summed)
-        self._in_grad = self._make()
-        self._in_contexts: dict[int, Accumulated] = {}
-
-    def of(self, home: GradientHome) -> Accumulated:
-        """What is accumulated in one place."""
-        if home.context_id is None:
-            return self._in_grad
-        if home.context_id not in self._in_contexts:
-            self._in_contexts[home.context_id] = self._make(home)
-        return self._in_contexts[home.context_id]
-
-    def after_round(self) -> None:
-        """Forget what no further round needs."""
-        if self._in_contexts:
-            kept = {c: each for c, each in self._in_contexts.items() if each.remembers}
-            self._in_contexts = kept

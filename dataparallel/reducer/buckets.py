@@ -17,8 +17,8 @@ that somebody keeps shows later gradients, too, and the next round needs no new 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -27,7 +27,6 @@ from torch import nn
 from dataparallel import kernels, torch_internals
 from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
 from dataparallel.comm.local import sums_of
-from dataparallel.devices import is_accelerator
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import FIRST_BUCKET_BYTES, Options, TrainedParameters
@@ -60,7 +59,6 @@ class BucketStorage:
         self.layout = BucketLayout(self.flat, self.views)
 
 
-@dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients are reduced together.
 
@@ -68,26 +66,35 @@ class Bucket:
         number: Its place in the order of launching.
         indices, originals, names: Its parameters.
         leaves: Per replica, what that computes with in their place.
-        storage: What is sent; None for a sparse gradient, and where nothing is.
         reduces: Whether it is reduced over processes.
+        storage: What is sent; None for a sparse gradient, and where nothing is.
         is_viewed: Whether what was received becomes ``.grad``. See Note [Bucket views].
+        is_cast: Whether the replicas compute in another dtype.
     """
 
-    number: int
-    indices: Sequence[int]
-    originals: Sequence[nn.Parameter]
-    names: Sequence[str]
-    leaves: Sequence[Sequence[nn.Parameter]]
-    storage: BucketStorage | None
-    reduces: bool
-    is_viewed: bool = False
-
-    def __post_init__(self) -> None:
-        self.home = self.originals[0].device
-        # Memory that the bucket has left to gradients that are there still.
-        self._left: set[int] = set()
+    def __init__(
+        self,
+        number: int,
+        indices: Sequence[int],
+        trained: TrainedParameters,
+        leaves: Sequence[Sequence[nn.Parameter]],
+        options: Options,
+        *,
+        reduces: bool,
+    ) -> None:
+        self.number, self.indices, self.reduces = number, indices, reduces
+        self.originals = [trained.parameters[i] for i in indices]
+        self.names = [trained.names[i] for i in indices]
+        self.leaves = [[replica[i] for i in indices] for replica in leaves]
+        self.home, dtype = self.originals[0].device, self.originals[0].dtype
+        self.storage: BucketStorage | None = None
+        self.is_viewed = False
+        if reduces and not trained.sparse[indices[0]]:
+            self.storage = BucketStorage(self.originals, options.mixed_precision.reduce_dtype)
+            self.is_viewed = options.gradient_as_bucket_view and self.storage.flat.dtype == dtype
+        self.is_cast = self.leaves[0][0].dtype != dtype
         first, last = self.names[0], self.names[-1]
-        self.name = f"bucket {self.number} ({first if first == last else f'{first} .. {last}'})"
+        self.name = f"bucket {number} ({first if first == last else f'{first} .. {last}'})"
 
     # --- the gradients of one replica ------------------------------------------------------------
 
@@ -96,48 +103,23 @@ class Bucket:
         leaves = self.leaves[replica]
         return all([leaf.grad is not None or not leaf.requires_grad for leaf in leaves])
 
-    def take(self, replica: int, arriving: int = -1) -> Gradients:
-        """The gradients of one replica; what comes afterwards is apart from them.
-
-        They may be written: memory that somebody else has is copied. The engine itself still has
-        the gradient of the parameter ``arriving``, whose hook calls.
-        """
-        uses_of, address_of = torch_internals.uses_of_storage, torch_internals.address_of_storage
+    def take(self, replica: int) -> Gradients:
+        """The gradients of one replica; what comes afterwards is apart from them."""
         grads: Gradients = []
-        for index, leaf in zip(self.indices, self.leaves[replica], strict=True):
-            grad = leaf.grad
+        for leaf in self.leaves[replica]:
+            grads.append(leaf.grad)
             leaf.grad = None
-            # The engine gives parameters of which views are added one gradient, and no copy.
-            if type(grad) is torch.Tensor and grad.layout == torch.strided:
-                uses = uses_of(address_of(grad.untyped_storage()))
-                grad = grad.clone() if uses > 2 + (index == arriving) else grad
-            grads.append(grad)
         return grads
-
-    def take_late(self) -> list[Gradients] | None:
-        """Per replica, what has come since the gradients were taken; None if nothing has."""
-        for leaves in self.leaves:
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    return [self.take(replica) for replica in range(len(self.leaves))]
-        return None
 
     # --- to the other processes and back ---------------------------------------------------------
 
     def renew(self) -> None:
         """Leave the memory to gradients that are still there. See Note [Bucket views]."""
-        if not self.is_viewed or self.storage is None:
-            return
-        grads = [o.grad for o in self.originals if o.grad is not None and not o.grad.is_sparse]
-        held = {grad.untyped_storage().data_ptr() for grad in grads}
-        own = self.storage.flat.untyped_storage().data_ptr()
-        self._left = held & {*self._left, own}
-        if own in held:
-            self.storage = BucketStorage(self.originals)
-
-    def stays(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient is a view that was there before the round. See Note [Bucket views]."""
-        return not grad.is_sparse and grad.untyped_storage().data_ptr() in self._left
+        if self.is_viewed and self.storage is not None:
+            own = self.storage.flat.untyped_storage().data_ptr()
+            grads = [o.grad for o in self.originals if o.grad is not None and not o.grad.is_sparse]
+            if any(grad.untyped_storage().data_ptr() == own for grad in grads):
+                self.storage = BucketStorage(self.originals)
 
     def load(self, sums: Gradients, scale: float) -> torch.Tensor:
         """What is sent: the flat tensor or a sparse gradient, scaled, with zeros for None."""
@@ -154,19 +136,39 @@ class Bucket:
         return self.storage.flat
 
     def received(
-        self, flat: torch.Tensor, sums: Gradients, used: Sequence[int], *, as_views: bool
+        self,
+        flat: torch.Tensor,
+        sums: Gradients,
+        used: Sequence[int],
+        late: Mapping[int, torch.Tensor],
+        *,
+        as_views: bool,
     ) -> Gradients:
         """The gradients of the originals that any process has; the memory of ``sums`` is reused."""
         if self.storage is None:
-            return [flat if used[self.indices[0]] else None]
-        if as_views:
+            result: Gradients = [flat if used[self.indices[0]] else None]
+        elif as_views:
             if flat.data_ptr() != self.storage.flat.data_ptr():
                 self.storage.flat.copy_(flat)
             pairs = zip(self.indices, self.storage.views, strict=True)
-            return [view if used[index] else None for index, view in pairs]
-        views = self.storage.layout.views_of(flat)
+            result = [view if used[index] else None for index, view in pairs]
+        else:
+            result = self._copied(self.storage.layout, flat, sums, used)
+        for position, index in enumerate(self.indices) if late else ():
+            grad = result[position]
+            if index in late and grad is not None and not grad.is_sparse:
+                # A view stays one.
+                grad.add_(late[index])
+            elif index in late:
+                result[position] = add(late[index], grad)
+        return result
+
+    def _copied(
+        self, layout: BucketLayout, flat: torch.Tensor, sums: Gradients, used: Sequence[int]
+    ) -> Gradients:
         result: Gradients = [None] * len(self.indices)
         into: Gradients = [None] * len(self.indices)
+        views = layout.views_of(flat)
         for position, (index, view) in enumerate(zip(self.indices, views, strict=True)):
             if not used[index]:
                 continue
@@ -176,20 +178,7 @@ class Bucket:
                 result[position] = into[position] = own
             else:
                 result[position] = view.to(dtype, copy=True)
-        kernels.unflatten(flat, into, views=self.storage.layout)
-        return result
-
-    def with_late(self, grads: Gradients, late: Mapping[int, torch.Tensor]) -> Gradients:
-        """Gradients and what came late, by the index of the parameter, in the originals' dtypes."""
-        result: Gradients = []
-        for index, original, grad in zip(self.indices, self.originals, grads, strict=True):
-            if index in late:
-                if grad is not None and self.is_viewed:
-                    # It stays a view.
-                    grad.add_(late[index])
-                else:
-                    grad = add(grad, late[index])
-            result.append(None if grad is None else grad.to(original.dtype))
+        kernels.unflatten(flat, into, views=layout)
         return result
 
 
@@ -206,6 +195,7 @@ class Buckets:
         order: Sequence[int] | None,
     ) -> None:
         self.ordered = order is not None
+        self._leaves = list(itertools.chain(*leaves))
         self.plan = make_plan(trained, options, order, sends=sends)
         self.originals, self.names = originals, names = trained.parameters, trained.names
         reduced = trained.num_reduced if sends else 0
@@ -216,32 +206,13 @@ class Buckets:
                 "whose gradients cannot be put into a flat bucket and sent to other processes; use "
                 "one process, or leave them out with _ddp_params_and_buffers_to_ignore"
             )
-        self.all: list[Bucket] = []
-        for number, indices in enumerate(self.plan.buckets):
-            members = [originals[i] for i in indices]
-            reduces = indices[0] < reduced
-            storage = None
-            if reduces and not trained.sparse[indices[0]]:
-                storage = BucketStorage(members, options.mixed_precision.reduce_dtype)
-            self.all.append(
-                Bucket(
-                    number,
-                    indices,
-                    members,
-                    [names[i] for i in indices],
-                    [[replica[i] for i in indices] for replica in leaves],
-                    storage,
-                    reduces,
-                    is_viewed=options.gradient_as_bucket_view
-                    and storage is not None
-                    and storage.flat.dtype == members[0].dtype,
-                )
-            )
+        self.all = [
+            Bucket(number, indices, trained, leaves, options, reduces=indices[0] < reduced)
+            for number, indices in enumerate(self.plan.buckets)
+        ]
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
-        #: Whether gradients come on streams of accelerators.
-        self.have_streams = any(is_accelerator(leaf.device) for row in leaves for leaf in row)
 
     def of(self, index: int) -> Bucket:
         """The bucket of a parameter."""
@@ -253,13 +224,26 @@ class Buckets:
         trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan.buckets]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
-    def take_astray(self) -> list[int]:
-        """Drop gradients that came although no round is under way; of which parameters."""
-        found = []
-        for bucket in self.all:
-            for grads in bucket.take_late() or ():
-                found += [i for i, g in zip(bucket.indices, grads, strict=True) if g is not None]
-        return found
+    def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
+        """Of each bucket and replica, what has come since gradients were taken, if any has."""
+        if all([leaf.grad is None for leaf in self._leaves]):
+            return []
+        replicas = range(len(self.all[0].leaves))
+        return [(bucket, list(map(bucket.take, replicas))) for bucket in self.all]
+
+    def refuse_astray(self) -> None:
+        """Drop gradients that came although no round is under way; an error if there are any."""
+        found: list[str] = []
+        for bucket, rows in self.take_late():
+            for pairs in (zip(bucket.names, grads, strict=True) for grads in rows):
+                found += [name for name, grad in pairs if grad is not None]
+        if found:
+            raise RuntimeError(
+                f"the parameter {found[0]!r} of a replica got a gradient outside of the wrapper's "
+                "backward, so it would not be reduced. Outputs are probably kept in objects of a "
+                "type in which tensors cannot be found; return tensors, containers or dataclasses, "
+                "or register the type with torch.utils._pytree"
+            )
 
 
 def make_plan(
@@ -300,11 +284,28 @@ def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
 # --- the sum over replicas -----------------------------------------------------------------------
 
 
+def unshared(grads: Gradients) -> Gradients:
+    """Gradients that may be written: memory that somebody else has is copied."""
+    uses_of, address_of = torch_internals.uses_of_storage, torch_internals.address_of_storage
+    result: Gradients = []
+    for grad in grads:
+        # The engine gives parameters of which views are added one gradient, and no copy.
+        if type(grad) is torch.Tensor and grad.layout is torch.strided:
+            # The gradient refers to it, and the object of which this is the address.
+            shared = uses_of(address_of(grad.untyped_storage())) > 2
+            grad = grad.clone() if shared else grad
+        result.append(grad)
+    return result
+
+
 def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
-    """Add up what the replicas computed for the parameters of one bucket."""
-    if len(rows) == 1:
-        return list(rows[0])
-    return sums_of(list(zip(*rows, strict=True)), home, in_place=True)
+    """Add up what the replicas computed for the parameters of one bucket, over the first terms."""
+    first, *others = unshared(rows[0]), *rows[1:]
+    if not others:
+        return first
+    if any([grad is None for grad in first]):
+        others = list(map(unshared, others))
+    return sums_of(list(zip(first, *others, strict=True)), home, in_place=True)
 
 
 def _holds_tensors(parameter: torch.Tensor) -> bool:

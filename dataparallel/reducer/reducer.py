@@ -27,7 +27,7 @@ from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
-from dataparallel.reducer.accumulated import Accumulated, Accumulations
+from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
 from dataparallel.reducer.nonfinite import Guard
@@ -58,20 +58,18 @@ class Reducer:
         timeline: Timeline,
     ) -> None:
         self.trained = trained
-        self.names = list(trained.names)
         self.options = options
         self.processes = processes
-        self._originals = list(trained.parameters)
-        self._leaves = [list(replica) for replica in leaves]
-        self._optimizers = options.optimizers
-        self.accumulations = Accumulations(self._originals, options.average == "none")
+        self._leaves = leaves
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._user_hooks = originals.OriginalHooks(trained.parameters)
+        self._beginning = threading.Lock()
         self._round: Round | None = None
-        self._nesting = Nesting()
-        self._user_hooks = originals.OriginalHooks(self._originals)
+        # By the id of the distributed-autograd context in which they are; None for `.grad`.
+        self._accumulated: dict[int | None, Accumulated] = {}
         self._late: set[int] = set()
         #: Per parameter, 1 if some replica of this process had a gradient in the last round.
-        self.used = bytearray(len(self._originals))
+        self.used = bytearray(len(trained.names))
         self._used_first: bytes | None = None
         #: The order of arrival in the first round, as all processes agreed; empty before that.
         self.order: list[int] = []
@@ -85,7 +83,8 @@ class Reducer:
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
         if options.nonfinite.looks:
-            self.guard = Guard(options.nonfinite, self._originals, self.names, processes)
+            names = trained.names
+            self.guard = Guard(options.nonfinite, trained.parameters, names, processes)
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -107,43 +106,25 @@ class Reducer:
     def arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         """A leaf has got its gradient; called by its hook."""
         if self._round is None:
-            self.buckets.take_astray()
-            raise self._stray(index)
+            self.buckets.refuse_astray()
+            return
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
-        self._round.arrived(replica, index, leaf.device)
-
-    def _stray(self, index: int) -> RuntimeError:
-        return RuntimeError(
-            f"the parameter {self.names[index]!r} of a replica got a gradient outside of the "
-            "wrapper's backward, so it would not be reduced. Outputs are probably kept in objects "
-            "of a type in which tensors cannot be found; return tensors, containers or "
-            "dataclasses, or register the type with torch.utils._pytree"
-        )
+        self._round.arrived(replica, leaf.device)
 
     # --- what the wrapper says -------------------------------------------------------------------
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know."""
-        self.reset()
-        self._leaves = [list(replica) for replica in leaves]
+        self._forget()
+        self._leaves = leaves
         self._arriving = []
         self._make_buckets()
 
     def go_on_from(self, other: Reducer) -> None:
         """Know what another reducer of the same parameters knew of their gradients."""
-        if list(map(id, self._originals)) == list(map(id, other._originals)):
-            self.accumulations, self._late = other.accumulations, other._late
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a round has begun and not ended."""
-        return self._round is not None
-
-    def reset(self) -> None:
-        """Forget an unfinished round, as after a backward that failed outside of the replicas."""
-        self._forget()
-        self._nesting = Nesting()
+        if list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters)):
+            self._accumulated, self._late = other._accumulated, other._late
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
@@ -178,7 +159,7 @@ class Reducer:
         if answer.outside:
             self.processes.progress.late()
         if answer.late and not was_read:
-            raise self.processes.lost(self.names[index] for index in answer.late)
+            raise self.processes.lost(self.trained.names[index] for index in answer.late)
 
     def reduce(
         self,
@@ -189,108 +170,113 @@ class Reducer:
         task: int = NO_TASK,
         last: bool = True,
         ending: weakref.ref[Ending] | None = None,
-        has_data: bool = True,
     ) -> Gradients:
         """Run the backward of the replicas, and reduce what their leaves got.
 
         The engine's backward has the number ``task``, and other forwards of it follow if this is
-        not the ``last``; ``ending`` is that of an outer backward in which the forward ran. A
-        process without data takes part with zeros, outside of a backward, and its ``.grad`` should
-        be None. Returns what is to be added to ``.grad`` of each original, None where nothing is.
+        not the ``last``; ``ending`` is that of an outer backward in which the forward ran. Without
+        a task the process has no data, and takes part with zeros; its ``.grad`` should be None.
+        Returns what is to be added to ``.grad`` of each original, None where nothing is.
         """
-        if not self._nesting.enter(task, last=last, ending=ending):
-            self._forget()
-        round_ = self._round
+        outer = None if ending is None else ending()
+        task = task if outer is None else outer.task
+        round_: Round | None = None
         try:
-            if round_ is None:
-                astray = self.buckets.take_astray()
-                round_ = self._begin(synchronize, weight, eager=last, has_data=has_data)
-                if astray:
-                    raise self._stray(astray[0])
-                round_.begin()
+            with self._beginning:
+                if self._round is not None and not self._round.joins(task):
+                    self._forget()
+                round_ = self._round
+                if round_ is None:
+                    if outer is None and task != NO_TASK:
+                        outer = Ending()
+                    round_ = self._begin(task, outer, synchronize, weight)
+            round_.enter(task, last=last)
             backward()
-            if round_.failure is not None:
-                text = "another part of this backward failed, so its gradients were dropped"
-                raise RuntimeError(text) from round_.failure
-            if self._nesting.computed():
+            if round_.leave():
                 if round_.later:
                     round_.pass_on()
                 else:
                     self._end(round_)
             return round_.take_result()
         except BaseException as error:
-            self._fail(round_, error, tells=synchronize)
+            # Without a round of its own, that of another backward goes on.
+            if round_ is not None or self._round is None:
+                self._fail(round_, error, tells=synchronize)
             raise
-        finally:
-            self._nesting.leave()
 
-    def _begin(self, synchronize: bool, weight: float, *, eager: bool, has_data: bool) -> Round:
-        accumulated = self.accumulations.of(originals.passes.home())
-        if not has_data:
-            # What this process has not reduced yet stays its own.
-            accumulated = Accumulated(self._originals, summed=False)
+    def _begin(self, task: int, ending: Ending | None, synchronize: bool, weight: float) -> Round:
+        # What a process without data has not reduced yet stays its own.
+        accumulated = Accumulated(self.trained.parameters, summed=False)
+        if task != NO_TASK:
+            accumulated = self._accumulated_in(originals.passes.home())
         if self._vote is not None and synchronize:
             self.read_vote()
-        if self._optimizers is not None:
-            self._optimizers.begin(synchronized=synchronize, home=accumulated.home)
+        if self.options.optimizers is not None:
+            self.options.optimizers.begin(synchronized=synchronize, home=accumulated.home)
         if self.order and not self.buckets.ordered:
             self._make_buckets()
         self._user_hooks.guard()
         exchange = None
         if self.processes is not None and synchronize:
-            accumulated.notice_zeroed()
-            exchange = self._make_exchange(self.processes, weight if has_data else 0.0)
+            reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
+            for bucket in reduced:
+                bucket.renew()
+            exchange = Exchange(self.processes, reduced, self.options, weight=weight)
         elif self.processes is not None:
             accumulated.before_unsynchronized()
         if self.guard is not None:
-            some_stay = self.trained.num_reduced < len(self.names)
+            some_stay = self.trained.num_reduced < len(self.trained.names)
             in_grad = accumulated.home.context_id is None
             self.guard.begin(
                 accumulated,
                 # In a context where nothing is to be reduced there is no later round.
-                stays=not synchronize and (accumulated.any or in_grad),
+                stays=not synchronize and (self.processes is not None or in_grad),
                 votes=exchange is not None and bool(self.options.hook or some_stay),
             )
         # What uses gradients before the engine has them must have the user's hooks run.
-        hooked = self._optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
+        hooked = self.options.optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
+        later = exchange is not None or self.guard is not None or hooked
         self._round = round_ = Round(
             self.buckets,
             accumulated,
             self._user_hooks,
             self._timeline,
-            exchange=exchange,
-            guard=self.guard,
-            optimizers=self._optimizers,
-            later=has_data and (exchange is not None or self.guard is not None or hooked),
+            exchange,
+            self.guard,
+            self.options.optimizers,
+            task=task,
+            ending=None if ending is None else weakref.ref(ending),
+            later=later and ending is not None,
             late=self._late,
-            eager=eager,
-            has_data=has_data,
         )
-        if round_.later:
-            ending = self._nesting.ending
-            assert ending is not None
-            lost = functools.partial(self._lost, weakref.ref(round_))
-            ending.watch(functools.partial(self._end_later, round_), lost)
+        if later and ending is not None:
+            end, lost = (functools.partial(f, round_) for f in (self._end_later, self._lost))
+            ending.watch(end, lost)
             self._user_hooks.wait(True)
         return round_
 
-    def _make_exchange(self, processes: ReducerProcesses, weight: float) -> Exchange:
-        reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
-        for bucket in reduced:
-            bucket.renew()
-        return Exchange(processes, reduced, self.options, weight=weight)
+    def _accumulated_in(self, home: originals.GradientHome) -> Accumulated:
+        """What is accumulated in one place; what was in contexts that have ended is forgotten."""
+        kept = {key: each for key, each in self._accumulated.items() if not each.home.has_ended}
+        self._accumulated = kept
+        if home.context_id not in kept:
+            # A sum over one process may be taken again.
+            several = self.processes is not None and self.processes.world_size > 1
+            summed = several and self.options.average == "none"
+            kept[home.context_id] = Accumulated(self.trained.parameters, summed=summed, home=home)
+        return kept[home.context_id]
 
     def _end(self, round_: Round) -> None:
         """All gradients have come: reduce and deliver them."""
         round_.collect()
-        if round_.has_data:
+        if round_.task != NO_TASK:
             self.used = round_.used
             self._check_used()
         with self._timeline.span("reduce local") if self._timeline.listeners else NO_SPAN:
             nonfinite = round_.receive()
         exchange = round_.exchange
         if round_.later or exchange is not None:
-            round_.write()
+            round_.write(range(len(self.used)))
         if self.guard is not None:
             if exchange is not None:
                 # Before all ranks tell each other what it has found, in the same order.
@@ -298,7 +284,8 @@ class Reducer:
             self.guard.judge(nonfinite, round_)
         if exchange is not None or self.processes is None:
             self._after_first()
-        round_.accumulated.after_delivery(synchronized=exchange is not None)
+        if exchange is not None:
+            round_.accumulated.after_synchronized()
         self._leave_round()
         if self.statistics.measures:
             self.statistics.end()
@@ -330,7 +317,7 @@ class Reducer:
             self.can_set_static_graph = first == used
         if self.options.static_graph:
             if first not in (None, used):
-                pairs = zip(self.names, first or b"", used, strict=True)
+                pairs = zip(self.trained.names, first or b"", used, strict=True)
                 raise RuntimeError(
                     "Your training graph has changed in this iteration, although static_graph=True "
                     "says that it never does: whether these parameters get a gradient differs from "
@@ -338,7 +325,7 @@ class Reducer:
                     ". Leave static_graph at False"
                 )
         elif self.options.find_unused_parameters is False and 0 in used:
-            unused = [name for name, use in zip(self.names, used, strict=True) if not use]
+            unused = [name for name, use in zip(self.trained.names, used, strict=True) if not use]
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
                 f"one: {len(unused)} parameters got no gradient in this backward although "
@@ -354,31 +341,21 @@ class Reducer:
             return
         count = self.trained.num_reduced
         order = list(dict.fromkeys(self._arriving))
-        order += sorted(set(range(len(self.names))).difference(order), reverse=True)
+        order += sorted(set(range(len(self.trained.names))).difference(order), reverse=True)
         reduced = torch.tensor([index for index in order if index < count], dtype=torch.int64)
         if self.processes is not None:
             what = "the order in which gradients arrive"
             self.processes.control.broadcast(reduced, 0, what=what).wait()
         self.order = reduced.tolist() + [index for index in order if index >= count]
 
-    def _leave_round(self) -> None:
-        """The round is over, well or with an error."""
-        self.accumulations.after_round()
-        self._user_hooks.wait(False)
-        self._nesting.end()
-        self._round = None
-
-    def _lost(self, round_: weakref.ref[Round]) -> None:
+    def _lost(self, round_: Round) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
-        lost = round_()
-        if lost is not None and lost is self._round:
-            self._fail(
-                lost,
-                RuntimeError(
-                    "the backward failed in a hook of a parameter, or in a part of the graph "
-                    "outside of the wrapper's forward"
-                ),
+        if round_ is self._round:
+            text = (
+                "the backward failed in a hook of a parameter, or in a part of the graph outside "
+                "of the wrapper's forward"
             )
+            self._fail(round_, RuntimeError(text))
 
     def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
         """End a round that has failed."""
@@ -386,24 +363,25 @@ class Reducer:
         self.statistics.abandon()
         processes = self.processes if tells else None
         try:
-            if round_ is None:
-                # Of a collective that failed the others know.
-                is_known = isinstance(error, (CollectiveError, CollectiveTimeout))
-                if processes is not None and not is_known:
-                    processes.report(error, "stuck" if self.options.hook else "raised")
-            elif round_ is self._round:
+            if round_ is not None:
+                # If its gradients are delivered, others will learn that this process raised.
                 round_.fail(error)
-            elif round_.exchange is not None:
-                # The gradients are delivered, but others will learn that this process raised.
-                round_.exchange.abandon(error)
+            # Of a collective that failed the others know.
+            elif processes and not isinstance(error, (CollectiveError, CollectiveTimeout)):
+                processes.report(error, "stuck" if self.options.hook else "raised")
         finally:
             self._leave_round()
 
     def _forget(self) -> None:
-        """Drop a round that was left unfinished."""
+        """Drop a round that was left unfinished, as after a backward that failed elsewhere."""
         if self._round is not None:
             self._round.drop()
-            self._round = None
+            self._leave_round()
+
+    def _leave_round(self) -> None:
+        """The round is over, well or with an error."""
+        self._user_hooks.wait(False)
+        self._round = None
 
 
 def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.Tensor) -> None:
@@ -411,66 +389,3 @@ def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.T
     found = reducer()
     if found is not None:
         found.arrived(replica, index, leaf)
-
-
-class Nesting:
-    """Counts the backwards of replicas in a round. See Note [Several cuts in one round]."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._computing = 0
-        self._all_came = False
-        self._task = NO_TASK
-        self._thread = 0
-        self._ending: weakref.ref[Ending] | None = None
-
-    def enter(self, task: int, *, last: bool, ending: weakref.ref[Ending] | None) -> bool:
-        """Begin the backward of one cut; returns whether it belongs to the round under way."""
-        outer = None if ending is None else ending()
-        if outer is not None:
-            task = outer.task
-        here = threading.get_ident()
-        with self._lock:
-            same = task == self._task != NO_TASK
-            alive = self.ending is not None
-            joins = same or (alive and self._thread == here)
-            if (self._inside or alive) and not joins:
-                raise RuntimeError(
-                    "Expected to have finished reduction in the prior iteration before starting a "
-                    "new one: another backward of the same wrapper is running, in another thread "
-                    "or from within a hook; let one end before the next begins"
-                )
-            if not joins:
-                self._task, self._thread, self._all_came = task, here, False
-                self._ending = ending
-                if outer is None and task != NO_TASK:
-                    self._ending = weakref.ref(Ending())
-            if same or not joins:
-                self._all_came |= last
-            self._inside += 1
-            self._computing += 1
-            return joins
-
-    @property
-    def ending(self) -> Ending | None:
-        """What the engine calls at the end of the backward; None if none runs."""
-        return None if self._ending is None else self._ending()
-
-    def computed(self) -> bool:
-        """Note that one has its gradients; returns whether all have."""
-        with self._lock:
-            self._computing -= 1
-            return self._all_came and not self._computing
-
-    def leave(self) -> None:
-        """End what :meth:`enter` began."""
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._computing = 0
-
-    def end(self) -> None:
-        """Note that the round has ended."""
-        with self._lock:
-            self._task, self._ending = NO_TASK, None

@@ -30,18 +30,28 @@ the end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from dataparallel import devices as _devices
-from dataparallel.errors import describe_names
+from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
-from dataparallel.reducer.buckets import Bucket, Buckets, Gradients, add, local_sum
+from dataparallel.reducer.buckets import (
+    Bucket,
+    Buckets,
+    Gradients,
+    MaybeTensor,
+    add,
+    local_sum,
+    unshared,
+)
 from dataparallel.reducer.exchange import Vote, late_error
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
 from dataparallel.threads.timeline import Timeline
@@ -64,14 +74,14 @@ class Round:
     exchange: Exchange | None
     guard: Guard | None
     optimizers: StepsInBackward | None
+    #: The number of the engine's backward; NO_TASK where this process only helps the others.
+    task: int
+    #: What the engine alone holds until that ends.
+    ending: weakref.ref[Ending] | None
     #: Whether the round ends with the whole backward, not with that of the replicas.
     later: bool
     #: Parameters whose gradients came late, ever: their buckets are left to the end.
     late: set[int]
-    #: Whether no other cut of this wrapper follows in the backward.
-    eager: bool
-    #: Whether this process computes anything, and not only helps the others.
-    has_data: bool
     #: Parameters whose ``.grad`` has the result already.
     in_place: set[int] = field(default_factory=set)
     #: Parameters that got no gradient in this round, in any process.
@@ -85,28 +95,32 @@ class Round:
         self._through = self.user_hooks.with_gradient_hooks if self.later else set()
         # From which bucket on all are left to the end: one may get more until then, or the order is
         # not known yet. Nothing is stepped where a gradient may still come from outside.
-        self._first_left = len(buckets.all) if self.exchange is None else self.exchange.last
-        if self.later and (not buckets.ordered or self.exchange is None):
-            self._first_left = 0
-        elif self.later:
+        self._first_left = 0
+        if self.exchange is not None and buckets.ordered:
             left = map(buckets.plan.bucket_of, self._through | self.late)
-            self._first_left = min(left, default=self._first_left)
-        # One thread at a time takes gradients of a replica that is on one device only.
-        self.eager = self.eager and buckets.ordered and buckets.on_one_device
+            self._first_left = min([self.exchange.last, *left])
+        elif not (self.exchange or self.later):
+            self._first_left = len(buckets.all)
+        # Of cuts: the thread of the first, how many run, whether the last one has begun.
+        self._thread, self._lock = threading.get_ident(), threading.Lock()
+        self._num_running, self._all_came = 0, False
+        # Whether buckets are taken as soon as they are complete.
+        self._eager: bool | None = None
 
         num_replicas = len(buckets.all[0].leaves)
-        self._lock = threading.Lock()
         # Per replica, the bucket that is taken next; then the bucket that is summed up next.
-        self._next = [0] * num_replicas
-        self._next_sum, self._is_summing = 0, False
+        self._next, self._next_sum = [0] * num_replicas, 0
+        self._summing = threading.Lock()
         # By replica and bucket.
         self._taken: dict[tuple[int, int], Gradients] = {}
         # Those of the replicas' gradients, then others that the end is behind.
-        self._streams: list[_devices.Stream | None] = [None] * num_replicas
+        self._streams: list[_devices.Stream] = [None] * num_replicas
         # By bucket, as long as they are of use.
         self._sums: dict[int, Gradients] = {}
-        # What ``.grad`` held that is to be sent, and what came after its bucket was sent.
+        # What ``.grad`` held: all of it until the end, and what of it is to be sent.
+        self._aside: list[MaybeTensor] | None = None
         self._unreduced: dict[int, torch.Tensor] = {}
+        # What came after its bucket was sent.
         self._extra: dict[int, torch.Tensor] = {}
         self._result: Gradients = [None] * count
         #: Per parameter, 1 if some replica of this process has a gradient.
@@ -115,81 +129,102 @@ class Round:
         self._outside = False
         self._vote: Vote | None = None
 
-    def begin(self) -> None:
-        """Set gradients from before the round aside; an error here is told to the other ranks."""
-        count = self.buckets.num_reduced
-        if self.exchange is not None:
-            changed = [index for index in self.accumulated.changed() if index < count]
-            if changed:
-                raise RuntimeError(
-                    "the gradients of these parameters have changed since they were reduced: "
-                    f"{self._named(changed)}. With "
-                    "average='none' the processes' gradients are added up, and nobody could tell "
-                    "what was changed outside of the wrapper's backward from what is reduced "
-                    "already. Zero the gradients before the next backward, or use "
-                    "average='processes'"
-                )
-            self._unreduced = self.accumulated.unreduced(count)
-        if self.later:
-            self.accumulated.put_aside()
+    # --- the cuts. See Note [Several cuts in one round] ------------------------------------------
+
+    def joins(self, task: int) -> bool:
+        """Whether a cut in the backward of this number is in the round, which may have been lost.
+
+        An error where the backward of the round goes on, and the cut has no part in it.
+        """
+        if not self._num_running and (self.ending is None or self.ending() is None):
+            return False
+        if task == self.task != NO_TASK or self._thread == threading.get_ident():
+            return True
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration before starting a new one: "
+            "another backward of the same wrapper is running, in another thread or from within a "
+            "hook; let one end before the next begins"
+        )
+
+    def enter(self, task: int, *, last: bool) -> None:
+        """The backward of a cut begins; the first one sets gradients from before the round aside.
+
+        An error here is told to the other ranks.
+        """
+        with self._lock:
+            is_first = self._eager is None
+            self._num_running += 1
+            # A backward within the backward, of a checkpoint, knows of its own cuts only.
+            self._all_came |= last and task == self.task
+            if is_first:
+                # No other cut follows, and one thread at a time takes gradients of a replica.
+                self._eager = last and self.buckets.ordered and self.buckets.on_one_device
+        if is_first:
+            self.buckets.refuse_astray()
+            if self.exchange is not None:
+                reduced = self.buckets.names[: self.buckets.num_reduced]
+                self._unreduced = self.accumulated.unreduced(reduced)
+            if self.later:
+                self._aside = self._swap([None] * len(self.used))
+
+    def _swap(self, grads: Sequence[MaybeTensor]) -> list[MaybeTensor]:
+        """Set the gradients of the originals; returns what they were."""
+        return self.accumulated.home.swap(self.buckets.originals, grads)
+
+    def leave(self) -> bool:
+        """The backward of a cut has ended; returns whether that of all has."""
+        if self.failure is not None:
+            text = "another part of this backward failed, so its gradients were dropped"
+            raise RuntimeError(text) from self.failure
+        with self._lock:
+            self._num_running -= 1
+            return self._all_came and not self._num_running
 
     # --- arrived ---------------------------------------------------------------------------------
 
-    def arrived(self, replica: int, index: int, device: torch.device) -> None:
+    def arrived(self, replica: int, device: torch.device) -> None:
         """Take what is complete on one replica; called by a sentinel."""
-        if not self.eager or self.failure is not None:
+        if not self._eager or self.failure is not None:
             return
-        while True:
-            number = self._next[replica]
-            if number >= self._first_left or not self.buckets.all[number].present(replica):
+        while self._next[replica] < self._first_left:
+            if not self.buckets.all[self._next[replica]].present(replica):
                 return
-            stream = _devices.current_stream(device) if self.buckets.have_streams else None
-            self._take(replica, number, stream)
+            self._streams[replica] = _devices.current_stream(device)
+            self._take_next(replica)
 
-    def _take(
-        self, replica: int, number: int, stream: _devices.Stream | None, arriving: int = -1
-    ) -> None:
-        taken = self.buckets.all[number].take(replica, arriving)
-        if self.guard is not None:
-            self.guard.look_at_replica(replica, self.buckets.all[number], taken)
-        with self._lock:
-            if stream is not None:
-                self._streams[replica] = stream
-            self._taken[replica, number] = taken
-            self._next[replica] = number + 1
+    def _take_next(self, replica: int) -> None:
+        number = self._next[replica]
+        self._taken[replica, number] = self.buckets.all[number].take(replica)
+        self._next[replica] = number + 1
         self._sum_complete()
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
-        for replica, number in enumerate(self._next):
-            for left in range(number, len(self.buckets.all)):
-                self._take(replica, left, None)
+        for replica in range(len(self._next)):
+            while self._next[replica] < len(self.buckets.all):
+                self._take_next(replica)
         for stream in self._streams:
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
-        for bucket in self.buckets.all:
-            rows = bucket.take_late()
-            if rows is not None:
-                self._add_late(bucket, rows)
+        for bucket, rows in self.buckets.take_late():
+            for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
+                if grad is not None:
+                    self.late.add(index)
+                    self._add(index, grad, through=index in self._through)
 
-    def _add_late(self, bucket: Bucket, rows: list[Gradients]) -> None:
-        if self.guard is not None:
-            for replica, taken in enumerate(rows):
-                self.guard.look_at_replica(replica, bucket, taken)
-        sums = zip(bucket.indices, local_sum(rows, bucket.home), strict=True)
-        came = {index: grad for index, grad in sums if grad is not None}
-        self.late.update(came)
-        for index, grad in came.items():
-            if index in self._through:
-                self._result[index] = add(self._result[index], grad)
-            else:
-                self._add(index, grad)
-
-    def _add(self, index: int, grad: torch.Tensor) -> None:
+    def _add(self, index: int, grad: torch.Tensor, *, through: bool = False) -> None:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
         bucket = self.buckets.of(index)
         self.used[index] = 1
-        if bucket.number >= self._first_left:
+        if through:
+            self._result[index] = add(self._result[index], grad)
+        elif bucket.number not in self._sums:
+            raise RuntimeError(
+                f"the parameter {self.buckets.names[index]} got a gradient after the optimizer had "
+                "taken its step in backward. Take the step after backward, or checkpoint with "
+                "use_reentrant=False"
+            )
+        elif self.exchange is None or bucket.number >= self._first_left:
             sums, position = self._sums[bucket.number], bucket.indices.index(index)
             sums[position] = add(sums[position], grad)
         else:
@@ -203,16 +238,15 @@ class Round:
 
         See Note [Order of collectives].
         """
-        while True:
-            with self._lock:
-                number = self._next_sum
-                if self._is_summing or number == min(self._next):
-                    return
-                self._is_summing = True
+        while self._next_sum < min(self._next) and self._summing.acquire(blocking=False):
+            number = self._next_sum
+            # Another thread may have been at it before.
+            if number < min(self._next):
                 rows = [self._taken.pop((i, number)) for i in range(len(self._next))]
-            self._complete(self.buckets.all[number], rows)
-            with self._lock:
-                self._next_sum, self._is_summing = number + 1, False
+                self._complete(self.buckets.all[number], rows)
+                self._next_sum = number + 1
+            # Not after an error: then nothing is sent any more.
+            self._summing.release()
 
     def _complete(self, bucket: Bucket, rows: Sequence[Gradients]) -> None:
         with contextlib.ExitStack() as streams:
@@ -223,21 +257,24 @@ class Round:
                     streams.enter_context(_devices.use_stream(stream))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
-            self._sums[bucket.number] = self._sum(bucket, rows)
+            sums = self._sums[bucket.number] = self._local_sum(bucket, rows)
+            for position, index in enumerate(bucket.indices):
+                if (grad := sums[position]) is not None:
+                    self.used[index] = 1
+                    if index in self._through:
+                        self._result[index] = add(self._result[index], grad)
+                        sums[position] = None
+                if index in self._unreduced:
+                    sums[position] = add(sums[position], self._unreduced[index])
             if bucket.number < self._first_left:
                 self._send(bucket)
 
-    def _sum(self, bucket: Bucket, rows: Sequence[Gradients]) -> Gradients:
-        sums = local_sum(rows, bucket.home)
-        for position, index in enumerate(bucket.indices):
-            grad = sums[position]
-            self.used[index] |= grad is not None
-            if grad is not None and index in self._through:
-                self._result[index] = add(self._result[index], grad)
-                sums[position] = None
-            if index in self._unreduced:
-                sums[position] = add(sums[position], self._unreduced[index])
-        return sums
+    def _local_sum(self, bucket: Bucket, rows: Sequence[Gradients]) -> Gradients:
+        if self.guard is not None:
+            # Before sums are written over them.
+            for replica, grads in enumerate(rows):
+                self.guard.look_at_replica(replica, bucket, grads)
+        return local_sum(rows, bucket.home)
 
     # --- sent ------------------------------------------------------------------------------------
 
@@ -249,7 +286,7 @@ class Round:
         if self.exchange is not None and bucket.reduces:
             self.exchange.send(bucket, sums)
         elif self.optimizers is not None:
-            self._step(bucket, self._sums.pop(bucket.number))
+            self._deliver(bucket, None, self.used)
 
     def pass_on(self) -> None:
         """Take what is for the engine first; other sums stay until the backward has ended."""
@@ -260,11 +297,14 @@ class Round:
     def collect(self) -> None:
         """Take all that has come, from outside of the wrapper, too."""
         self._take_rest()
-        for index, grad in self.accumulated.take_outside().items() if self.later else ():
-            if index not in self._through:
-                self._outside = True
-                self.late.add(index)
-            self._add(index, grad)
+        if self._aside is not None:
+            came, self._aside = self._swap(self._aside), None
+            for index, grad in enumerate(unshared(came)):
+                if grad is not None:
+                    if index not in self._through:
+                        self._outside = True
+                        self.late.add(index)
+                    self._add(index, grad.detach())
 
     # --- received --------------------------------------------------------------------------------
 
@@ -273,23 +313,18 @@ class Round:
 
         Returns whether all ranks say that something is not finite, where they have to say it.
         """
-        stepped = [i for i in self._extra if self.buckets.plan.bucket_of(i) not in self._sums]
-        if stepped:
-            raise RuntimeError(
-                "these parameters got a gradient after the optimizer had taken their step in "
-                f"backward: {self._named(stepped)}. Take the "
-                "step after backward, or checkpoint with use_reentrant=False"
-            )
-        if self.exchange is None:
-            for bucket in self.buckets.all:
-                self._deliver(bucket, None, self.used)
-            return False
-        with self.timeline.span("reduce across processes"):
-            return self._receive(self.exchange)
+        flats: list[torch.Tensor] = []
+        used: Sequence[int] = self.used
+        nonfinite = False
+        if self.exchange is not None:
+            with self.timeline.span("reduce across processes"):
+                flats, used, nonfinite = self._receive(self.exchange)
+        for bucket, flat in itertools.zip_longest(self.buckets.all, flats):
+            self._deliver(bucket, flat, used)
+        return nonfinite
 
-    def _receive(self, exchange: Exchange) -> bool:
+    def _receive(self, exchange: Exchange) -> tuple[list[torch.Tensor], list[int], bool]:
         count = self.buckets.num_reduced
-        late = {index: grad for index, grad in self._extra.items() if index < count}
         waits = exchange.must_wait or not self.buckets.ordered
         votes = self.guard is not None and self.guard.votes
         for bucket in self.buckets.all[self._first_left :]:
@@ -298,26 +333,20 @@ class Round:
         if self.guard is not None:
             self.guard.look_at_sent(self._extra.items())
             self.guard.look_at_received(self.buckets.all, flats)
-        used, nonfinite = list(self.used), False
-        if waits or votes or late or 0 in used[:count]:
-            answer = self.vote(late).read()
-            if answer.late and answer.in_time and not (waits or votes):
-                exchange.processes.progress.late()
-                raise late_error(self.buckets.names[index] for index in answer.late)
-            used[:count] = [
-                came or held for came, held in zip(answer.came, answer.held, strict=True)
-            ]
-            self.without_gradient = {i for i, came in enumerate(answer.came) if not came}
-            nonfinite = answer.nonfinite
-            came_late = exchange.reduce_late(answer.late, late, self.buckets.originals)
-            self._extra.update(came_late)
-            self.late.update(came_late)
-        for bucket in self.buckets.all:
-            flat = flats[bucket.number] if bucket.reduces else None
-            self._deliver(bucket, flat, used)
-        return nonfinite
+        used = list(self.used)
+        if not (waits or votes or self._extra or 0 in used[:count]):
+            return flats, used, False
+        answer = self.vote().read()
+        if answer.late and answer.in_time and not (waits or votes):
+            exchange.processes.progress.late()
+            raise late_error(self.buckets.names[index] for index in answer.late)
+        used[:count] = [came or held for came, held in zip(answer.came, answer.held, strict=True)]
+        self.without_gradient = {i for i, came in enumerate(answer.came) if not came}
+        self._extra = exchange.reduce_late(answer.late, self._extra, self.buckets.originals)
+        self.late.update(self._extra)
+        return flats, used, answer.nonfinite
 
-    def vote(self, late: Collection[int] = ()) -> Vote:
+    def vote(self) -> Vote:
         """The vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
             assert self.exchange is not None
@@ -327,8 +356,8 @@ class Round:
                 bytes(self.used[:count]),
                 # It may have come from outside before the round began.
                 bytes([index in self._unreduced for index in range(count)]),
-                late,
-                outside=self._outside or bool(late),
+                self._extra.keys(),
+                outside=self._outside or bool(self._extra),
                 nonfinite=self.guard is not None and self.guard.votes and self.guard.found(),
             )
         return self._vote
@@ -337,67 +366,56 @@ class Round:
 
     def _deliver(self, bucket: Bucket, flat: torch.Tensor | None, used: Sequence[int]) -> None:
         """Let the gradients of a bucket be the result, or step with them."""
-        if bucket.number not in self._sums:
+        grads = self._sums.pop(bucket.number, None)
+        if grads is None:
             # The optimizer has taken its step.
             return
-        grads = self._sums.pop(bucket.number)
         if flat is not None:
             # What is in a context has memory of its own, since contexts live side by side.
             as_views = bucket.is_viewed and self.accumulated.home.context_id is None
-            grads = bucket.received(flat, grads, used, as_views=as_views)
-        grads = bucket.with_late(grads, self._extra)
-        if self.optimizers is not None:
-            self._step(bucket, grads)
-            return
+            grads = bucket.received(flat, grads, used, self._extra, as_views=as_views)
+        if bucket.is_cast:
+            pairs = zip(grads, bucket.originals, strict=True)
+            grads = [None if grad is None else grad.to(like.dtype) for grad, like in pairs]
         for index, grad in zip(bucket.indices, grads, strict=True):
             self._result[index] = grad
-
-    @torch.no_grad()
-    def _step(self, bucket: Bucket, grads: Gradients) -> None:
-        """Put gradients into ``.grad``, and take the optimizer's step."""
-        assert self.optimizers is not None
-        home = self.accumulated.home
-        before = home.read(bucket.originals)
-        for original, held, grad in zip(bucket.originals, before, grads, strict=True):
-            if grad is not None:
-                home.write(original, add(held, grad.to(original.dtype)))
-        with self.timeline.span("optimizer", 0):
-            self.optimizers.step(bucket.originals)
+        if self.optimizers is not None:
+            self.write(bucket.indices)
+            with self.timeline.span("optimizer", 0):
+                self.optimizers.step(bucket.originals)
+            self.in_place.difference_update(bucket.indices)
 
     def take_result(self) -> Gradients:
         """Leave it to the caller to add the results to ``.grad``."""
-        result, self._result = self._result, [None] * len(self.buckets.originals)
+        result, self._result = self._result, [None] * len(self.used)
         return result
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Add the results to ``.grad``, as the engine would."""
+    def write(self, indices: Sequence[int]) -> None:
+        """Add results to ``.grad``, as the engine would."""
         home = self.accumulated.home
-        before = home.read(self.buckets.originals)
-        for index, grad in enumerate(self.take_result()):
+        originals = [self.buckets.originals[index] for index in indices]
+        members = zip(indices, originals, home.read(originals), strict=True)
+        for index, original, held in members:
+            grad, self._result[index] = self._result[index], None
             if grad is None:
                 continue
-            held = before[index]
             if held is None:
                 held = grad
             elif index in self._unreduced:
                 # What is unreduced of it is a part of the result.
-                grad = self.accumulated.add_reduced(index, grad)
-                bucket = self.buckets.of(index)
-                held = grad if bucket.is_viewed and not bucket.stays(held) else held.copy_(grad)
+                held.copy_(self.accumulated.add_reduced(index, grad))
             elif held.is_sparse and not grad.is_sparse:
                 held = grad + held
             else:
-                held = held.add_(grad)
-            home.write(self.buckets.originals[index], held)
+                held.add_(grad)
+            home.write(original, held)
             self.in_place.add(index)
 
     def withdraw(self) -> None:
         """Deliver nothing after all, and let there be no gradients from before the round either."""
-        for original in self.buckets.originals:
-            self.accumulated.home.write(original, None)
-        self.accumulated.after_synchronized()
         self.take_result()
+        self._swap([None] * len(self.used))
         self.in_place.clear()
 
     # --- or failed -------------------------------------------------------------------------------
@@ -416,10 +434,7 @@ class Round:
     def drop(self) -> None:
         """Forget all gradients of the round; ``.grad`` is as it was before."""
         self._taken.clear()
-        for bucket in self.buckets.all:
-            bucket.take_late()
-        self.accumulated.put_back()
-        self.user_hooks.wait(False)
-
-    def _named(self, indices: Iterable[int]) -> str:
-        return describe_names(self.buckets.names[index] for index in indices)
+        self.buckets.take_late()
+        if self._aside is not None:
+            self._swap(self._aside)
+            self._aside = None

@@ -21,8 +21,9 @@ import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
 from dataparallel.comm.failures import CollectiveError
-from dataparallel.reducer.buckets import Bucket, BucketStorage
+from dataparallel.reducer.buckets import Bucket
 from dataparallel.reducer.exchange import Exchange
+from dataparallel.reducer.options import MixedPrecision, trained_parameters
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads
@@ -222,9 +223,16 @@ def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> Non
 
     noted: list[BaseException] = []
     parameter = nn.Parameter(torch.ones(3))
-    bucket = Bucket(0, [0], [parameter], ["w"], [[parameter]], BucketStorage([parameter]), True)
+    trained = trained_parameters(nn.ParameterDict({"w": parameter}))
     hook: Any = SimpleNamespace(one_bucket_at_a_time=False, call=lambda *_, is_last: wait)
-    options: Any = SimpleNamespace(average="processes", deterministic=False, hook=hook)
+    options: Any = SimpleNamespace(
+        average="processes",
+        deterministic=False,
+        gradient_as_bucket_view=False,
+        hook=hook,
+        mixed_precision=MixedPrecision(),
+    )
+    bucket = Bucket(0, [0], trained, [[parameter]], options, reduces=True)
     processes: Any = SimpleNamespace(
         buckets=None, world_size=1, num_active=1, report=lambda error, kind: noted.append(error)
     )
