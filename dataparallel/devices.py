@@ -120,7 +120,7 @@ def _devices_that_exist() -> str:
 def is_accelerator(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams (everything but the CPU).
 
-    The autograd engine then has a thread for it; on the CPU a backward runs in that of its caller.
+    The autograd engine has a thread for it; on the CPU a backward runs in that of its caller.
     """
     return device.type != "cpu"
 
@@ -253,10 +253,7 @@ def intra_op_shares(devices: Sequence[torch.device]) -> tuple[int | None, ...]:
 
     At least 1, as (3, 3, 2) of 8; ``None`` for accelerators, whose threads need no limit.
     """
-    slots = [i for i, device in enumerate(devices) if device.type == "cpu"]
-    shares: list[int | None] = [None] * len(devices)
-    if slots:
-        whole, rest = divmod(torch.get_num_threads(), len(slots))
-        for position, i in enumerate(slots):
-            shares[i] = max(1, whole + (position < rest))
-    return tuple(shares)
+    num_on_cpu = [device.type for device in devices].count("cpu")
+    whole, rest = divmod(torch.get_num_threads(), max(1, num_on_cpu))
+    shares = iter([max(1, whole + (i < rest)) for i in range(num_on_cpu)])
+    return tuple(next(shares) if device.type == "cpu" else None for device in devices)

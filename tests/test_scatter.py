@@ -170,18 +170,10 @@ def test_in_dims_is_checked(in_dims: Any, error: type[Exception], message: str) 
         scatter_kwargs((), {"m": {"a": torch.ones(2, 2)}}, CPU, in_dims=in_dims)
 
 
-def test_lists_are_split_only_when_asked() -> None:
+def test_lists_without_tensors_go_to_each_replica() -> None:
     x, names = torch.arange(5), list("abcde")
-    inputs = {"x": x, "names": names, "pair": ["a", "b"], "deep": [x, ["a", "b"]]}
-    for chunk in scatter(inputs, CPU[:2]):
+    for chunk in scatter({"x": x, "names": names}, CPU[:2]):
         assert chunk["names"] == names
-    first, second = scatter(inputs, CPU[:2], split_lists=True)
-    assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
-    assert first["pair"] == ["a", "b"]
-    assert first["deep"][1] == ["a", "b"]
-    assert first["deep"][0].tolist() == [0, 1, 2]
-    kept, _ = scatter({"x": x, "names": Replicate(names)}, CPU[:2], split_lists=True)
-    assert kept["names"] == names
 
 
 def test_chunk_sizes(slots: list[str]) -> None:
@@ -190,8 +182,6 @@ def test_chunk_sizes(slots: list[str]) -> None:
     assert_same(chunks, torch.split(x, [1, 3, 2], 1))
     assert [str(chunk.device) for chunk in chunks] == slots[:3]
     assert_same(scatter(x, slots, 1, chunk_sizes=[1, 3, 2]), torch.split(x, [1, 3, 2], 1))
-    lists = scatter((x[0], list("abcdef")), CPU[:2], chunk_sizes=[1, 5], split_lists=True)
-    assert [names for _, names in lists] == [["a"], ["b", "c", "d", "e", "f"]]
 
 
 @pytest.mark.parametrize(

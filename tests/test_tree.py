@@ -258,9 +258,3 @@ def test_difference_names_the_place(first: Any, other: Any, text: str) -> None:
     names = "the first", "the other"
     found = difference(flatten(first)[1], flatten(other)[1], "out", names)
     assert re.search(text, found)
-
-
-def test_is_leaf_stops_early() -> None:
-    leaves, structure = flatten([[1, 2], (3,)], is_leaf=lambda obj: obj == [1, 2])
-    assert leaves == [[1, 2], 3]
-    assert structure.rebuild(["whole", 4]) == ["whole", (4,)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
@@ -34,18 +32,15 @@ class BatchSplitter(Protocol):
     def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
         """How many samples each slot gets."""
 
-    def attempt(
-        self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
-    ) -> T:
+    def attempt(self, call: Callable[..., T], modules: Sequence[Any], inputs: Any) -> T:
         """Run ``call(is_first=True)``; again with other chunks if there was too little memory."""
 
 
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
 DEFAULT: Any = object()
 
-#: What becomes of a leaf. A "split list" is split where it has as many elements as the batch has
-#: samples; replicas share an "unknown" object if it holds nothing of the batch.
-Action = Literal["split", "split list", "copy", "share", "unknown"]
+#: What becomes of a leaf. Replicas share an "unknown" object if it holds nothing of the batch.
+Action = Literal["split", "copy", "share", "unknown"]
 
 
 class Leaf(NamedTuple):
@@ -77,7 +72,6 @@ def scatter(
     *,
     chunk_sizes: Sequence[int] | None = None,
     in_dims: Any = None,
-    split_lists: bool = False,
 ) -> Any:
     """Split every tensor in a container over devices.
 
@@ -95,8 +89,6 @@ def scatter(
             divides.
         in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
             ``inputs``, where ``None`` means whole to each replica. Default: ``dim`` everywhere.
-        split_lists: Whether lists without tensors whose length is the batch size are split too
-            (of nested lists, the outermost).
 
     Returns:
         One container per replica that takes part, a single one if no tensor is split: a tuple for a
@@ -109,9 +101,8 @@ def scatter(
     """
     slots = parse_devices(target_gpus)
     # Here None cannot mean "nothing is split": one would not scatter then.
-    spec = dim if in_dims is None and isinstance(inputs, torch.Tensor) else in_dims
-    spec = {} if spec is None else spec
-    plan = plan_container(inputs, "inputs", spec, len(slots), dim, chunk_sizes, split_lists)
+    spec = DEFAULT if in_dims is None else in_dims
+    plan = plan_container(inputs, "inputs", spec, len(slots), dim, chunk_sizes)
     chunks = execute(plan, slots)
     return tuple(chunks) if isinstance(inputs, torch.Tensor) else chunks
 
@@ -124,7 +115,6 @@ def scatter_kwargs(
     *,
     chunk_sizes: Sequence[int] | None = None,
     in_dims: Mapping[str | int, Any] | None = None,
-    split_lists: bool = False,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Split positional and keyword arguments over devices.
 
@@ -136,7 +126,7 @@ def scatter_kwargs(
     Args:
         inputs: Positional arguments, a tuple.
         kwargs: Keyword arguments; ``None`` for none.
-        target_gpus, dim, chunk_sizes, split_lists: As in :func:`scatter`.
+        target_gpus, dim, chunk_sizes: As in :func:`scatter`.
         in_dims: By position or name of an argument, what ``in_dims`` of :func:`scatter` is for it.
             Names and positions that a call doesn't use are ignored.
 
@@ -148,7 +138,7 @@ def scatter_kwargs(
         TypeError, ValueError: As :func:`scatter`.
     """
     slots = parse_devices(target_gpus)
-    plan = plan_scatter(inputs, kwargs, len(slots), dim, chunk_sizes, in_dims, split_lists)
+    plan = plan_scatter(inputs, kwargs, len(slots), dim, chunk_sizes, in_dims)
     args, keywords = zip(*execute(plan, slots), strict=True)
     return args, keywords
 
@@ -170,7 +160,6 @@ def plan_scatter(
     dim: int = 0,
     chunk_sizes: Sequence[int] | ChunkSizesOf | None = None,
     in_dims: Mapping[str | int, Any] | None = None,
-    split_lists: bool = False,
 ) -> ScatterPlan:
     """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`."""
     given = Arguments(() if args is None else args, {} if kwargs is None else dict(kwargs))
@@ -180,7 +169,7 @@ def plan_scatter(
         items, count = in_dims.items(), len(given.inputs)
         by_place = {key: dims for key, dims in items if not isinstance(key, str) and key < count}
         spec = by_place, {key: dims for key, dims in items if key in given.kwargs}
-    return plan_container(given, "", spec, num_slots, dim, chunk_sizes, split_lists)
+    return plan_container(given, "", spec, num_slots, dim, chunk_sizes)
 
 
 def plan_container(
@@ -190,10 +179,9 @@ def plan_container(
     num_slots: int,
     dim: int,
     chunk_sizes: Sequence[int] | ChunkSizesOf | None,
-    split_lists: bool,
 ) -> ScatterPlan:
     """Plan any container, which messages call ``name``."""
-    values, structure = flatten(container, is_leaf=_is_list if split_lists else None)
+    values, structure = flatten(container)
     leaves: list[Leaf] = []
     by_action: dict[Action, list[Leaf]] = {}
     for i, own in enumerate(spread_dims(structure, in_dims, name)):
@@ -205,13 +193,6 @@ def plan_container(
     if "unknown" in by_action and total is not None and len(sizes) > 1:
         _refuse_batches(by_action["unknown"], total, dim)
     return ScatterPlan(structure, leaves, by_action, total, sizes)
-
-
-def _is_list(obj: Any) -> bool:
-    """Whether it is a list without tensors."""
-    if not isinstance(obj, list):
-        return False
-    return not any(isinstance(leaf, torch.Tensor) for leaf in flatten(obj)[0])
 
 
 def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
@@ -232,11 +213,8 @@ def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
             "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
         )
     is_empty = isinstance(value, (list, tuple, dict)) and not value
-    if own is None or is_empty:
-        return Leaf(value, path, "share")
-    if isinstance(value, list):
-        return Leaf(value, path, "split list")
-    return Leaf(value, path, "unknown" if may_hold(value) else "share")
+    is_known = own is None or is_empty or not may_hold(value)
+    return Leaf(value, path, "share" if is_known else "unknown")
 
 
 # --- dims ----------------------------------------------------------------------------------------
@@ -354,9 +332,6 @@ def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
             parts[key] = _split(leaf, plan.sizes, slots)
         if leaf.action in ("split", "copy"):
             rows.append(parts[key])
-        elif leaf.action == "split list" and len(leaf.value) == plan.batch_size:
-            rest = iter(leaf.value)
-            rows.append([list(itertools.islice(rest, size)) for size in plan.sizes])
         else:
             rows.append([leaf.value] * len(slots))
     return list(map(plan.structure.rebuild, zip(*rows, strict=True)))

@@ -134,15 +134,12 @@ class Path(NamedTuple):
         return self.structure.paths(self.root)[self.place]
 
 
-def flatten(
-    obj: Any, *, like: Structure | None = None, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Structure]:
+def flatten(obj: Any, *, like: Structure | None = None) -> tuple[list[Any], Structure]:
     """The leaves of a container in order, and the structure that builds it around others.
 
-    Dicts with the same keys as in ``like`` are taken in its order; ``is_leaf`` makes leaves of
-    containers.
+    Dicts with the same keys as in ``like`` are taken in its order.
     """
-    if isinstance(obj, _LEAF_TYPES) or (is_leaf is not None and is_leaf(obj)):
+    if isinstance(obj, _LEAF_TYPES):
         return [obj], LEAF
     kind: Any = type(obj)
     is_plain = kind is tuple or kind is list
@@ -160,7 +157,7 @@ def flatten(
             children.append(LEAF)
             continue
         below = like.children[position] if like and position < len(like.children) else None
-        found, child = flatten(value, like=below, is_leaf=is_leaf)
+        found, child = flatten(value, like=below)
         leaves += found
         children.append(child)
         is_marked = is_marked or child.is_marked

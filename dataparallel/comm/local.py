@@ -36,14 +36,14 @@ LARGE_BYTES = 256 * 2**10
 
 # Note [Streams of a copy]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
-# What goes to accelerator B is allocated and awaited on B's copy stream, wherever it comes from:
-# all copies take this one path (`arrive`), and none has to wait for what B computes, as it would on
-# B's current stream, where the allocator could hand out memory that queued work still uses.
+# What goes to accelerator B is allocated and awaited on B's copy stream, wherever it comes from: so
+# it does not wait for what B computes. On B's current stream it would, and the allocator could hand
+# out memory there that queued work still uses.
 #
-# torch's convention, which every accelerator follows, does a part of the ordering. A copy between
-# two devices runs on the current stream of its source, after what the destination's current stream
-# (here: the copy stream) has queued, and that stream then waits for it. A copy from the host runs
-# on the destination's current stream (again the copy stream). What is left to do here:
+# torch orders a part of it. A copy between two devices runs on the current stream of its source,
+# after what the destination's current stream (here: the copy stream) has queued, and that stream
+# then waits for it. A copy from the host runs on the destination's current stream (again the copy
+# stream). What is left to do here:
 #
 # 1. If a source is on B itself (one part of a gather), the copy stream waits for B's current
 #    stream. That part is copied on the copy stream, and may not have been computed yet.
@@ -51,12 +51,11 @@ LARGE_BYTES = 256 * 2**10
 # 3. The result is recorded on B's current stream. It is memory of the copy stream; freed without
 #    this, it would go to the next copy while B still reads it.
 #
-# Nothing is recorded for the sources. A source on another device is read on that device's current
-# stream, to which it belongs; memory freed on B's current stream is not reused before step 2.
+# Nothing is recorded for the sources: each is read on the current stream of its own device, and
+# what is freed on B's current stream is not used again before step 2.
 #
-# The host waits for nothing, with two exceptions, where it has to: a copy to the CPU blocks, since
-# the CPU has no queue that could wait; and a copy from CPU memory that isn't pinned blocks until
-# that memory was read, since its owner may write to it right after.
+# The host waits for nothing but a copy to the CPU, which has no queue that could wait, and a copy
+# from CPU memory that isn't pinned, since its owner may write to it right after.
 
 
 def arrive(

@@ -108,8 +108,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             dict with an entry for each part of the output, such as ``(0, 1)`` for
             ``nn.LSTM(batch_first=True)``, whose states have the batch in dim 1. ``None``: the part
             belongs to no sample, and the call returns that of replica 0.
-        split_lists: Whether to split lists without tensors, too, if their length is the batch size.
-            Default: False.
 
     Attributes:
         timeline: Tells listeners in which phase the replicas are.
@@ -139,7 +137,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
         out_dims: Any = None,
-        split_lists: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         devices = parse_devices(device_ids)
@@ -163,7 +160,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.scalars = scalars
         self.in_dims = dict(in_dims or {})
         self.out_dims = out_dims
-        self.split_lists = split_lists
         self.timeline = Timeline(devices)
         self._runner = Runner(devices, self.buffer_policy, self.timeline)
         self._splitter: BatchSplitter | None = None
@@ -258,9 +254,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
-        return plan_scatter(
-            inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, self.split_lists
-        )
+        return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
 
     def _counted(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> Chunks:
         """Chunks that no plan has made; a plan of each tells its number of samples."""

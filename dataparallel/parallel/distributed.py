@@ -94,7 +94,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
-        output_device, dim, buffers, scalars, in_dims, out_dims, split_lists: See
+        output_device, dim, buffers, scalars, in_dims, out_dims: See
             :class:`DataParallel`.
 
     Attributes:
@@ -151,7 +151,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
         out_dims: Any = None,
-        split_lists: bool = False,
     ) -> None:
         options = Options(
             process_group=find_group(process_group, device_mesh),
@@ -176,7 +175,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             scalars=scalars,
             in_dims=in_dims,
             out_dims=out_dims,
-            split_lists=split_lists,
         )
         self._start(options, broadcast_buffers, forward_sync_buffers, init_sync)
 
