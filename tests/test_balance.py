@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import pickle
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
+from dataparallel.extras.balancing import Balancer
 from dataparallel.monitor import StepMonitor
 from tests.cluster import Cluster
 from tests.test_balance_decisions import record
+from tests.test_balance_memory import Narrow
 
 WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
 #: Seconds per sample of replica 0 and of replica 1, and the batch.
@@ -140,50 +144,24 @@ def test_each_process_divides_its_own_batch(cluster: Cluster) -> None:
     assert second[1] == (11, 3)
 
 
-class _FullInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("no memory is left")
-
-
-class _Full(nn.Module):
-    def __init__(self, most: int, *, backward: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4).double()
-        self.most = most
-        self.backward = backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
-        replica = dataparallel.current_replica()
-        if len(x) <= self.most or replica is None or replica.index == 0:
-            return result
-        if not self.backward:
-            raise torch.OutOfMemoryError("no memory is left")
-        full: Tensor = _FullInBackward.apply(result)
-        return full
-
-
 def _full_in_process_1(rank: int, world_size: int, backward: bool) -> tuple[str, list[Tensor]]:
     torch.manual_seed(0)
-    net = _Full(2 if rank == 1 else 100, backward=backward)
-    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"], timeout=20.0)
+    layer, narrow = nn.Linear(3, 4).double(), Narrow({1: 2} if rank else {}, backward=backward)
+    model = dataparallel.DistributedDataParallel(
+        nn.Sequential(layer, narrow), ["cpu", "cpu"], timeout=20.0
+    )
     x, y = torch.randn(9, 3).double(), torch.randint(1, 4, (9,))
     failed = ""
     with dataparallel.balance(model):
         if backward:
             try:
-                gradients(model, net.layer, x, y, inside=False)
+                gradients(model, layer, x, y, inside=False)
             except RuntimeError as error:
                 failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            assert net.layer.weight.grad is None
-            net.most = 100
-        found = gradients(model, net.layer, x, y, inside=False)
-        torch.testing.assert_close(found, bare_gradients(net.layer, x, y))
+            assert layer.weight.grad is None
+            narrow.most.clear()
+        found = gradients(model, layer, x, y, inside=False)
+        torch.testing.assert_close(found, bare_gradients(layer, x, y))
     return failed, found
 
 
@@ -281,3 +259,69 @@ def test_a_run_goes_on_where_it_was() -> None:
     with dataparallel.balance(model) as balancer:
         balancer.load_state_dict(pickle.loads(pickle.dumps(state)))
         assert balancer.sizes(60) == (40, 20)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> dataparallel.DataParallel[nn.Linear]:
+    return dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+
+
+@pytest.fixture
+def balancer(model: Any) -> Iterator[Balancer]:
+    with dataparallel.balance(model) as made:
+        yield made
+
+
+def test_wrong_arguments(model: Any) -> None:
+    balance: Any = dataparallel.balance
+    with pytest.raises(TypeError, match="a wrapper of this package is balanced, but got Linear"):
+        balance(model.module)
+    for options in ({"every": 0}, {"warmup": -1}, {"window": 3}, {"threshold": 1.0}):
+        with pytest.raises(ValueError, match=r"every is .* from 1 to window, .* but got every="):
+            balance(model, **options)
+    with pytest.raises(ValueError, match="threshold=nan"):
+        balance(model, threshold=math.nan)
+    assert model._splitter is None
+    assert not model.timeline.listeners
+    with (
+        dataparallel.balance(model),
+        pytest.raises(RuntimeError, match="the wrapper is balanced already"),
+    ):
+        balance(model)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"costs": None, "limits": [None] * 3},
+        {"costs": [[0, 1]], "limits": [None] * 2},
+        {"costs": [[0, 1]] * 2, "limits": [None]},
+    ],
+)
+def test_states_of_other_wrappers(balancer: Balancer, state: Any) -> None:
+    good = {"costs": [[0.0, 1.0], [0.0, 2.0]], "limits": [None, 7]}
+    balancer.load_state_dict(good)
+    with pytest.raises(ValueError, match="replicas, but this wrapper has 2; leave it out"):
+        balancer.load_state_dict(state)
+    assert balancer.state_dict() == good
+
+
+@pytest.mark.parametrize("cost", [1e-18, 1e18])
+def test_any_state_that_is_taken_divides(balancer: Balancer, cost: float) -> None:
+    balancer.load_state_dict({"costs": [[0, cost], [1e18, 1.0]], "limits": [None, None]})
+    assert sum(balancer.sizes(1_000_000)) == 1_000_000
+
+
+def test_sizes_of_no_batch(balancer: Balancer) -> None:
+    assert balancer.sizes(0) == (0,)
+
+
+def test_a_balancer_is_kept_outside_of_the_module(model: Any, balancer: Balancer) -> None:
+    model.module.balancer = balancer
+    for copied in (copy.deepcopy, pickle.dumps):
+        for place in (balancer, model):
+            with pytest.raises(TypeError, match="cannot pickle"):
+                copied(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -140,21 +139,6 @@ def test_forward_as_if_nothing_had_happened(
     assert result.item() == expected.item()
     for one, theirs in zip(found, state_of(untroubled), strict=True):
         assert torch.equal(one, theirs)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_are_those_of_the_bare_module(pair: list[str], wrapper: Any) -> None:
-    net = nn.Sequential(nn.Linear(6, 8), Narrow({0: 12}), nn.Linear(8, 2)).double().to(pair[0])
-    bare = copy.deepcopy(net)
-    bare[1] = nn.Identity()
-    model = wrapper(net, pair)
-    x, y = torch.randn(37, 6).double().to(pair[0]), torch.randn(37, 2).double().to(pair[0])
-    with dataparallel.balance(model):
-        compute(model, x, y, inside=False).backward()
-    nn.functional.mse_loss(bare(x), y).backward()
-    for p, q in zip(net.parameters(), bare.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_device_whose_memory_is_full() -> None:

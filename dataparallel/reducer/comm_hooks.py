@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
@@ -27,15 +27,12 @@ from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import Bucket, BucketStorage
 
-#: Called with a state of the user's and a bucket; the future's value is the bucket's new content.
-CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
-
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = _TORCHS + "powerSGD_hook"
 _LAUNCH_FROM_CALLBACKS = (_POWER_SGD, _TORCHS + "quantization_hooks")
 
 #: Torch's hooks that have names here.
-_NAMED: dict[str, CommHook] = {
+_NAMED: dict[str, Callable[..., Any]] = {
     "allreduce": default_hooks.allreduce_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
     "fp16_compress": default_hooks.fp16_compress_hook,
@@ -122,14 +119,13 @@ class GradBucket:
 class ResolvedHook(NamedTuple):
     """A hook that was accepted, and what is known of it."""
 
-    function: CommHook
+    #: Called with the state and a bucket, returns a future of the bucket's new content.
+    function: Callable[[Any, Any], Any]
     state: Any
     name: str
     #: See Note [Hooks that launch from callbacks].
     one_bucket_at_a_time: bool
     is_power_sgd: bool
-    #: Whether imaginary parts would get lost in it.
-    is_for_real_numbers: bool
 
     def call(
         self, bucket: Bucket, storage: BucketStorage, link: ProcessLink, *, is_last: bool
@@ -137,7 +133,7 @@ class ResolvedHook(NamedTuple):
         """Call it for a bucket; what is returned waits for the new content, as the link does."""
         flat = storage.flat
         given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=self.is_power_sgd)
-        if flat.is_complex() and self.is_for_real_numbers:
+        if flat.is_complex() and self.name in ("fp16_compress_hook", "bf16_compress_hook"):
             raise TypeError(
                 f"the communication hook {self.name} sends real numbers of 16 bits, but the "
                 f"gradients of {given} are {flat.dtype}, whose imaginary parts it would drop; use "
@@ -204,7 +200,6 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
         str(getattr(inner, "__qualname__", type(inner).__qualname__)),
         one_bucket_at_a_time=asks or not modules.isdisjoint(_LAUNCH_FROM_CALLBACKS),
         is_power_sgd=_POWER_SGD in modules,
-        is_for_real_numbers=inner in (_NAMED["fp16_compress"], _NAMED["bf16_compress"]),
     )
 
 
