@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.parallel.distributed import DistributedDataParallel
@@ -193,6 +195,18 @@ def _swallowing(rank: int, world_size: int) -> None:
     assert model.num_skipped == 1
     log.close()
     model.close()
+
+
+def _keeping(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net(), ["cpu"], nonfinite="skip")
+    for hook in (powerSGD_hook, fp16_compress_wrapper(powerSGD_hook)):
+        with pytest.raises(ValueError, match="nonfinite='skip' does not go with PowerSGD"):
+            model.register_comm_hook(PowerSGDState(None), hook)
+    model.close()
+
+
+def test_a_hook_that_keeps_a_nan_is_refused(cluster: Cluster) -> None:
+    cluster.run(_keeping, 2)
 
 
 def test_a_hook_that_swallows_what_it_got(cluster: Cluster) -> None:

@@ -373,13 +373,19 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 of one; see :func:`dataparallel.reducer.comm_hooks.resolve_hook`.
 
         Raises:
-            TypeError, ValueError: The hook cannot be one, or there is no process group.
+            TypeError, ValueError: The hook cannot be one, or there is no process group; or it is
+                one of PowerSGD, and ``nonfinite="skip"``.
             RuntimeError: There is a hook already.
         """
         resolved = resolve_hook(hook, state)
         if self.options.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once"
+            )
+        if resolved.is_power_sgd and self.options.nonfinite.action == "skip":
+            raise ValueError(
+                "nonfinite='skip' does not go with PowerSGD: its state keeps a NaN, so all later "
+                "steps would be skipped; pass nonfinite='raise', or use another hook"
             )
         self._change(hook=resolved)
 
