@@ -140,11 +140,10 @@ def test_which_iterations_are_sampled(
     assert begin.call_count == len({*expected, *followers})
 
 
-@pytest.mark.parametrize("rate", [0, 1.5, True])
-def test_what_is_no_sample_rate(rate: Any) -> None:
+def test_what_is_no_sample_rate() -> None:
     model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"])
-    with pytest.raises(ValueError, match=f"1 or more, but got {rate}; 1 samples every"):
-        model._set_ddp_runtime_logging_sample_rate(rate)
+    with pytest.raises(ValueError, match="is sampled, or in more, but got 0"):
+        model._set_ddp_runtime_logging_sample_rate(0)
     model.close()
 
 

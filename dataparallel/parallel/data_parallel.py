@@ -72,28 +72,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
     """Run a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch. The
-    optimizer gets the module's own parameters. The wrapper works in a notebook, and needs no
-    launcher and no process group. It is a ``torch.nn.DataParallel`` for code that asks by
-    ``isinstance``.
+    optimizer gets the module's own parameters. There is no launcher and no process group. For code
+    that asks by ``isinstance`` it is a ``torch.nn.DataParallel``.
 
     Example::
 
         model = DataParallel(net)                     # or device_ids=["cpu", "cpu"]
-        optimizer = torch.optim.AdamW(model.parameters())
-        for x, y in loader:
-            loss = criterion(model(x), y)             # or model.loss(criterion, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        criterion(model(x), y).backward()             # or model.loss(criterion, x, y).backward()
 
     Args:
         module: The module. The constructor moves it from the CPU to the first device, in place, as
             ``module.to`` does. Parameters on another accelerator raise an error at the first call.
         device_ids: One device per replica: ints, strings or ``torch.device``, repeats allowed.
             Default: every accelerator; without accelerators, one replica on the CPU.
-        output_device: Where the wrapper gathers outputs; ``-1`` is the CPU. With ``"each"`` a call
-            returns a list with the output of each replica on its own device. Default: the first
-            device.
+        output_device: Where the wrapper gathers outputs; ``-1`` is the CPU. With ``"each"`` it
+            returns a list, each replica's output on its own device. Default: the first device.
         dim: The batch dimension of inputs and outputs. Default: 0.
         buffers: Which buffers the module keeps after a forward: ``"replica0"`` (default),
             ``"mean"`` or ``"sync"``; see :data:`dataparallel.parallel.buffers.BufferPolicy`.
@@ -116,7 +109,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         device_ids: The device of each replica.
 
     Raises:
-        TypeError: A device or an option has the wrong type, or an option is misspelled.
+        TypeError: A device or an option has the wrong type.
         ValueError: A device does not exist, or an option has an unknown value.
     """
 
@@ -424,9 +417,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._keep_replicas([i for i in range(number) if i != index])
 
     def add_replica(self, device: DeviceLike) -> None:
-        """Train with one replica more from the next forward on.
-
-        It is the last replica. As :meth:`drop_replica`, it comes between two steps.
+        """Train with one replica more, the last one; as :meth:`drop_replica`, between two steps.
 
         Example::
 

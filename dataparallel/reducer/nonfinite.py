@@ -2,12 +2,11 @@
 
 Note [Who decides]
 ~~~~~~~~~~~~~~~~~~
-NaN and infinity of any process are in a plain sum or average over all of them, and so is a sum that
-overflows. So the results of a round decide, which are the same in every process: nobody has to be
-asked. A communication hook may swallow a NaN, or give each process a result of its own, and what
-stays in one process is in no sum. Then each process says in the vote of the round whether something
-is not finite in what it has sent or received. Either way the host waits once for the devices, at
-the end of the round.
+NaN and infinity of any process are in a plain sum or average over all of them, as is a sum that
+overflows: the results of a round decide, which are the same in every process. A communication hook
+may swallow a NaN, or give each process a result of its own, and what stays in one process is in no
+sum. Then each process says in the vote of the round whether something is not finite in what it has
+sent or received. Either way the host waits once for the devices, at the end of the round.
 
 The gradients of each replica are looked at before they are added up, since sums in place destroy
 the evidence: one norm for each, in the thread that has computed them. On an accelerator these norms

@@ -63,11 +63,8 @@ class Statistics:
 
     def set_sample_rate(self, sample_rate: int) -> None:
         """Sample one in so many iterations, from the next one on and after the first ten."""
-        if type(sample_rate) is not int or sample_rate < 1:
-            raise ValueError(
-                f"the sample rate is a number of iterations, 1 or more, but got {sample_rate!r}; "
-                "1 samples every iteration, and a large number none after the first ten"
-            )
+        if sample_rate < 1:
+            raise ValueError(f"one in 1 iterations is sampled, or in more, but got {sample_rate}")
         self._sample_rate, self.due = sample_rate, 0
 
     def begin(self, number: int) -> None:
