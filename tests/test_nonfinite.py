@@ -194,15 +194,19 @@ def test_it_is_decided_at_the_end_of_a_step(
     model.close()
 
 
-def test_what_was_zeroed_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("to_none", "name"), [(True, "a.weight"), (False, "b.bias")])
+def test_what_was_zeroed_is_not_named(
+    caplog: pytest.LogCaptureFixture, to_none: bool, name: str
+) -> None:
     model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
     spoils[:] = [Spoil("a.weight", NAN, 1)]
     with model.no_sync():
         _backward(model)
-    model.zero_grad()
-    spoils[:] = [Spoil("a.weight", NAN, 0)]
+    for parameter in model.parameters():
+        parameter.grad = None if to_none else torch.zeros_like(parameter)
+    spoils[:] = [Spoil(name, NAN, 0)]
     _backward(model)
-    assert "not finite on replica 0 (cpu): a.weight (NaN). The" in caplog.messages[0]
+    assert f"not finite on replica 0 (cpu): {name} (NaN). The" in caplog.messages[0]
     model.close()
 
 

@@ -245,7 +245,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if self.in_dims:
             # What is given by position is told by position.
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
-            places: dict[Any, int] = {name: i for i, name in enumerate(names) if name not in kwargs}
+            places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
         return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
 
