@@ -114,7 +114,7 @@ def _hooked(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]
 def test_what_became_of_a_wrapper_is_not_copied(cluster: Cluster) -> None:
     for rank, (data, of_copy) in enumerate(cluster.run(_hooked, 2)):
         assert (data["rank"], data["world_size"], data["num_replicas"]) == (rank, 2, 2)
-        assert data["comm_hook"] == "allreduce" and data["join_uneven_inputs"] == 1
+        assert data["comm_hook"] == "allreduce_hook" and data["join_uneven_inputs"] == 1
         assert data["has_rebuilt_buckets"] == 1 and data["rebuilt_per_bucket_param_indices"]
         assert data["unused_parameter_size"] == 0
         assert of_copy["has_rebuilt_buckets"] == 0 and "num_buckets_reduced" not in of_copy
