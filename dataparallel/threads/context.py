@@ -118,6 +118,8 @@ class ThreadContext:
         self._nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()
+        first = self._devices[0]
+        self._first = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
         # Makes what each replica is within, from the outermost on.
         self._within: list[Callable[[], AbstractContextManager[Any]]] = []
         if torch.is_inference_mode_enabled():
@@ -154,7 +156,12 @@ class ThreadContext:
             for make in self._within:
                 stack.enter_context(make())
             if self._function_modes:
-                stack.enter_context(self._function_modes_on(device))
+                stack.callback(_pop_function_modes)
+                for mode in self._function_modes:
+                    # On the accelerator of replica 0 means where the module is.
+                    if isinstance(mode, torch_internals.DeviceMode) and mode.device in self._first:
+                        mode = torch_internals.DeviceMode(device)
+                    torch_internals.push_function_mode(mode)
             # See Note [The autocast cache is shared].
             for _ in range(self._nesting):
                 torch.autocast_increment_nesting()
@@ -169,23 +176,11 @@ class ThreadContext:
             stack.callback(switch, *switch(draws))
             return call(*args)
 
-    @contextlib.contextmanager
-    def _function_modes_on(self, device: torch.device) -> Iterator[None]:
-        """The user's function modes inside a replica; a default device is one."""
-        # Where that is the accelerator of replica 0, the user means "where the module is".
-        first = self._devices[0]
-        meant = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
-        before = len(torch_internals.function_modes())
-        for mode in self._function_modes:
-            if isinstance(mode, torch_internals.DeviceMode) and mode.device in meant:
-                mode = torch_internals.DeviceMode(device)
-            torch_internals.push_function_mode(mode)
-        try:
-            yield
-        finally:
-            # torch.set_default_device inside the replica pushes or pops a mode of its own.
-            for _ in range(len(torch_internals.function_modes()) - before):
-                torch_internals.pop_function_mode()
+
+def _pop_function_modes() -> None:
+    # Those of the caller, and what torch.set_default_device has pushed inside of the replica.
+    for _ in torch_internals.function_modes():
+        torch_internals.pop_function_mode()
 
 
 def _of_checkpoint(owned: object) -> bool:

@@ -82,7 +82,9 @@ class Rendezvous:
         ``combine`` makes the results from the values, both in replica order, in the thread of
         replica 0; what it raises is raised there, and a RendezvousError in the others.
         """
-        index = _index_in(self)
+        entry = here.get()
+        assert entry is not None and entry[1] is self, "replicas of one call meet"
+        index = entry[0].index
         with self._changed:
             meeting = self._join(index, key, value)
             waits = index > 0 or len(meeting.values) < self.num_replicas
@@ -214,13 +216,3 @@ def current_rendezvous() -> Rendezvous | None:
     """The meeting point of the call in which this replica runs; ``None`` outside of replicas."""
     entry = here.get()
     return None if entry is None else entry[1]
-
-
-def _index_in(rendezvous: Rendezvous) -> int:
-    entry = here.get()
-    if entry is None or entry[1] is not rendezvous:
-        raise RuntimeError(
-            "exchange() was called outside of the replicas of its call; use current_rendezvous() "
-            "in the forward of the module"
-        )
-    return entry[0].index

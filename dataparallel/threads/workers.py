@@ -74,8 +74,7 @@ class _Call:
         #: By the index of the task; they hold the frames that hold this.
         self.errors: dict[int, BaseException] = {}
         self.ended: set[int] = set()
-        # Has something when all tasks have ended; two that end last may both put it there.
-        self._all_ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.all_ended = threading.Event()
 
     def execute(self, index: int) -> None:
         """Run one task, in its thread."""
@@ -93,16 +92,8 @@ class _Call:
             self._tasks[index] = task = None
             self.ended.add(index)
             if len(self.ended) == len(self._tasks):
-                self._all_ended.put(None)
+                self.all_ended.set()
             interpreter_end.working.discard(thread)
-
-    def wait(self, seconds: float) -> bool:
-        """Whether all tasks have ended within so many seconds; only the caller waits."""
-        try:
-            self._all_ended.get(timeout=seconds)
-        except queue.Empty:
-            return False
-        return True
 
     def take(self, label: Callable[[int], str]) -> list[Any]:
         """The results, once; or raises the error of the lowest index, with the others as notes."""
@@ -222,7 +213,7 @@ class WorkerPools:
         call = _Call(tasks)
         try:
             workers.start(call, len(tasks))
-            while not call.wait(_WAIT):
+            while not call.all_ended.wait(_WAIT):
                 pass
         except BaseException:
             try:
