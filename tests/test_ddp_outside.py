@@ -295,6 +295,26 @@ def test_of_a_sum_nothing_is_lost(cluster: Cluster) -> None:
     cluster.run(_sums, 2)
 
 
+def _views_added_outside(rank: int, world_size: int) -> None:
+    """The engine gives both one gradient, in one memory; another rank uses only one of them."""
+    net = Net()
+    net.a, net.b = (nn.Parameter(torch.ones(6).double()) for _ in range(2))
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2)
+    scale = torch.arange(6.0).double()
+    for step in range(3):
+        net.zero_grad()
+        views = [net.a.view(2, 3), net.b.view(2, 3)]
+        outside = views[0] + views[1] if rank == 0 else views[0]
+        (model(batch(rank, step)).sum() + (outside * scale.view(2, 3)).sum()).backward()
+        torch.testing.assert_close(net.a.grad, scale)
+        torch.testing.assert_close(net.b.grad, scale / 2)
+    model.close()
+
+
+def test_views_that_are_added_outside(cluster: Cluster) -> None:
+    cluster.run(_views_added_outside, 2)
+
+
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -10,19 +10,6 @@ again, since the average of equal parts is the part itself. This is torch's way.
 In a sum it does harm. So for ``average="none"`` only what a backward under ``no_sync`` has added is
 sent, as the difference to a copy of what was there before. If ``.grad`` was changed in another way
 since the last round, nobody knows what is to be sent, and that is an error.
-
-Note [Gradients from outside of the wrapper]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Parameters may be used beside the forward of the wrapper: in a penalty, or in a head that is called
-by itself. What they get from there comes before or after the cut, in the same backward, and must be
-reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
-before it are set aside and ``.grad`` is None. The cut passes nothing on to the originals; what is
-in ``.grad`` when the whole backward has ended is from outside. It goes into its bucket if that was
-not sent yet, else it is reduced by itself; and from then on that bucket waits for the end. If the
-backward fails, gradients from before it are put back.
-
-A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
-have computed for such a parameter is passed on to the engine, and comes back as if from outside.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ class Bucket:
         reduces: Whether it is reduced over processes.
         storage: What is sent; None for a sparse gradient, and where nothing is.
         is_viewed: Whether what was received becomes ``.grad``. See Note [Bucket views].
-        is_cast: Whether the replicas compute in another dtype.
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class Bucket:
         self.originals = [trained.parameters[i] for i in indices]
         self.names = [trained.names[i] for i in indices]
         self.leaves = [[replica[i] for i in indices] for replica in leaves]
-        self.home, dtype = self.originals[0].device, self.originals[0].dtype
+        self.home = self.originals[0].device
         self.storage: BucketStorage | None = None
         self.is_viewed = False
         if reduces and not trained.sparse[indices[0]]:
             self.storage = BucketStorage(self.originals, options.mixed_precision.reduce_dtype)
-            self.is_viewed = options.gradient_as_bucket_view and self.storage.flat.dtype == dtype
-        self.is_cast = self.leaves[0][0].dtype != dtype
+            is_same = self.storage.flat.dtype == self.originals[0].dtype
+            self.is_viewed = options.gradient_as_bucket_view and is_same
         first, last = self.names[0], self.names[-1]
         self.name = f"bucket {number} ({first if first == last else f'{first} .. {last}'})"
 
@@ -166,18 +165,16 @@ class Bucket:
     def _copied(
         self, layout: BucketLayout, flat: torch.Tensor, sums: Gradients, used: Sequence[int]
     ) -> Gradients:
-        result: Gradients = [None] * len(self.indices)
-        into: Gradients = [None] * len(self.indices)
-        views = layout.views_of(flat)
-        for position, (index, view) in enumerate(zip(self.indices, views, strict=True)):
-            if not used[index]:
-                continue
-            dtype, own = self.originals[position].dtype, sums[position]
-            if own is not None and own.dtype == dtype and own.layout == torch.strided:
-                # Memory that is nobody else's can become ``.grad``; a view must be copied.
-                result[position] = into[position] = own
-            else:
-                result[position] = view.to(dtype, copy=True)
+        result: Gradients = []
+        into: Gradients = []
+        for original, own, view, index in zip(
+            self.originals, sums, layout.views_of(flat), self.indices, strict=True
+        ):
+            # Memory that is nobody else's can become ``.grad``; a view must be copied.
+            fits = own is not None and own.dtype == original.dtype and not own.is_sparse
+            into.append(own if fits and used[index] else None)
+            copied = used[index] and not fits
+            result.append(view.to(original.dtype, copy=True) if copied else into[-1])
         kernels.unflatten(flat, into, views=layout)
         return result
 
@@ -199,7 +196,9 @@ class Buckets:
         self.plan = make_plan(trained, options, order, sends=sends)
         self.originals, self.names = originals, names = trained.parameters, trained.names
         reduced = trained.num_reduced if sends else 0
-        composed = [names[i] for i in range(reduced) if _holds_tensors(originals[i])]
+        # They are around other tensors, with no memory of their own.
+        kinds = enumerate(map(type, originals[:reduced]))
+        composed = [names[i] for i, kind in kinds if hasattr(kind, "__tensor_flatten__")]
         if composed:
             raise ValueError(
                 f"the parameters {describe_names(composed)} are of a subclass that holds tensors, "
@@ -306,8 +305,3 @@ def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
     if any([grad is None for grad in first]):
         others = list(map(unshared, others))
     return sums_of(list(zip(first, *others, strict=True)), home, in_place=True)
-
-
-def _holds_tensors(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a subclass around other tensors, with no memory of its own."""
-    return hasattr(type(parameter), "__tensor_flatten__")

@@ -2,14 +2,11 @@
 
 Note [Several cuts in one round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A wrapper that was called several times before one backward has several cuts in it, which make one
-round. Mostly they run one after another. With devices that have backward threads of their own, one
-may begin inside of another: a thread that waits for the backward of a cut takes the next node that
-is ready. Between two cuts, a re-entrant checkpoint may run a backward of its own in which the
-wrapper was called, too. The round ends with the one that ends last; if it is reduced over processes
-it ends with the whole backward, see Note [Gradients from outside of the wrapper]. A round of a
-backward that has failed is never continued: an object that nothing but the engine holds tells
-whether it still runs.
+The cuts of a wrapper in one backward make one round. Mostly they run one after another. With
+devices that have backward threads of their own, one may begin inside of another: a thread that
+waits for the backward of a cut takes the next node that is ready. Between two cuts, a re-entrant
+checkpoint may run a backward of its own with a cut. A round of a backward that has failed is never
+continued: an object that nothing but the engine holds tells whether that still runs.
 """
 
 from __future__ import annotations
@@ -83,8 +80,7 @@ class Reducer:
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
         if options.nonfinite.looks:
-            names = trained.names
-            self.guard = Guard(options.nonfinite, trained.parameters, names, processes)
+            self.guard = Guard(options.nonfinite, trained.parameters, trained.names, processes)
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -351,11 +347,8 @@ class Reducer:
     def _lost(self, round_: Round) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
         if round_ is self._round:
-            text = (
-                "the backward failed in a hook of a parameter, or in a part of the graph outside "
-                "of the wrapper's forward"
-            )
-            self._fail(round_, RuntimeError(text))
+            where = "a hook of a parameter, or in a part of the graph outside of the wrapper's"
+            self._fail(round_, RuntimeError(f"the backward failed in {where} forward"))
 
     def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
         """End a round that has failed."""

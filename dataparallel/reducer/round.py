@@ -9,22 +9,31 @@ which are the methods of :class:`Round` in this order:
     arrived: a leaf of replica 0..n-1 -> summed: over the replicas -> sent: to the other processes
         -> received: and the vote, where it is needed -> delivered: to the originals
 
-What the engine does not deliver, the round writes when the whole backward has ended: see Note
-[Gradients from outside of the wrapper], and for what ``.grad`` held before, Note [Gradients from
-before a round].
+What the engine does not deliver, the round writes when the whole backward has ended. For what
+``.grad`` held before, see Note [Gradients from before a round].
+
+Note [Gradients from outside of the wrapper]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Parameters may be used beside the forward of the wrapper: in a penalty, or in a head that is called
+by itself. What they get from there comes before or after the cut, in the same backward, and must be
+reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
+before it are set aside and ``.grad`` is None. What is there when the whole backward has ended is
+from outside. It goes into its bucket if that was not sent yet, else it is reduced by itself; and
+from then on that bucket waits for the end.
+
+A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
+have computed for such a parameter is passed on to the engine, and comes back as if from outside.
 
 Note [When a bucket is ready]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The last parameter of each bucket, in the order in which gradients came in the first round, has a
 hook: its sentinel. When that fires on a replica, the buckets whose gradients are all there are
-taken, in order, in the thread of that replica's backward. A bucket is ready when it was taken on
-each replica. When the replicas' backward has ended, everything is taken: what has not come by then
-is unused, and nobody has to say so beforehand.
+taken, in order, in the thread of that replica's backward. When the replicas' backward has ended,
+everything is taken: what has not come by then is unused, and nobody has to say so beforehand.
 
 A leaf is accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or
 when the wrapper was called several times before one backward. What comes after its bucket was taken
-is late: it is summed and reduced at the end of the round, and from then on its bucket is left to
-the end.
+is late: it is reduced at the end of the round, and from then on its bucket is left to the end.
 """
 
 from __future__ import annotations
@@ -374,9 +383,6 @@ class Round:
             # What is in a context has memory of its own, since contexts live side by side.
             as_views = bucket.is_viewed and self.accumulated.home.context_id is None
             grads = bucket.received(flat, grads, used, self._extra, as_views=as_views)
-        if bucket.is_cast:
-            pairs = zip(grads, bucket.originals, strict=True)
-            grads = [None if grad is None else grad.to(like.dtype) for grad, like in pairs]
         for index, grad in zip(bucket.indices, grads, strict=True):
             self._result[index] = grad
         if self.optimizers is not None:
@@ -401,7 +407,7 @@ class Round:
             if grad is None:
                 continue
             if held is None:
-                held = grad
+                held = grad if grad.dtype == original.dtype else grad.to(original.dtype)
             elif index in self._unreduced:
                 # What is unreduced of it is a part of the result.
                 held.copy_(self.accumulated.add_reduced(index, grad))
