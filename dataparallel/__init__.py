@@ -26,7 +26,7 @@ from dataparallel.optim.sharded import ShardedOptimizer  # noqa: E402
 from dataparallel.parallel.data_parallel import DataParallel, data_parallel  # noqa: E402
 from dataparallel.parallel.distributed import DistributedDataParallel  # noqa: E402
 from dataparallel.reducer.options import MixedPrecision  # noqa: E402
-from dataparallel.replicas.replicate import replicate  # noqa: E402
+from dataparallel.replicas.clones import replicate  # noqa: E402
 from dataparallel.threads.apply import Replica, current_replica, parallel_apply  # noqa: E402
 
 if _typing.TYPE_CHECKING:

@@ -41,7 +41,7 @@ from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
 from dataparallel.parallel.prefix import StateNames
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
-from dataparallel.replicas.replicate import check_placement, is_spread, place
+from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced
 

@@ -40,7 +40,7 @@ from dataparallel.reducer.options import (
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas
-from dataparallel.replicas.replicate import is_spread
+from dataparallel.replicas.clones import is_spread
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -26,8 +26,7 @@ from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
 from dataparallel.parallel.buffers import BufferPolicy, merge_mean
 from dataparallel.parallel.loss import Loss
-from dataparallel.replicas.clones import ModuleClones
-from dataparallel.replicas.replicate import check_placement
+from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.compile import CompiledCalls

@@ -31,8 +31,7 @@ from dataparallel.reducer.exchange import ReducerProcesses
 from dataparallel.reducer.options import MixedPrecision, trained_parameters
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import verify_across_processes
-from dataparallel.replicas.clones import ModuleClones
-from dataparallel.replicas.replicate import check_placement
+from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 
 if TYPE_CHECKING:

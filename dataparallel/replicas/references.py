@@ -40,37 +40,27 @@ def may_refer(value: Any) -> bool:
     )
 
 
-def substitute(value: Any, replace: Callable[[Any], Any]) -> Any:
+def substitute(
+    value: Any, replace: Callable[[Any], Any], inside: frozenset[int] = frozenset()
+) -> Any:
     """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
 
-    Args:
-        value: Any object; tensors and modules, bound methods, partial functions, functions (what
-            they close over, defaults of arguments, attributes), weak references and containers of
-            those are followed, everything else is kept.
-        replace: Called with each tensor and module, also where a container has it several times.
-
-    Returns:
-        ``value`` itself if nothing in it was replaced, so that identity is kept; else a new object
-        of the same type.
+    Bound methods, partial functions, functions (what they close over, defaults of arguments,
+    attributes), weak references and containers of those are followed, everything else is kept, and
+    so is an object in which nothing was replaced. Otherwise it is a new one of the same type.
     """
-    return _substitute(value, replace, set())
-
-
-def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
-    """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
-    return _substitute(value, lambda part: counterparts.get(id(part), part), set())
-
-
-def _substitute(value: Any, replace: Callable[[Any], Any], inside: set[int]) -> Any:
     if not may_refer(value) or id(value) in inside:
         return value
     if isinstance(value, (torch.Tensor, nn.Module)):
         return replace(value)
     old, rebuild = _opened(value)
-    inside.add(id(value))
-    new = [_substitute(part, replace, inside) for part in old]
-    inside.discard(id(value))
+    new = [substitute(part, replace, inside | {id(value)}) for part in old]
     return value if all(a is b for a, b in zip(new, old, strict=True)) else rebuild(new)
+
+
+def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
+    """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
+    return substitute(value, lambda part: counterparts.get(id(part), part))
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

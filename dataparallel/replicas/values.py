@@ -33,7 +33,6 @@ import itertools
 import threading
 import types
 import warnings
-from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, Literal, TypeAlias
@@ -93,10 +92,10 @@ register_optimizer_step_post_hook(_end_step)
 class _Place:
     """The copies in one memory, and what the originals were when they were made."""
 
-    def __init__(self, device: torch.device, copies: list[Any]) -> None:
-        self.device, self.copies = device, copies
-        self._traces: list[Any] = [None] * len(copies)
-        self._versions = [0] * len(copies)
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.device, self.copies = device, [None] * count  # type: torch.device, list[Any]
+        self._traces: list[Any] = [None] * count
+        self._versions = [0] * count
 
     def forget(self, indices: Iterable[int]) -> None:
         """Let some copies be stale."""
@@ -153,8 +152,8 @@ class Values:
         self._compared: list[int] = []
         self._reference: torch.Tensor | None = None
         self._looks = 0
-        # Answers on their way from the device: which tensors were compared, whether they differ.
-        self._answers: deque[tuple[list[int], torch.Tensor, torch.Event]] = deque()
+        # On its way from the device: which tensors were compared, and whether they differ.
+        self._answer: tuple[list[int], torch.Tensor, torch.Event] | None = None
 
     def update(
         self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
@@ -164,11 +163,11 @@ class Values:
             self._originals = list(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
             self._used = list(filter(None, dict.fromkeys(self._places)))
-            self._answers.clear()
+            self._answer = None
         slots = self._places[:num_slots]
         self._current = places = list(filter(None, dict.fromkeys(slots)))
         if places:
-            self._read_answers()
+            self._read_answer()
             traces = self._traces()
             stale = [place.stale(traces) | place.written() for place in places]
             everything = set(range(len(tensors)))
@@ -217,31 +216,19 @@ class Values:
         home = self._originals[0].device
         uses_originals = self._sharing != "none" and self._dtype is None
         # A single replica may be on several devices itself.
-        alone = uses_originals and len(self._devices) == 1
+        alone = len(self._devices) == 1
         first: dict[torch.device, _Place | None] = {}
         places: list[_Place | None] = []
         for device in self._devices:
             if device in first and self._sharing == "device":
                 place = first[device]
-            elif alone or (uses_originals and device == home and device not in first):
+            elif uses_originals and (alone or (device == home and device not in first)):
                 place = None
             else:
-                place = _Place(device, self._make_copies(device))
+                place = _Place(home if alone else device, len(self._originals))
             first.setdefault(device, place)
             places.append(place)
         return places
-
-    def _make_copies(self, device: torch.device) -> list[Any]:
-        if not self._in_place:
-            return [None] * len(self._originals)
-        there = None if len(self._devices) == 1 else device
-        with torch.inference_mode(False), torch.no_grad():
-            return [
-                torch.empty_like(
-                    o, dtype=self._dtype if o.is_floating_point() else None, device=there
-                )
-                for o in self._originals
-            ]
 
     def _traces(self) -> list[Any]:
         """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
@@ -259,12 +246,12 @@ class Values:
         originals = [self._originals[i] for i in indices]
         # Made in inference mode a copy could never take part in training afterwards.
         with torch.inference_mode(False), torch.no_grad():
-            if self._in_place:
+            if self._in_place and due[0].copies[indices[0]] is not None:
                 made = [[place.copies[i] for i in indices] for place in due]
                 for copies in made:
                     torch_internals.foreach_copy_(copies, [o.detach() for o in originals])
             else:
-                made = _copies(originals, [place.device for place in due])
+                made = _copies(originals, [place.device for place in due], self._dtype)
             for place, copies in zip(due, made, strict=True):
                 for i, copy in zip(indices, copies, strict=True):
                     place.keep(i, copy, traces[i])
@@ -275,6 +262,8 @@ class Values:
         self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool
     ) -> bool:
         """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
+        if self._answer is not None and not now:
+            return False
         originals = [self._originals[i].detach() for i in indices]
         copies, home = [place.copies[i] for i in indices], originals[0].device
         if self._reference is None or indices != self._compared:
@@ -289,20 +278,17 @@ class Values:
         # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
         busy = any(map(_is_elsewhere, steps_of(self._originals)))
         if not busy and self._traces() == traces:
-            self._answers.append((indices, *devices.to_host_later(differs)))
+            self._answer = (indices, *devices.to_host_later(differs))
         return False
 
-    def _read_answers(self) -> None:
+    def _read_answer(self) -> None:
         """Forget copies of tensors of which an earlier comparison says that they were written."""
-        written: set[int] = set()
-        while self._answers and self._answers[0][2].query():
-            indices, differs, _ = self._answers.popleft()
-            if differs:
-                written.update(indices)
-        if written:
-            self._answers.clear()
+        if self._answer is None or not self._answer[2].query():
+            return
+        (indices, differs, _), self._answer = self._answer, None
+        if differs:
             for place in self._used:
-                place.forget(written)
+                place.forget(indices)
             warnings.warn(
                 "a parameter or buffer of the wrapped module was written through .data, which "
                 "leaves no trace: replicas on other devices computed with the values before in "
@@ -424,11 +410,11 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _copies(
-    originals: Sequence[torch.Tensor], targets: Sequence[torch.device]
+    originals: Sequence[torch.Tensor], targets: Sequence[torch.device], dtype: torch.dtype | None
 ) -> list[list[torch.Tensor]]:
     """Copies on each device, of each original's own class and with its attributes."""
     source = originals[0].device
-    values = [original.detach() for original in originals]
+    values = [o.detach().to(dtype if o.is_floating_point() else None) for o in originals]
     others = [device for device in targets if device != source]
     sent = iter(comm.broadcast_coalesced(values, others)) if others else iter(())
     made = [[v.clone() for v in values] if to == source else next(sent) for to in targets]
