@@ -11,10 +11,9 @@ the cut, whose inputs are the caller's inputs and the originals:
 
 Backward of the cut runs the backward of the replicas' graphs, all of it, as one round of the
 reducer: on the CPU in the replicas' threads at the same time, where one engine call would run them
-one after another; with devices that have backward threads of their own in one call, since a second
-call for a device whose thread waits for it would never end. So would one call per replica where
-graphs share a node: where replicas met in forward, or use tensors from outside. Then it is one
-call, too.
+one after another. It is one call for all with devices that have backward threads of their own,
+since a second call for a device whose thread waits for it would never end, and where graphs share a
+node: where replicas met in forward, or use tensors from outside.
 
 Several cuts of one wrapper in one backward make one round, which the last of them ends.
 
@@ -22,11 +21,10 @@ Note [Tensors from outside]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module may compute with tensors that require grad and are neither its parameters nor its inputs:
 a closure over a learned temperature, an attribute that another module has computed. Their graphs
-are then parts of the replicas' graphs, and replicas that run at the same time cannot each have a
-backward of their own. They are found by going over the graphs from the outputs to the leaves, which
-takes half a microsecond per node; what is not a leaf of a replica is from outside. The cut takes
-these leaves as inputs, so whatever lies between them and the replicas is a part of the replicas'
-backward. The engine accumulates their gradients outside of it, and runs their hooks there.
+are then parts of the replicas' graphs. They are found by going over the graphs from the outputs to
+the leaves; what is not a leaf of a replica is from outside. The cut takes these leaves as inputs,
+so whatever lies between them and the replicas is a part of the replicas' backward. The engine
+accumulates their gradients outside of it, and runs their hooks there.
 
 Note [What stands for an input]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -36,11 +34,10 @@ refuses on a leaf and on a view of one. So the module is given what a node has m
 leaf, no view, and the same memory. Only a leaf of the caller's own is given as a leaf, since the
 bare module could not write that either. An input that is given twice is one tensor in the replica.
 
-A write goes to memory that the caller sees, too, and with the bare module the caller's tensor is
-from then on a result of the module. So the replica's tensor becomes one more output of the cut, and
-the caller's tensor gets the history of that output. The same holds for an input that did not
-require grad and does so now. Of several replicas each has a copy of its chunk, and what it writes
-there nobody else sees.
+What one replica writes, or makes require grad, is from then on a result of the module for the
+caller, too, as with the bare module: the replica's tensor becomes one more output of the cut, and
+the caller's tensor gets the history of that output. Of several replicas each has a copy of its
+chunk, and what it writes there nobody else sees.
 """
 
 from __future__ import annotations
@@ -80,13 +77,10 @@ _Results: TypeAlias = tuple[list[MaybeTensor], list[MaybeTensor]]
 
 
 class Ending:
-    """Held by the engine as long as this thread's backward runs, called when it has ended well.
-
-    Attributes:
-        task: Number of the backward.
-    """
+    """Held by the engine as long as this thread's backward runs, called when it has ended well."""
 
     def __init__(self) -> None:
+        #: The number of the backward.
         self.task = torch_internals.current_graph_task_id()
         self._end: Callable[[], None] | None = None
         self._lost: Callable[[], None] | None = None
@@ -107,19 +101,12 @@ class Ending:
 
 
 class ReplicaInputs:
-    """What one replica is given in one forward. See Note [What stands for an input].
-
-    Args:
-        values: Tensors, and anything else.
-
-    Attributes:
-        given: What the module is given in their places.
-        outer: The tensors that require grad, each once.
-        leaves: The leaves that stand for them in the replica's graph.
-    """
+    """What one replica is given in one forward. See Note [What stands for an input]."""
 
     def __init__(self, values: Sequence[Any]) -> None:
+        #: What the module is given in the places of the values.
         self.given = list(values)
+        #: The tensors that require grad, each once, and the leaves that stand for them.
         self.outer: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
         # By the id of a tensor: this, what the module is given for it, whether that requires grad,
@@ -256,10 +243,9 @@ class Cuts:
         if any(followed):
             if originals.passes.reach_other_workers(followed):
                 raise RuntimeError(
-                    "the wrapped module calls other workers in its forward, or computes with "
-                    "results of such calls that are not among its arguments; call the workers "
-                    "outside of the wrapper and pass their results to it, or use the bare module "
-                    "(.module of the wrapper)"
+                    "the wrapped module calls other workers in its forward, or uses results of "
+                    "such calls that are not among its arguments; call the workers outside of the "
+                    "wrapper and pass it the results, or use the bare module (.module)"
                 )
             outside, shared = self._from_outside(inputs, followed)
             separate = not (self._together or outside or shared)

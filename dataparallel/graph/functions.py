@@ -55,24 +55,14 @@ def apply_function(function: type[Function], *args: Any) -> Any:
     return apply(*args)
 
 
-def apply_in_backward(function: type[_WithPlainWay], *args: Any) -> Any:
-    """Apply a function to gradients; in another way where many are computed at once.
+def apply_in_backward(function: Any, *args: Any) -> Any:
+    """Apply a function to gradients; by its ``plain`` where many are computed at once.
 
     ``is_grads_batched`` and vmap hand in gradients that stand for several, for which torch's own
-    operations have rules, and functions like ours have none.
+    operations have rules, and functions like ours have none. ``plain`` consists of torch's own: it
+    does the same, to any order too, but not coalesced.
     """
-    if torch_internals.any_batched(args):
-        return function.plain(*args)
-    return apply_function(function, *args)
-
-
-class _WithPlainWay(Function):
-    """A function that torch's operations can stand for, to any order too, but not coalesced."""
-
-    @staticmethod
-    def plain(*args: Any) -> Any:
-        """The same as ``apply``."""
-        raise NotImplementedError
+    return function.plain(*args) if torch_internals.any_batched(args) else function.apply(*args)
 
 
 def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -85,14 +75,14 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
     elsewhere = set(map(_device, tensors)) - {device} if torch.is_grad_enabled() else ()
     for place in filter(is_accelerator, elsewhere):
         positions = [
-            position
-            for position, tensor in enumerate(tensors)
+            i
+            for i, tensor in enumerate(tensors)
             if tensor.device == place and tensor.is_leaf and tensor.requires_grad
         ]
-        leaves = [tensors[position] for position in positions]
-        same = apply_function(Identity, *leaves) if leaves else ()
-        for position, tensor in zip(positions, same, strict=True):
-            result[position] = tensor
+        if positions:
+            same = apply_function(Identity, *[tensors[i] for i in positions])
+            for i, tensor in zip(positions, same, strict=True):
+                result[i] = tensor
     return result
 
 
@@ -109,7 +99,7 @@ class Identity(Function):
         return grads
 
 
-class Broadcast(_WithPlainWay):
+class Broadcast(Function):
     """Copies of tensors of one device: all for the first device, then all for the second.
 
     Memory is shared on the tensors' own device and between slots of one device.
@@ -143,7 +133,7 @@ class Broadcast(_WithPlainWay):
         return tuple([None if t is None else t.to(slot) for slot in slots for t in tensors])
 
 
-class ReduceAddCoalesced(_WithPlainWay):
+class ReduceAddCoalesced(Function):
     """Sums over the replicas, in replica order, on ``target``.
 
     The gradients are all of the first replica, then all of the second; ``None`` counts as zero. The
@@ -189,7 +179,7 @@ class ReduceAddCoalesced(_WithPlainWay):
         return tuple(functools.reduce(torch.add, column) if column else None for column in columns)
 
 
-class Scatter(_WithPlainWay):
+class Scatter(Function):
     """Chunks of one tensor along ``dim``; with ``views`` those on its device share its memory."""
 
     @staticmethod
@@ -226,7 +216,7 @@ class Scatter(_WithPlainWay):
         return tuple([chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True)])
 
 
-class Gather(_WithPlainWay):
+class Gather(Function):
     """Tensors concatenated along ``dim``; those without dimensions are stacked."""
 
     @staticmethod
@@ -288,7 +278,7 @@ def connect(
     return aliases
 
 
-class ReplicaEdges(torch.autograd.Function):
+class ReplicaEdges(Function):
     """The node between a bucket of originals and their aliases. See Note [Gradient edges]."""
 
     @staticmethod

@@ -10,7 +10,7 @@ nothing else has called for a copy. Slots that share the original's memory canno
 
 To read a checksum the host waits for the device. It does so for the first few, and when the module
 was put from training into evaluation or back, where averaged weights are swapped in. Otherwise the
-device compares, and the host reads the answer when it has arrived, at a later forward. A write that
+device compares, and the host reads the answer at a later forward, when it has arrived. A write that
 it then learns of was missed by the forwards in between, and a warning says so. Originals on the CPU
 are compared at once.
 
