@@ -130,6 +130,7 @@ class Broadcast(Function):
 
     @staticmethod
     def plain(slots: Sequence[torch.device], *tensors: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        """Copies, by means of torch's own operations; see :func:`apply_in_backward`."""
         return tuple([None if t is None else t.to(slot) for slot in slots for t in tensors])
 
 
@@ -172,6 +173,7 @@ class ReduceAddCoalesced(Function):
     def plain(
         target: torch.device, num_inputs: int, *grads: _MaybeTensor
     ) -> tuple[_MaybeTensor, ...]:
+        """Sums, by means of torch's own operations; see :func:`apply_in_backward`."""
         columns = [
             [grad.to(target) for grad in grads[i::num_inputs] if grad is not None]
             for i in range(num_inputs)
@@ -212,6 +214,7 @@ class Scatter(Function):
         tensor: torch.Tensor,
         views: bool = False,
     ) -> tuple[torch.Tensor, ...]:
+        """Chunks, by means of torch's own operations; see :func:`apply_in_backward`."""
         chunks = tensor.split_with_sizes(list(lengths), dim)
         return tuple([chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True)])
 
@@ -237,6 +240,7 @@ class Gather(Function):
 
     @staticmethod
     def plain(target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        """The whole, by means of torch's own operations; see :func:`apply_in_backward`."""
         moved = [tensor.to(target) for tensor in tensors]
         if all(tensor.dim() == 0 for tensor in moved):
             return torch.stack(moved)
