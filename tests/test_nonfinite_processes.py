@@ -392,9 +392,8 @@ def _fails(rank: int, world_size: int) -> None:
             handle.remove()
         else:
             other = step % 2
-            text = (
-                rf"(?s)rank {other} \(.* failed in backward: ValueError: a hook says no.*in _refuse"
-            )
+            # Its own error tells of which hook.
+            text = rf"rank {other} \(.* failed in backward: .* failed in a hook of a parameter"
             with pytest.raises(CollectiveError, match=text) as caught:
                 output.backward()
             failure = caught.value.failure
@@ -408,5 +407,5 @@ def _refuse(grad: Tensor) -> Tensor:
     raise ValueError("a hook says no")
 
 
-def test_the_others_learn_why_a_backward_failed(cluster: Cluster) -> None:
+def test_the_others_learn_that_a_hook_failed_in_backward(cluster: Cluster) -> None:
     cluster.run(_fails, 2)
