@@ -124,17 +124,15 @@ def plan(sizes: Sequence[Any], **options: Any) -> BucketPlan:
 
 
 def test_one_parameter() -> None:
-    assert plan([4]) == BucketPlan(buckets=((0,),), limits=(8,), bytes=(4,))
+    assert plan([4]) == BucketPlan(buckets=((0,),), bytes=(4,))
 
 
 def test_the_record() -> None:
     made = plan([8, 8, 16, 16, 4], expect_sparse=[False, True, False, False, False])
-    assert made == BucketPlan(
-        buckets=((4,), (2, 3), (1,), (0,)), limits=(20, 20, 0, 8), bytes=(4, 32, 8, 8)
-    )
+    assert made == BucketPlan(buckets=((4,), (2, 3), (1,), (0,)), bytes=(4, 32, 8, 8))
     assert [made.bucket_of(index) for index in range(5)] == [3, 2, 1, 1, 0]
     with pytest.raises(AttributeError, match="cannot assign to field"):
-        made.limits = ()  # type: ignore[misc]
+        made.bytes = ()  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -173,28 +171,23 @@ def test_plan_from_the_order_of_arrival(
 
 
 @pytest.mark.parametrize(
-    ("caps", "order", "buckets", "limits"),
+    ("caps", "order", "buckets"),
     [
-        ([4, 12, 8], None, [(5,), (4, 3, 2), (1, 0)], (4, 12, 8)),
-        ([4, 12, 8], [0, 1, 2, 3, 4, 5], [(0,), (1, 2, 3), (4, 5)], (4, 12, 8)),
-        ([12, 4], None, [(5, 4, 3), (2,), (1,), (0,)], (12, 4, 4, 4)),
-        ((sys.maxsize,), None, [(5, 4, 3, 2, 1, 0)], (sys.maxsize,)),
-        ([0], [1, 0, 2, 3, 4, 5], [(1,), (0,), (2,), (3,), (4,), (5,)], (0,) * 6),
+        ([4, 12, 8], None, [(5,), (4, 3, 2), (1, 0)]),
+        ([4, 12, 8], [0, 1, 2, 3, 4, 5], [(0,), (1, 2, 3), (4, 5)]),
+        ([12, 4], None, [(5, 4, 3), (2,), (1,), (0,)]),
+        ((sys.maxsize,), None, [(5, 4, 3, 2, 1, 0)]),
+        ([0], [1, 0, 2, 3, 4, 5], [(1,), (0,), (2,), (3,), (4,), (5,)]),
     ],
 )
 def test_a_list_of_caps_is_in_the_order_of_launching(
-    caps: Sequence[int],
-    order: list[int] | None,
-    buckets: list[tuple[int, ...]],
-    limits: tuple[int, ...],
+    caps: Sequence[int], order: list[int] | None, buckets: list[tuple[int, ...]]
 ) -> None:
-    made = plan([4] * 6, cap_bytes=caps, order=order)
-    assert list(made.buckets) == buckets
-    assert made.limits == limits
+    assert planned([4] * 6, cap_bytes=caps, order=order) == buckets
 
 
 def test_a_cap_below_the_first_limit_is_the_limit_of_all() -> None:
-    assert plan([4] * 3, first_bytes=8, cap_bytes=4).limits == (4, 4, 4)
+    assert planned([4] * 3, first_bytes=8, cap_bytes=4) == [(2,), (1,), (0,)]
     assert planned([4] * 3, first_bytes=8, cap_bytes=4, order=[0, 1, 2]) == [(0,), (1,), (2,)]
 
 
@@ -222,14 +215,14 @@ def test_properties_of_a_plan(
     arrival = order if known else list(reversed(range(len(given))))
     ends = [max(arrival.index(index) for index in bucket) for bucket in made.buckets]
     assert ends == sorted(ends)
-    for bucket, limit, size in zip(made.buckets, made.limits, made.bytes, strict=True):
+    for bucket, size in zip(made.buckets, made.bytes, strict=True):
         sizes = [given[i].numel() * given[i].element_size() for i in bucket]
         assert size == sum(sizes)
         assert len({(given[i].dtype, given[i].device) for i in bucket}) == 1
         sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
-        assert sparse == [limit == 0] or not any(sparse)
+        assert sparse == [True] or not any(sparse)
         # Full only with its last tensor.
-        assert len(bucket) == 1 or sum(sizes[:-1]) < limit
+        assert len(bucket) == 1 or sum(sizes[:-1]) < max(first, *caps)
 
 
 @given(arguments(with_indices=True), st.integers(0, 200))
@@ -237,7 +230,6 @@ def test_plan_from_the_registration_order_is_that_of_torchs_wrapper(
     args: tuple[list[Tensor], list[int], list[bool], list[int]], first: int
 ) -> None:
     given, (cap, *_), expect_sparse, _ = args
-    buckets, limits = torchs(given, [first, cap] if first < cap else [cap], expect_sparse)
+    buckets, _ = torchs(given, [first, cap] if first < cap else [cap], expect_sparse)
     made = plan_buckets(given, first_bytes=first, cap_bytes=cap, expect_sparse=expect_sparse)
     assert made.buckets == tuple(map(tuple, reversed(buckets)))
-    assert made.limits == tuple(reversed(limits))

@@ -80,19 +80,17 @@ def compute_bucket_assignment_by_size(
 
     Args:
         tensors: At least one dense tensor; only dtypes, devices and sizes count.
-        bucket_size_limits: Bytes with which a bucket is full; the tensor that fills it belongs to
-            it. The buckets of each dtype and device use the limits one after another, and the last
-            one for all further buckets.
-        expect_sparse_gradient: Whether the gradient of a tensor will be sparse; it is then alone in
-            its bucket. One entry per tensor, found by the tensor's index. Default: none will be.
-        tensor_indices: The index of each tensor; it says that the tensors are in the order in which
-            their gradients arrive. Default: 0, 1, 2 and so on, in no particular order.
+        bucket_size_limits: Bytes with which a bucket is full, for the buckets of each dtype and
+            device in turn; the last one is for all further buckets.
+        expect_sparse_gradient: By index, whether the gradient of a tensor will be sparse; it is
+            then alone in its bucket. Default: none will be.
+        tensor_indices: The index of each tensor; they are then in the order in which gradients
+            arrive. Default: 0, 1, 2 and so on, in no particular order.
 
     Returns:
-        A list of indices for each bucket, and the limit of each bucket, 0 for a sparse gradient.
-        The buckets are sorted by their smallest index. With ``tensor_indices`` they are in the
-        order in which they became full, and behind them are those that did not, in the order of
-        their last tensors.
+        The indices in each bucket, and the limit of each bucket, 0 for a sparse gradient. The
+        buckets are sorted by their smallest index. With ``tensor_indices`` those that became full
+        come first, in this order, and then the others in the order of their last tensors.
 
     Raises:
         ValueError: There are no tensors or no limits, tensors are sparse, or lengths differ.
@@ -134,8 +132,6 @@ class BucketPlan:
 
     #: Indices of parameters, bucket by bucket; each index is in exactly one.
     buckets: tuple[tuple[int, ...], ...]
-    #: Per bucket, the bytes with which it was full; 0 for a gradient that is expected to be sparse.
-    limits: tuple[int, ...]
     #: Per bucket, the bytes of its parameters.
     bytes: tuple[int, ...]
 
@@ -178,6 +174,5 @@ def plan_buckets(
         buckets += sorted(found, key=lambda bucket: max(when[index] for index in bucket.indices))
     return BucketPlan(
         buckets=tuple(tuple(bucket.indices) for bucket in buckets),
-        limits=tuple(bucket.limit for bucket in buckets),
         bytes=tuple(sum(parameters[i].nbytes for i in bucket.indices) for bucket in buckets),
     )

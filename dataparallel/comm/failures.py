@@ -64,8 +64,6 @@ T = TypeVar("T")
 SLICE = 0.2
 # Seconds that a store may take to answer a look, to take a record, and at the start.
 _LOOK, _WRITE, _STARTING = 1.0, 2.0, 15.0
-# How many looks in turn a store has to refuse until its process counts as ended.
-_REFUSALS = 3
 # Seconds that a rank waits for the others to write where they are: after a failure, at a timeout.
 _GRACE, _GRACE_AT_TIMEOUT = 0.8, 0.4
 # Between two looks at who has come or written.
@@ -168,17 +166,13 @@ def _space() -> str:
         return ""
 
 
-def _has_ended(pid: int, space: str) -> bool:
-    """Whether a process is no longer there; False where nobody here can know."""
-    if not space or space != _space():
-        return False
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this space is no longer there."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
+    except OSError as error:
         # Some systems hide the processes of other users.
-        return False
+        return not isinstance(error, PermissionError)
     # The name before it, which may have any character in it, is in parentheses. A zombie is a
     # process whose parent has not taken note of its end.
     return text.rpartition(")")[2].split()[0] in "ZX"
@@ -188,7 +182,8 @@ class OwnStore:
     """A store with a connection of its own, whose requests are limited in time."""
 
     def __init__(self, store: Store) -> None:
-        self._original = store
+        # Torch's types lack that it can be cloned.
+        self._original: Any = store
         self._own: Store | None = None
         self._turn = threading.Lock()
         self._is_silent = False
@@ -201,7 +196,8 @@ class OwnStore:
             # Behind one that gets no answer there is no need to ask any more.
             if self._turn.acquire(timeout=seconds):
                 try:
-                    answer.set_result(request(self._connected()))
+                    self._own = self._own or self._original.clone()
+                    answer.set_result(request(self._own))
                     self._is_silent = False
                 except Exception as error:
                     answer.set_exception(error)
@@ -217,13 +213,6 @@ class OwnStore:
         except concurrent.futures.TimeoutError:
             self._is_silent = True
             raise TimeoutError(f"no answer within {seconds:.2g} s") from None
-
-    def _connected(self) -> Store:
-        if self._own is None:
-            # Torch's types lack it.
-            untyped: Any = self._original
-            self._own = untyped.clone()
-        return self._own
 
 
 def shared_store(group: dist.ProcessGroup) -> Store:
@@ -251,7 +240,6 @@ class Failures:
         self._links: tuple[weakref.ref[ProcessLink], ...] = ()
         self._num_made: Counter[str] = Counter()
         self._store = OwnStore(shared_store(group))
-        self._refusals = 0
         self._process = socket.gethostname(), os.getpid(), _space()
         self._processes: dict[int, tuple[str, int, str]] = {}
 
@@ -358,10 +346,8 @@ class Failures:
             # Silence is no failure: the wait goes on until its own time is over.
             return None
         except CollectiveError as error:
-            self._refusals += 1
             # Those that wait for others than rank 0 can go on without a store.
-            return error.failure if 0 in self.ranks and self._refusals >= _REFUSALS else None
-        self._refusals = 0
+            return error.failure if 0 in self.ranks else None
         if record is not None:
             self._end(generation, Failure(**record))
         return self.failure
@@ -376,7 +362,7 @@ class Failures:
                 found = zip(unknown, self.ask(lambda store: _read(store, keys), _LOOK), strict=True)
                 self._processes |= {i: process for i, process in found if process is not None}
         for i, (host, pid, space) in self._processes.items():
-            if i != self.rank and _has_ended(pid, space):
+            if i != self.rank and space and space == self._process[2] and _has_ended(pid):
                 return Failure(self.ranks[i], host, pid, "ended", "", "has ended")
         return None
 
@@ -438,8 +424,7 @@ class Failures:
             elif others[i].doing != where:
                 found.append(f"rank {rank} is at {others[i].doing}")
             elif i != self.rank:
-                event = "gave up waiting" if others[i].kind == "timed out" else "failed too"
-                found.append(f"rank {rank} came and {event}")
+                found.append(f"rank {rank} came and gave up, too")
         is_late = any(other.kind == "timed out" for other in others.values())
         event = "did not complete within" if is_late else "failed after"
         text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}; {_REMEDY}"

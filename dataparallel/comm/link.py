@@ -126,19 +126,17 @@ class Pending:
     def reason(self) -> str | None:
         """Why one that has ended has failed; None if it has not."""
         result = self._result()
-        if result is None:
-            try:
-                self.work.wait()
-            except RuntimeError as error:
-                return str(error)
-            return None
-        if result.value() == _SUCCESS:
-            return None
-        # Torch warns that it is deprecated, and has nothing else that tells why.
         try:
-            return str(self.work.exception())
+            if result is None:
+                self.work.wait()
+            elif result.value() != _SUCCESS:
+                # Torch warns that it is deprecated, and has nothing else that tells why.
+                return str(self.work.exception())
+        except RuntimeError as error:
+            return str(error)
         except TypeError:
             return f"torch {torch.__version__} hands no error of the backend to Python"
+        return None
 
     def _result(self) -> torch.futures.Future[int] | None:
         """Where a backend whose wait does not block says how it ended; None for others."""
