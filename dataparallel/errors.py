@@ -17,20 +17,12 @@ T = TypeVar("T")
 MOST = 3
 
 
-def listed(entries: Iterable[str], separator: str = ", ", *, number: int | None = None) -> str:
-    """A list for a message, which stays short: "a, b, c and 2 more".
-
-    ``number`` says how many there are, where ``entries`` are only the first ones.
-    """
+def listed(entries: Iterable[str], separator: str = ", ") -> str:
+    """A list for a message, which stays short: "a, b, c and 2 more"."""
     texts = list(entries)
-    more = (len(texts) if number is None else number) - MOST
+    more = len(texts) - MOST
     joint = " " if separator == ", " else separator
     return separator.join(texts[:MOST]) + (f"{joint}and {more} more" if more > 0 else "")
-
-
-def debug_level() -> str:
-    """That of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
-    return dist.distributed_c10d.get_debug_level().name if dist.is_available() else "OFF"
 
 
 def describe_names(names: Iterable[str]) -> str:
@@ -38,7 +30,7 @@ def describe_names(names: Iterable[str]) -> str:
     texts = list(names)
     if len(texts) <= MOST:
         return listed(texts)
-    if debug_level() == "DETAIL":
+    if dist.is_available() and dist.distributed_c10d.get_debug_level().name == "DETAIL":
         return ", ".join(texts)
     return f"{listed(texts)} (TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"
 

@@ -24,10 +24,9 @@ Note [Names of links]
 ~~~~~~~~~~~~~~~~~~~~~
 Processes that connect find each other under a name in the store, which must be the same in all of
 them and may never be used twice. ``torch.distributed.new_group`` counts the groups that a process
-has at the moment (or waits for processes outside of the group): a group made after another was
-destroyed finds the old addresses, and a process with one more group never meets the others. A link
-is named by its purpose, its generation, and how many links for that purpose were made in it.
-Whoever gives up ends the generation, so that nobody meets one who has gone.
+has at the moment: one made after another was destroyed finds the old addresses, and a process with
+one more group never meets the others. A link is named by its purpose, its generation, and its
+number among those for that purpose.
 """
 
 from __future__ import annotations
@@ -280,10 +279,9 @@ class Failures:
     # --- links -----------------------------------------------------------------------------------
 
     def meet(self, purpose: str, timeout: float) -> tuple[str, int, int]:
-        """Wait until every rank wants a link, so that connecting waits for none.
+        """Wait until every rank wants a link; returns its name, its generation and its number.
 
-        Enters a new generation if this one has ended. Returns the name of the link, its generation,
-        and its number among those for that purpose.
+        Connecting then waits for nobody. Enters a new generation if this one has ended.
         """
         where = f"the making of the process group {purpose!r}"
         started, pause, known = time.monotonic(), _SHORTEST_PAUSE, self.failure

@@ -81,11 +81,9 @@ _HOST = torch.device("cpu")
 
 
 def wait_briefly(work: dist.Work, device: torch.device, seconds: float) -> bool:
-    """Wait for a collective on a device for at most so many seconds, and tell whether it is over.
-
-    On an accelerator this orders the current stream, or blocks up to the time limit of the group.
-    """
+    """Wait for a collective for at most so many seconds, and tell whether it has ended."""
     if _devices.is_accelerator(device):
+        # Orders the current stream, or blocks up to the time limit of the group.
         work.wait()
         return True
     try:
@@ -166,11 +164,6 @@ class ProcessLink:
     When a collective fails, processes may have left it at different points, so later ones would be
     matched wrongly: the link is broken from then on, in every process. Gloo has no way to end a
     collective, so the wait ends and it is left alone, with the memory that it reads and writes.
-
-    Args:
-        group: Over whose processes. Default: all.
-        timeout: Seconds that a collective may take. Default: as in the group.
-        purpose: What it is for; part of its name.
     """
 
     def __init__(
