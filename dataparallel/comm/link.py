@@ -191,9 +191,11 @@ class ProcessLink:
         self._purpose = purpose if number == 1 else f"{purpose} {number}"
         try:
             self._holder = [_make_group(parent, self.name, self.timeout)]
-        except CollectiveError as error:
-            self._failures.report(error, f"the making of the link for {purpose!r}")
-            raise
+        except RuntimeError as error:
+            text = f"rank {dist.get_rank()} could not connect to {name_ranks(self._failures.ranks)}"
+            lost = CollectiveError(f"{text} for {self.name!r}: {error}")
+            self._failures.report(lost, f"the making of the link for {purpose!r}")
+            raise lost from error
         self._finalizer = weakref.finalize(self, _release, self._holder)
         # At exit all connections end anyway.
         self._finalizer.atexit = False
@@ -237,10 +239,6 @@ class ProcessLink:
     def broken(self) -> str:
         """Why the link can't be used any more; empty if it can."""
         return self._error or ("" if self.failure is None else str(self.failure))
-
-    def look(self) -> Failure | None:
-        """As :attr:`failure`, after a look into the store; called in each pause of a wait."""
-        return self.failure or self._failures.while_waiting()
 
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
         """Let all processes of the link raise, since this one has failed."""
@@ -383,7 +381,7 @@ class ProcessLink:
                     break
             except RuntimeError as error:
                 raise self.failed(where, started, str(error)) from error
-            if self.look() is not None or self.broken or remaining <= 0:
+            if self.broken or self._failures.while_waiting() is not None or remaining <= 0:
                 raise self.failed(where, started, timed_out=remaining <= 0)
         self._failures.check_late()
 
@@ -415,25 +413,19 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 def _make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
     """A new group over the processes of ``parent``, with its backends and one for the CPU."""
-    ranks = dist.get_process_group_ranks(parent)
     backends = dist.get_backend_config(parent)
     # See Note [Groups for accelerators only].
     has_cpu = any(pair.startswith("cpu:") for pair in backends.split(","))
-    try:
-        group: dist.ProcessGroup = torch_internals.new_process_group(
-            parent,
-            ranks,
-            dist.Backend(dist.get_backend(parent) if has_cpu else f"cpu:gloo,{backends}"),
-            shared_store(parent),
-            # Torch knows all groups of a process by name, and the numbers of two parents are alike.
-            f"{parent.group_name}/{name}",
-            timeout=datetime.timedelta(seconds=timeout),
-            group_desc=f"{OWN}{name}",
-        )
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {dist.get_rank()} could not connect to {name_ranks(ranks)} for {name!r}: {error}"
-        ) from error
+    group: dist.ProcessGroup = torch_internals.new_process_group(
+        parent,
+        dist.get_process_group_ranks(parent),
+        dist.Backend(dist.get_backend(parent) if has_cpu else f"cpu:gloo,{backends}"),
+        shared_store(parent),
+        # Torch knows all groups of a process by name, and the numbers of two parents are alike.
+        f"{parent.group_name}/{name}",
+        timeout=datetime.timedelta(seconds=timeout),
+        group_desc=f"{OWN}{name}",
+    )
     return group
 
 

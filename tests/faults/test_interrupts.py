@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.failures import CollectiveError, failures_of
 from dataparallel.reducer.buckets import Bucket
 from dataparallel.reducer.exchange import Exchange
 from dataparallel.reducer.options import MixedPrecision, trained_parameters
@@ -179,7 +179,8 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
         # It may have heard already, and is then at the next step.
         with contextlib.suppress(CollectiveError):
             processes: Any = model._training.processes
-            while not processes.control.look():
+            world: Any = torch.distributed.group.WORLD
+            while not failures_of(world).while_waiting():
                 time.sleep(0.01)
             found["text"] = processes.control.broken
     found["equal"] = all(map(torch.equal, step(model, x), wanted))
