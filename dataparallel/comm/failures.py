@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -284,33 +285,35 @@ class Failures:
         Connecting then waits for nobody. Enters a new generation if this one has ended.
         """
         where = f"the making of the process group {purpose!r}"
-        started, pause, known = time.monotonic(), _SHORTEST_PAUSE, self.failure
-        while (failure := self._gone() or self.while_waiting()) is not None:
-            if failure.is_final or (failure.is_cause and failure is not known):
-                raise self.explain(where, started)
-            # The others have to leave it, too.
-            self.ask(self._record(failure))
-            self.generation += 1
-            self._num_made.clear()
-        self._num_made[purpose] += 1
-        generation, number = self.generation, self._num_made[purpose]
-        name = f"{purpose}/{self._life}.{generation}.{number}"
-        keys = [f"{name}/{i}" for i in range(len(self.ranks))]
-
-        def come(store: Store) -> bool:
-            store.set(keys[self.rank], "here")
-            return store.check(keys)
-
-        while not self.ask(come):
-            is_late = time.monotonic() - started > timeout
-            if is_late or self._gone() or self.while_waiting() is not None:
-                raise self.explain(where, started, timed_out=is_late)
+        started, pause, known, name = time.monotonic(), _SHORTEST_PAUSE, self.failure, ""
+        while True:
+            while (failure := self._gone() or self.while_waiting()) is not None:
+                # A connection may break because this rank has closed a link, to make a new one.
+                concerns = failure.is_cause or (name and failure.kind == "timed out")
+                if failure.is_final or (concerns and failure is not known):
+                    raise self.explain(where, started)
+                # The others have to leave it, too.
+                self.ask(self._record(failure))
+                self.generation, name = self.generation + 1, ""
+                self._num_made.clear()
+            if not name:
+                self._num_made[purpose] += 1
+                generation, number = self.generation, self._num_made[purpose]
+                name = f"{purpose}/{self._life}.{generation}.{number}"
+            if self.ask(functools.partial(self._come, name)):
+                # Remembers all processes, for when the store may be gone.
+                self._gone()
+                return name, generation, number
+            if time.monotonic() - started > timeout:
+                raise self.explain(where, started, timed_out=True)
             # A wait of the store itself could not be interrupted.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        # Remembers all processes, for when the store may be gone.
-        self._gone()
-        return name, generation, number
+
+    def _come(self, name: str, store: Store) -> bool:
+        """Tell that this process is here for a link; returns whether all are."""
+        store.set(f"{name}/{self.rank}", "here")
+        return store.check([f"{name}/{i}" for i in range(len(self.ranks))])
 
     def add(self, link: ProcessLink) -> None:
         """Close a link when its generation ends."""
