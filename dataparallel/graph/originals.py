@@ -114,12 +114,19 @@ class _Recorder:
         self.arrives = False
         #: Whether these wait for the end of the round.
         self.waits = False
+        #: What a hook has raised meanwhile.
+        self.failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         self.arrives = grad is not None
 
     def wait(self, waits: bool) -> None:
-        self.waits = waits
+        # An error leads to all that it went through, and that to this hook.
+        self.waits, self.failure = waits, None
+
+    def fail(self, error: BaseException) -> None:
+        if self.waits:
+            self.failure = error
 
 
 @dataclass(eq=False)
@@ -127,9 +134,14 @@ class _GradientHook:
     """The guard of a hook that may change the gradient."""
 
     hook: Callable[[torch.Tensor], torch.Tensor | None]
+    recorder: _Recorder
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return None if grad is None else self.hook(grad)
+        try:
+            return None if grad is None else self.hook(grad)
+        except BaseException as error:
+            self.recorder.fail(error)
+            raise
 
 
 @dataclass(eq=False)
@@ -173,12 +185,18 @@ class OriginalHooks:
         self._recorders[index] = recorder
         for key, hook in before.items():
             if not isinstance(hook, (_Recorder, _GradientHook)):
-                before[key] = _GradientHook(hook)
+                before[key] = _GradientHook(hook, recorder)
         for key, hook in after.items():
             if not isinstance(hook, _AccumulatedHook):
                 after[key] = _AccumulatedHook(hook, recorder)
         if any(isinstance(hook, _GradientHook) for hook in before.values()):
             self.with_gradient_hooks.add(index)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a hook has raised in the backward that is under way."""
+        failures = (recorder.failure for recorder in self._recorders.values())
+        return next(filter(None, failures), None)
 
     def wait(self, waits: bool) -> None:
         """Whether hooks that run after accumulation are left to :meth:`delivered`."""

@@ -347,8 +347,8 @@ class Reducer:
     def _lost(self, round_: Round) -> None:
         """The backward has failed outside of the replicas: the other processes wait for this."""
         if round_ is self._round:
-            where = "a hook of a parameter, or in a part of the graph outside of the wrapper's"
-            self._fail(round_, RuntimeError(f"the backward failed in {where} forward"))
+            text = "the backward failed in a part of the graph outside of the wrapper's forward"
+            self._fail(round_, self._user_hooks.failure or RuntimeError(text))
 
     def _fail(self, round_: Round | None, error: BaseException, *, tells: bool = True) -> None:
         """End a round that has failed."""
