@@ -146,13 +146,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def device_uuid(device: torch.device) -> str | None:
-    """What identifies an accelerator in every process and tool; None where nothing does."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    uuid = None if properties is None else getattr(properties(device), "uuid", None)
-    return None if uuid is None else f"GPU-{uuid}"
-
-
 # --- streams ---------------------------------------------------------------------------------
 
 

@@ -136,10 +136,14 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
 @pytest.mark.parametrize(
     ("scalars", "error", "match"),
     [
-        (lambda x: x, TypeError, "must return a number or a 0-d tensor .* of shape \\(2, 3\\)"),
+        (lambda x: x, TypeError, r"scalars= must return a number for each chunk: .*element"),
         (lambda x: -1, ValueError, "finite and not negative, but is -1.0"),
         (lambda x: float("nan"), ValueError, "finite and not negative, but is nan"),
-        (lambda x: None if x[0, 0] else 1, ValueError, "None for some of the chunks and weights"),
+        (
+            lambda x: None if x[0, 0] else 1,
+            TypeError,
+            "must return a number for each chunk: .*NoneType",
+        ),
         (lambda: 1, TypeError, "takes 0 positional arguments but 1 was given"),
     ],
 )

@@ -249,14 +249,8 @@ def join_scalars(
     with torch.no_grad():
         # All of them first: reading one waits for its device.
         found = [scalars(*one, **named) for one, named in zip(args, kwargs, strict=True)]
-    adds_up = [weight is None for weight in found]
-    if not any(adds_up):
+    if any(weight is not None for weight in found):
         return Joining("mean", [read_weight("the function of scalars=", one) for one in found])
-    if not all(adds_up):
-        raise ValueError(
-            f"the function of scalars= returned None for some of the chunks and weights for "
-            f"others: {found}; return None for all, where their losses add up, or for none"
-        )
     if weighs:
         raise ValueError(
             "the function of scalars= returned None, so that losses add up, and "
@@ -281,12 +275,10 @@ def _refuse_mean(scalars: ScalarsOption) -> None:
 
 def read_weight(what: str, found: Any) -> float:
     """The weight of a chunk, from what the caller's function ``what`` returned; may wait for it."""
-    if isinstance(found, Tensor) and found.numel() != 1:
-        raise TypeError(
-            f"{what} must return a number or a 0-d tensor for each chunk, but returned a "
-            f"tensor of shape {tuple(found.shape)}"
-        )
-    weight = float(found.detach() if isinstance(found, Tensor) else found)
+    try:
+        weight = float(found.detach() if isinstance(found, Tensor) else found)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{what} must return a number for each chunk: {error}") from error
     if not 0 <= weight < math.inf:
         raise ValueError(f"the weight of a chunk is finite and not negative, but is {weight}")
     return weight

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from dataparallel.devices import device_uuid
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
@@ -127,3 +127,10 @@ def with_buckets(model: DataParallel[Any], info: RunInfo) -> RunInfo:
         return info
     sizes = model.reducer.buckets.plan.bytes
     return dataclasses.replace(info, num_buckets=len(sizes), bucket_bytes=max(sizes, default=0))
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What identifies an accelerator in every process and tool; None where nothing does."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"

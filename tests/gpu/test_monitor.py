@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dataparallel.devices import device_uuid
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.run import RunInfo, device_uuid
 from dataparallel.tools.monitor.reading import DeviceReading
 from dataparallel.tools.monitor.sources.nvml import NvmlSource
 from dataparallel.tools.monitor.sources.nvml_processes import sees_host_processes
