@@ -190,10 +190,10 @@ def test_gather_takes_dims_for_each_part(slots: list[str]) -> None:
 @pytest.mark.parametrize(
     ("out_dims", "error", "message"),
     [
-        ((0, 1, 1), ValueError, "out_dims has 3 entries for outputs, which has length 2; give one"),
-        ((0, {"h": 1}), ValueError, r"names \['h'\] in outputs\[1\], which has length 2; leave"),
-        ((0, (1, (1,))), ValueError, r"1 entries for outputs\[1\]\[1\], which has no parts; give"),
-        ("rows", TypeError, "out_dims for outputs is an int, None, or .* but got 'rows'"),
+        ((0, 1, 1), ValueError, r"says \(0, 1, 1\) of outputs, which has length 2; give"),
+        ((0, {"h": 1}), ValueError, r"says \{'h': 1\} of outputs\[1\], which has length 2"),
+        ((0, (1, (1,))), ValueError, r"says \(1,\) of outputs\[1\]\[1\], which has no parts"),
+        ("rows", ValueError, "out_dims says 'rows' of outputs, which has length 2; give"),
         (
             (0, 3),
             ValueError,

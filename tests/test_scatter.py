@@ -158,10 +158,10 @@ def test_in_dims_of_scatter_follows_the_container() -> None:
     ("in_dims", "error", "message"),
     [
         ([1], AttributeError, "'list' object has no attribute 'items'"),
-        ({-1: 0}, ValueError, r"in_dims names \[-1\] in inputs"),
-        ({"m": "rows"}, TypeError, r"in_dims for kwargs\['m'\] is an int, None, .* got 'rows'"),
-        ({"m": {"b": 0}}, ValueError, r"names \['b'\] in kwargs\['m'\], which has \['a'\]"),
-        ({"m": [0, 1]}, ValueError, r"has 2 entries for kwargs\['m'\], which has \['a'\]; give"),
+        ({-1: 0}, ValueError, r"in_dims says \{-1: 0\} of inputs"),
+        ({"m": "rows"}, ValueError, r"says 'rows' of kwargs\['m'\], which has \['a'\]; give"),
+        ({"m": {"b": 0}}, ValueError, r"says \{'b': 0\} of kwargs\['m'\], which has \['a'\]"),
+        ({"m": [0, 1]}, ValueError, r"says \[0, 1\] of kwargs\['m'\], which has \['a'\]; give"),
         ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] of shape"),
     ],
 )

@@ -229,25 +229,14 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
             return [spec] * structure.num_leaves
         # A marker further down says more than the dim of the container.
         below = [spec] * len(structure.children)
-    elif isinstance(spec, Mapping):
-        unknown = [key for key in spec if key not in structure.keys]
-        if unknown:
-            raise ValueError(
-                f"{option} names {unknown} in {path}, which has {structure.describe()}; "
-                "leave out what is not there"
-            )
+    elif isinstance(spec, Mapping) and all(key in structure.keys for key in spec):
         below = [spec.get(key, DEFAULT) for key in structure.keys]
-    elif isinstance(spec, Sequence) and not isinstance(spec, str):
-        if len(spec) != len(structure.keys):
-            raise ValueError(
-                f"{option} has {len(spec)} entries for {path}, which has {structure.describe()}; "
-                "give one dim for all of it, or an entry for each of its parts"
-            )
+    elif isinstance(spec, (tuple, list)) and len(spec) == len(structure.keys):
         below = list(spec)
     else:
-        raise TypeError(
-            f"{option} for {path} is an int, None, or a mapping or sequence of these, "
-            f"but got {spec!r}"
+        raise ValueError(
+            f"{option} says {spec!r} of {path}, which has {structure.describe()}; give an int or "
+            "None for all of it, a list of these with an entry for each part, or a dict for some"
         )
     if not structure.children:
         return [DEFAULT]
@@ -405,22 +394,18 @@ def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
     """
     # The tensors are held, so that no other one gets their identity.
     before = [(leaf, *_traces(leaf)) for leaf in leaves]
-    failure: Exception | None = None
     try:
         yield
-    except Exception as error:
-        # What a replica raises then is often what it found of the others.
-        failure = error
-    for leaf, _, traces in before:
-        if _traces(leaf)[1] != traces:
-            raise RuntimeError(
-                f"the replicas have written tensors into {leaf.path}, a "
-                f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
-                "their chunks; leave it out (a cache of keys and values with use_cache=False), "
-                f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
-            ) from failure
-    if failure is not None:
-        raise failure
+    finally:
+        # What a replica raises is often what it found of the others.
+        for leaf, _, traces in before:
+            if _traces(leaf)[1] != traces:
+                raise RuntimeError(
+                    f"the replicas have written tensors into {leaf.path}, a "
+                    f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
+                    "their chunks; leave it out (a cache of keys and values with use_cache=False), "
+                    f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
+                )
 
 
 def _traces(leaf: Leaf) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
