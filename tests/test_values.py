@@ -169,3 +169,26 @@ def test_a_sparse_neighbor_hides_nothing() -> None:
         assert copies.update([sparse, dense], 2)[1][1].eq(value).all()
         sparse._values().data.fill_(value)
         assert copies.update([sparse, dense], 2)[1][0]._values().eq(value).all()
+
+
+def test_an_answer_of_the_device_is_read_however_far_ahead_the_host_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameter, copies = make(), Values(DEVICES)
+    for _ in range(12):
+        copies.update([parameter], 2)
+    events: list[mock.Mock] = []
+
+    def to_host_later(value: torch.Tensor) -> tuple[torch.Tensor, mock.Mock]:
+        events.append(mock.Mock(query=mock.Mock(return_value=False)))
+        return value, events[-1]
+
+    torch.accelerator.synchronize(DEVICES[0])
+    monkeypatch.setattr("dataparallel.devices.to_host_later", to_host_later)
+    flip_signs(parameter)
+    for _ in range(3):
+        copies.update([parameter], 2)
+    events[0].query.return_value = True
+    with pytest.warns(UserWarning, match=r"written through \.data"):
+        copy = copies.update([parameter], 2)[1][0]
+    assert torch.equal(copy.cpu(), parameter.cpu())
