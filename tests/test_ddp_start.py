@@ -84,7 +84,8 @@ def _group_made_later(rank: int, world_size: int, store: str) -> list[float]:
             model.zero_grad()
             model(x).mean().backward()
         other = dp.DistributedDataParallel(alone.module, ["cpu"], process_group=False)
-        assert other.process_group is None
+        for model in (other, pickle.loads(pickle.dumps(other))):
+            assert model.process_group is None
         found = [gradient_of(model) for model in (late, alone)]
         alone.update_process_group(dist.group.WORLD)
         alone.zero_grad()
