@@ -481,19 +481,24 @@ class _Added(nn.Module):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] == 0:
+            return x.sum().requires_grad_().reshape(1, 1).expand(len(x), self.shape[1])
         return x @ (self.first.view(self.shape) + self.second.view(self.shape))
 
 
+@pytest.mark.parametrize("unused", [False, True], ids=["used", "unused on the first replica"])
 @pytest.mark.parametrize("cap", [25, 1e-6], ids=["one bucket", "two buckets"])
-def test_parameters_whose_views_are_added(cap: float) -> None:
+def test_parameters_whose_views_are_added(cap: float, unused: bool) -> None:
     """The engine gives both one gradient, in one memory."""
     bare = _Added(3, 2)
     net = copy.deepcopy(bare)
     model = dp.DistributedDataParallel(net, ["cpu"] * 3, bucket_cap_mb=cap)
     x = torch.randn(7, 3)
+    x[0, 0] *= not unused
     for _ in range(3):
         model(x).pow(2).sum().backward()
-        bare(x).pow(2).sum().backward()
+        # The first of three chunks.
+        bare(x[3:] if unused else x).pow(2).sum().backward()
         for mine, expected in zip(net.parameters(), bare.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, expected.grad)
         net.zero_grad()

@@ -84,6 +84,15 @@ def only_outside_in_one_rank(m: nn.Module, net: Any, x: Tensor) -> None:
     (net.head(output) if dist.get_rank() == 0 else output).sum().backward()
 
 
+def another_one_later(m: nn.Module, net: Any, x: Tensor) -> None:
+    """All ranks wait since the first step: so one may have a gradient for a sent bucket."""
+    net.step = getattr(net, "step", -1) + 1
+    output = m(x).sum()
+    if dist.get_rank() == 0:
+        output = output + (net.head if net.step < 2 else net.second).weight.pow(2).sum()
+    output.backward()
+
+
 def retained(m: nn.Module, net: Any, x: Tensor) -> None:
     loss = net.head(m(x)).sum()
     m.zero_grad()
@@ -122,6 +131,7 @@ CASES: list[Loss] = [
     written_by_hand,
     two_rounds,
     only_outside_in_one_rank,
+    another_one_later,
     retained,
     chosen,
     through_no_sync,
