@@ -115,3 +115,6 @@ def test_sparse_and_dense_gradients_are_added() -> None:
     assert first.tolist() == [2, 1, 1, 3, 5]
     assert second.tolist() == [2, 7, 2, 2, 2]
     assert alone is rows[2][3]
+    # Nothing is written over a sparse term.
+    kept = rows[0][0]
+    assert kept is not None and kept.to_dense().tolist() == [0, 0, 1, 0, 0]
