@@ -192,6 +192,25 @@ def test_a_link_that_a_process_does_not_make(cluster: Cluster, late: bool) -> No
     assert late or f"rank 0 is at {making} 'reducer'" in results[1]
 
 
+def make_anew_alone(rank: int, world_size: int) -> float:
+    """Rank 1 makes a new link, and closes the one over which rank 0 waits."""
+    link = ProcessLink(purpose="test", timeout=20)
+    if rank == 1:
+        threading.Timer(0.5, link.close).start()
+    else:
+        with pytest.raises(CollectiveError, match="rank 1 did not come"):
+            link.all_reduce(torch.ones(1), what="numbers").wait()
+    again = ProcessLink(purpose="test", timeout=20)
+    total = torch.ones(1)
+    again.all_reduce(total, what="numbers").wait()
+    again.close()
+    return total.item()
+
+
+def test_who_makes_a_new_link_does_not_hear_that_the_old_one_broke(cluster: Cluster) -> None:
+    assert cluster.run(make_anew_alone, 2) == [2.0, 2.0]
+
+
 def await_nothing(rank: int, world_size: int) -> tuple[str, float]:
     link = ProcessLink(purpose="reducer", timeout=0.5)
     future: torch.futures.Future[int] = torch.futures.Future()
