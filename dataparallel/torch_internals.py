@@ -598,6 +598,19 @@ def settings_of_compiler(room: int) -> Iterator[None]:
         yield
 
 
+def settings_of_calls_kept() -> AbstractContextManager[object]:
+    """Around calls of compiled code that overlap, keep what ``dynamic=`` sets in each.
+
+    Before 2.13 that belongs to the process, and each call restores what it found.
+    """
+    if torch.__version__ >= "2.13":
+        return contextlib.nullcontext()
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("automatic_dynamic_shapes", "assume_static_by_default")
+    kept: AbstractContextManager[object] = config.patch({n: getattr(config, n) for n in names})
+    return kept
+
+
 # --- patches ---------------------------------------------------------------------------------
 
 

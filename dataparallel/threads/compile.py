@@ -232,7 +232,7 @@ class CompiledCalls:
             lock.install()
         kind = _kind_of(calls[0]) if concurrent else None
         call = ParallelCall(num_devices, kind is not None and kind not in self._quiet)
-        with lock.paused():
+        with torch_internals.settings_of_calls_kept(), lock.paused():
             yield call
         if call.has_compiled:
             self._quiet.discard(kind)

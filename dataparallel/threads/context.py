@@ -118,8 +118,6 @@ class ThreadContext:
         self._nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()
-        first = self._devices[0]
-        self._first = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
         # Makes what each replica is within, from the outermost on.
         self._within: list[Callable[[], AbstractContextManager[Any]]] = []
         if torch.is_inference_mode_enabled():
@@ -158,10 +156,7 @@ class ThreadContext:
             if self._function_modes:
                 stack.callback(_pop_function_modes)
                 for mode in self._function_modes:
-                    # On the accelerator of replica 0 means where the module is.
-                    if isinstance(mode, torch_internals.DeviceMode) and mode.device in self._first:
-                        mode = torch_internals.DeviceMode(device)
-                    torch_internals.push_function_mode(mode)
+                    torch_internals.push_function_mode(self._meant(mode, device))
             # See Note [The autocast cache is shared].
             for _ in range(self._nesting):
                 torch.autocast_increment_nesting()
@@ -175,6 +170,13 @@ class ThreadContext:
             draws = functools.partial(self._draws.generator, index, {})
             stack.callback(switch, *switch(draws))
             return call(*args)
+
+    def _meant(self, mode: Any, device: torch.device) -> Any:
+        """A function mode in a replica: a default device on replica 0's means that of each."""
+        first = self._devices[0]
+        meant = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
+        is_meant = isinstance(mode, torch_internals.DeviceMode) and mode.device in meant
+        return torch_internals.DeviceMode(device) if is_meant else mode
 
 
 def _pop_function_modes() -> None:

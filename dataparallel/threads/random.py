@@ -311,9 +311,6 @@ class _StandIn:
             _use_own_in_engine()
         return getattr(_current(), name)
 
-    def __reduce__(self) -> Any:
-        return _current().__reduce__()
-
 
 def _current() -> torch.Generator:
     source = current_source()

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.threads import compile as compiling
 from dataparallel.threads.meeting import current_rendezvous
+from dataparallel.torch_internals import untraced
 from tests.compiled.cases import (
     Watched,
     compare,
     compile_in_place,
     compile_nested,
+    compile_whole,
     twins,
 )
 
@@ -201,6 +203,30 @@ def test_several_models_in_several_threads() -> None:
 
 
 # --- torch's lock --------------------------------------------------------------------------------
+
+
+def test_torchs_settings_are_as_before() -> None:
+    barrier = threading.Barrier(2)
+    meets: list[bool] = []
+
+    @untraced
+    def meet() -> None:
+        if meets:
+            barrier.wait(10.0)
+
+    class Meets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            meet()
+            return x + 1
+
+    model = DataParallel(compile_whole(Meets(), backend="eager", dynamic=False), ["cpu"] * 2)
+    # Which of two replicas leaves first is not ruled, and matters.
+    for number in range(12):
+        model(torch.randn(4, 4))
+        assert torch._dynamo.config.automatic_dynamic_shapes is True
+        # From the third call on they run at the same time.
+        if number:
+            meets.append(True)
 
 
 def test_the_lock_is_put_in_place_once() -> None:
