@@ -455,7 +455,7 @@ def scatter(
     for chunk, stream in zip(chunks, streams or (), strict=False):
         if stream is not None:
             _devices.wait_stream(stream, _devices.current_stream(chunk.device))
-            _devices.record_stream(chunk, stream)
+            chunk.record_stream(stream)
     return chunks if out is None else _write(out, chunks)
 
 
