@@ -102,7 +102,6 @@ def use_chunks_on_streams() -> list[Tensor]:
     chunks = list(comm.scatter(rows, DEVICES, streams=streams))
     results = []
     for stream in streams:
-        torch.accelerator.current_stream(stream.device).synchronize()
         with stream:
             results.append(chunks.pop(0) * 2)
     reused = [copy.cpu() for copy in comm.broadcast(torch.full((1000,), 7.0), DEVICES)]
