@@ -1,17 +1,28 @@
-"""The wrapper that trains a module on several devices from one process."""
+"""The wrapper that trains a module on several devices from one process.
+
+Note [Names with a prefix]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Our wrappers give the state of their module under the module's own names. Torch's wrappers put
+``module.`` before each, and states of both are loaded. A name that begins with ``module.`` may be
+either, since a module may have a child of that name. So each wrapper decides for all names that
+come to it at once, by which reading more of them are known. As many both ways: then they have the
+prefix if all of them begin with it and no name of the module does.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from dataparallel import torch_internals
 from dataparallel.batch.gather import (
     Joining,
     Scalars,
@@ -39,7 +50,6 @@ from dataparallel.errors import chosen
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
-from dataparallel.parallel.prefix import StateNames
 from dataparallel.parallel.step import Call, Chunks, Lent, Runner
 from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
@@ -52,6 +62,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
+# What torch's wrappers put before the names of their module.
+_PREFIX = "module."
 
 
 class _Forward(functools.partial[Any]):
@@ -139,7 +151,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
         self.module = module
-        self._names = StateNames(self)
+        # The children of the wrapper, while torch is kept from loading them again.
+        self._loaded: dict[str, nn.Module | None] = {}
+        hooks: Any = self
+        hooks.register_state_dict_post_hook(DataParallel._finish_state)
+        hooks.register_load_state_dict_post_hook(DataParallel._finish_load)
         self.device_ids: list[torch.device] = list(devices)  # type: ignore[assignment]
         # A torch.device, or "each"; torch declares an int.
         self.output_device: Any = (
@@ -369,9 +385,49 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """The module's buffers under the module's own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self._names.load(self.module, state_dict, prefix, errors=rest[-1])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _finish_state(self, state: dict[str, Any], path: str, _: Any) -> None:
+        """Take the prefix away from the names that torch has just given."""
+        inner = path + _PREFIX
+        for table in (state, torch_internals.state_versions(state) or {}):
+            found = {name: table.pop(name) for name in list(table) if f"{name}.".startswith(inner)}
+            # The version of the module itself has no name below it.
+            below = _below(inner, found).items()
+            table.update((path + name if name else path[:-1], value) for name, value in below)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
+        )
+        names = [name for name in state_dict if name.startswith(prefix)]
+        is_prefixed = _is_prefixed(self.module, [name[len(prefix) :] for name in names])
+        inner = prefix + _PREFIX if is_prefixed else prefix
+        state = OrderedDict(_below(inner, state_dict))
+        versions = torch_internals.versions_being_loaded()
+        torch_internals.set_state_versions(state, _below(inner, versions or {}))
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            # What the class of the module makes of it is for those who call it themselves.
+            missing, unexpected = nn.Module.load_state_dict(self.module, state, False, assign)
+        except RuntimeError as error:
+            error_msgs.append(str(error).replace("mismatch for ", f"mismatch for {prefix}"))
+        else:
+            missing_keys += [prefix + name for name in missing]
+            unexpected_keys += [inner + name for name in unexpected]
+        unexpected_keys += [name for name in names if not name.startswith(inner)]
+        # Torch goes on to the children of the wrapper.
+        self._loaded, self._modules = self._modules, {}
+
+    def _finish_load(self, _: Any) -> None:
+        self._modules, self._loaded = self._loaded, {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -466,6 +522,39 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._splitter = None
         self.timeline = Timeline(self.device_ids)
         self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
+
+
+def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose names begin with a path, without it; the path itself becomes ``""``."""
+    start = len(path)
+    return {f"{n}."[start:-1]: v for n, v in table.items() if f"{n}.".startswith(path)}
+
+
+def _is_prefixed(module: nn.Module, names: Collection[str]) -> bool:
+    """Whether names that a wrapper of the module is to load have the prefix."""
+    stripped = [name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)]
+    if not stripped:
+        return False
+    known = _known(module)
+    as_they_are, without = (
+        len({known[n] for n in some if n in known}) for some in (names, stripped)
+    )
+    if as_they_are != without:
+        return without > as_they_are
+    own = any(name.startswith(_PREFIX) for name in known.values())
+    return len(stripped) == len(names) and not own
+
+
+def _known(module: nn.Module) -> dict[str, str]:
+    """From each name under which a load finds a tensor to the tensor's name in the state."""
+    if isinstance(module, DataParallel):
+        known = _known(module.module)
+        return {f"{_PREFIX}{name}": own for name, own in known.items()} | known
+    known = {name: name for name in module.state_dict(keep_vars=True)}
+    for path, child in module.named_children():
+        below = _known(child).items()
+        known = {f"{path}.{name}": f"{path}.{own}" for name, own in below} | known
+    return known
 
 
 def data_parallel(
