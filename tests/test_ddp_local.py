@@ -359,7 +359,7 @@ def test_a_wrapper_that_is_dropped_leaves_nothing_behind(slots: list[str]) -> No
 
 
 def test_a_module_without_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="call the module once with an example input first"):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
         dp.DistributedDataParallel(nn.LazyLinear(3), ["cpu", "cpu"])
 
 

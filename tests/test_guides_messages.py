@@ -153,9 +153,9 @@ CASES: dict[str, Callable[[], object]] = {
     "the module must be on ..., the first of its devices": lambda: of_virtual(
         nn.Linear(4, 3).to("virtual:1")
     )(x()),
-    "cannot replicate parameters that are not initialized": lambda: dp.DataParallel(
-        nn.LazyLinear(3), CPUS
-    )(x()),
+    "Attempted to use an uninitialized parameter": lambda: dp.DataParallel(nn.LazyLinear(3), CPUS)(
+        x()
+    ),
     "cannot replicate ... (RecursiveScriptModule)": lambda: dp.DataParallel(scripted(), CPUS)(x()),
     "Expected all tensors to be on the same device": lambda: nn.functional.cross_entropy(
         of_virtual(nn.Linear(4, 3))(x()), torch.zeros(6, dtype=torch.long)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.replicas.references import may_refer, substitute, with_counterparts
+from dataparallel.replicas.clones import may_refer, substitute, with_counterparts
 
 Pair = namedtuple("Pair", ["first", "second"])
 

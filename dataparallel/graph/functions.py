@@ -6,24 +6,14 @@ are those of ``torch.nn.parallel._functions``. Devices exist, sizes fit: callers
 Note [Gradient edges]
 ~~~~~~~~~~~~~~~~~~~~~
 A replica computes with tensors that hold the originals' values and whose ``grad_fn`` leads back to
-the originals, one node per bucket of parameters:
+the originals: one node per bucket of parameters, with one output per replica and parameter. It can
+run as soon as the last gradient of the bucket has arrived, while backward goes on in the threads of
+the other devices: that is the overlap.
 
-    original w ── AccumulateGrad            gradients of a bucket, replica by replica
-         │                                       │        │        │
-         ▼                                       ▼        ▼        ▼
-    ReplicaEdges (forward: aliases of the   ReplicaEdges.backward: their sum, in the
-      copies, nothing is computed)            order 0, 1, .. n-1, on the originals' device
-         │        │        │
-         ▼        ▼        ▼                     then AccumulateGrad of each original, once
-     replica 0  replica 1  replica n-1
-
-A bucket's node can run as soon as the last gradient of the bucket has arrived, while backward goes
-on in the threads of the other devices: that is the overlap. Of several nodes that can run, the
-engine takes the one with the highest sequence number; the edges are made before the replicas
-compute, so a device often finishes its own backward first. The sum of a bucket depends on nothing
-but its inputs, so thread timing does not change the result, not even in the last bit. Replica 0 has
-edges of its own too: if it computed with the originals, its contributions would be added to the
-other replicas' sum inside the engine, in order of arrival.
+The sum of a bucket, in replica order, depends on nothing but its inputs, so thread timing does not
+change the result, not even in the last bit. Replica 0 has edges of its own too: if it computed with
+the originals, its contributions would be added to the other replicas' sum inside the engine, in
+order of arrival.
 """
 
 from __future__ import annotations

@@ -22,12 +22,16 @@ attributes that lead to tensors or modules are filled anew each time.
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import logging
+import types
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -36,21 +40,18 @@ from dataparallel import torch_internals
 from dataparallel.devices import DeviceLike, is_accelerator, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
-from dataparallel.replicas.references import (
-    Counterparts,
-    may_refer,
-    substitute,
-    with_counterparts,
-)
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 #: Where a module keeps its named parts.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+#: From the id of an original tensor or module to its counterpart.
+Counterparts: TypeAlias = Mapping[int, Any]
 
 _log = logging.getLogger("dataparallel")
 _MISSING = object()
-_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
+# Types that cannot refer to anything; most attributes of a module are of one of them.
+_OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 _device = attrgetter("device")
 _registries = itemgetter(*REGISTRIES)
 _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
@@ -80,7 +81,12 @@ class Parts:
             name, module = pending.pop()
             if id(module) in seen:
                 continue
-            _refuse_closed(module, name)
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"cannot replicate {name or 'the module itself'!r} ({type(module).__name__}): "
+                    "scripted modules hold on to their own parameters, so a clone cannot have "
+                    "others; wrap the module before it is scripted, or use torch.compile"
+                )
             seen.add(id(module))
             attributes = module.__dict__
             self.modules.append(module)
@@ -123,39 +129,15 @@ class Parts:
         return list(found.values())
 
 
-def _refuse_closed(module: nn.Module, name: str) -> None:
-    """Refuse a module with parts that no other object can be given."""
-    slots = [base.__dict__.get("__slots__") for base in type(module).__mro__]
-    if any(slots) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"cannot replicate {name or 'the module itself'!r} ({type(module).__name__}): scripted "
-            "modules hold on to their own parameters, and classes with __slots__ to attributes, so "
-            "a clone cannot have others; wrap the module before it is scripted, or use "
-            "torch.compile, and leave out __slots__"
-        )
-
-
-def is_placed(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether :func:`check_placement` would find nothing; without the names, whose making costs."""
-    return set(map(_device, tensors)) <= {device} and _LAZY.isdisjoint(map(type, tensors))
-
-
 def check_placement(module: nn.Module, device: torch.device) -> None:
     """Raise a ValueError that names parameters and buffers that are not on ``device``."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if is_placed(list(tensors.values()), device):
-        return
-    uninitialized = [name for name, tensor in tensors.items() if type(tensor) in _LAZY]
-    if uninitialized:
+    named = (*module.named_parameters(), *module.named_buffers())
+    misplaced = [f"{name!r} is on {t.device}" for name, t in named if t.device != device]
+    if misplaced:
         raise ValueError(
-            f"cannot replicate parameters that are not initialized: {listed(uninitialized)}; "
-            "call the module once with an example input first"
+            f"the module must be on {device}, the first of its devices, but "
+            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
         )
-    misplaced = [f"{n!r} is on {t.device}" for n, t in tensors.items() if t.device != device]
-    raise ValueError(
-        f"the module must be on {device}, the first of its devices, but "
-        f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
-    )
 
 
 def is_spread(module: nn.Module) -> bool:
@@ -223,7 +205,6 @@ def replicate(
     if not devices:
         return []
     slots = parse_devices(devices)
-    check_placement(network, slots[0])
     clones: Any = ModuleClones(network, slots).refresh(len(slots), detach=detach)
     return list(clones)
 
@@ -294,9 +275,9 @@ class ModuleClones:
         indices: Sequence[int] = parts.intricate
         if not self._filled:
             home = self._devices[0]
-            # One replica may be on several devices itself.
-            is_alone = len(self._devices) == 1
-            if not (is_alone or is_placed([*parts.parameters, *parts.buffers], home)):
+            # One replica that is trained may be on several devices itself.
+            may_spread = self._leaves is not None and len(self._devices) == 1
+            if not may_spread and {*map(_device, (*parts.parameters, *parts.buffers))} - {home}:
                 check_placement(self.module, home)
             indices = range(len(parts.modules))
             # Standing clones are filled for all slots, whether they take part or not.
@@ -568,3 +549,94 @@ def take_back(
                 table[name] = with_counterparts(value, back)
         for name in was.keys() - now.keys():
             table.pop(name, None)
+
+
+# --- references to tensors and modules, wherever they hide ---------------------------------------
+
+
+def may_refer(value: Any) -> bool:
+    """Whether :func:`substitute` could find a part in ``value``; quick, and never wrongly False."""
+    if type(value) in _OPAQUE:
+        return False
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return bool(value)
+    if isinstance(value, types.FunctionType):
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        closes = value.__closure__ is not None or bool(value.__dict__)
+        return closes or any(type(one) not in _OPAQUE for one in given)
+    return isinstance(
+        value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
+    )
+
+
+def substitute(
+    value: Any, replace: Callable[[Any], Any], inside: frozenset[int] = frozenset()
+) -> Any:
+    """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
+
+    Bound methods, partial functions, functions (what they close over, defaults of arguments,
+    attributes), weak references and containers of those are followed, everything else is kept, and
+    so is an object in which nothing was replaced. Otherwise it is a new one of the same type.
+    """
+    if not may_refer(value) or id(value) in inside:
+        return value
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return replace(value)
+    old, rebuild = _opened(value)
+    new = [substitute(part, replace, inside | {id(value)}) for part in old]
+    return value if all(a is b for a, b in zip(new, old, strict=True)) else rebuild(new)
+
+
+def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
+    """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
+    return substitute(value, lambda part: counterparts.get(id(part), part))
+
+
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What ``value`` refers to, and what makes another one of as many others."""
+    kind: Any = type(value)
+    if isinstance(value, (dict, list)):
+        parts = [*value, *(value.values() if isinstance(value, dict) else ())]
+        return parts, functools.partial(_refilled, value)
+    if isinstance(value, (tuple, set, frozenset)):
+        return list(value), (lambda new: kind(*new)) if hasattr(value, "_fields") else kind
+    if isinstance(value, types.MethodType):
+        return [value.__self__], lambda new: types.MethodType(value.__func__, new[0])
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+        return parts, lambda new: kind(new[0], *new[1], **new[2])
+    if isinstance(value, types.FunctionType):
+        cells = map(_content, value.__closure__ or ())
+        parts = [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return parts, functools.partial(_rebuilt_function, value)
+    # Of the same class: a WeakMethod refers to a method that nothing else holds.
+    return [value()], lambda new: kind(new[0])
+
+
+def _refilled(value: Any, new: list[Any]) -> Any:
+    result = copy.copy(value)
+    result.clear()
+    if isinstance(value, dict):
+        result.update(zip(new[: len(value)], new[len(value) :], strict=True))
+    else:
+        result.extend(new)
+    return result
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Not assigned yet, as in a function that refers to itself.
+        return _MISSING
+
+
+def _rebuilt_function(value: types.FunctionType, new: list[Any]) -> types.FunctionType:
+    *contents, defaults, keywords, attributes = new
+    cells = tuple(
+        cell if part is _content(cell) else types.CellType(part)
+        for cell, part in zip(value.__closure__ or (), contents, strict=True)
+    )
+    result = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    result.__kwdefaults__ = keywords
+    result.__dict__.update(attributes)
+    return result

@@ -72,9 +72,7 @@ def test_data_parallel_lazy_linear(slots: list[str]) -> None:
     net = nn.Sequential(nn.LazyLinear(3, device=slots[0]), nn.LazyLinear(2, device=slots[0]))
     model = DataParallel(net, slots)
     x = torch.randn(6, 4, device=slots[0])
-    with pytest.raises(
-        ValueError, match=r"not initialized: 0\.weight, 0\.bias, 1\.weight and 1 more"
-    ):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
         model(x)
     net(x)
     torch.testing.assert_close(model(x), net(x))
