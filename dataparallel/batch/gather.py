@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from dataparallel.batch.scatter import DEFAULT, ScatterPlan, move_tensor, spread_dims
+from dataparallel.batch.scatter import DEFAULT, move_tensor, spread_dims
 from dataparallel.batch.tree import Path, Structure, difference, flatten
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
@@ -236,13 +236,22 @@ def join_scalars(
     args: Sequence[Sequence[Any]],
     kwargs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
+    fault: str = "",
     *,
     weighs: bool,
 ) -> Joining:
-    """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count."""
+    """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count.
+
+    ``fault`` tells why the samples of chunks are not known.
+    """
     if len(args) > 1 and kwargs[0].get(_DIVISOR) is not None:
         _refuse_mean(scalars)
     if not callable(scalars):
+        if weighs and fault:
+            raise ValueError(
+                "average='samples' weighs this process by its samples, which cannot be counted: "
+                f"{fault}. Or call set_weight(...) before the forward"
+            )
         return Joining(scalars, sizes)
     if len(args) == 1 and not weighs:
         return Joining("mean", sizes)
@@ -282,24 +291,6 @@ def read_weight(what: str, found: Any) -> float:
     if not 0 <= weight < math.inf:
         raise ValueError(f"the weight of a chunk is finite and not negative, but is {weight}")
     return weight
-
-
-def count_samples(plan: Callable[[], ScatterPlan], values: Sequence[Any], *, must: bool) -> int:
-    """The number of samples in a chunk that no plan has made; 1 if nobody ``must`` know and can.
-
-    ``plan`` plans to give the chunk to one replica, which counts its samples in ``values``.
-    """
-    try:
-        size = plan().batch_size
-        fault = nothing_to_split(values)
-    except (TypeError, ValueError) as error:
-        size, fault = None, str(error)
-    if size is None and values and must:
-        raise ValueError(
-            f"average='samples' weighs this process by its samples, which cannot be counted: "
-            f"{fault}. Or call set_weight(...) before the forward"
-        )
-    return 1 if size is None else size
 
 
 def nothing_to_split(values: Sequence[Any]) -> str:

@@ -27,7 +27,6 @@ from dataparallel.batch.gather import (
     Joining,
     Scalars,
     ScalarsOption,
-    count_samples,
     gather,
     nothing_to_split,
 )
@@ -50,7 +49,7 @@ from dataparallel.errors import chosen
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
-from dataparallel.parallel.step import Call, Chunks, Lent, Runner
+from dataparallel.parallel.step import Call, Chunks, Runner
 from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced
@@ -219,26 +218,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
         chunks = self._chunks(inputs, kwargs or {}, parse_devices(device_ids))
         return chunks.args, chunks.kwargs
 
-    def _split(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], *, must: bool) -> Chunks:
-        """The chunks of one forward; with ``must`` their samples have to be known."""
+    def _split(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Chunks:
+        """The chunks of one forward."""
         if getattr(self.scatter, "__func__", None) is DataParallel.scatter:
-            return self._chunks(inputs, kwargs, self.device_ids, must=must)
+            return self._chunks(inputs, kwargs, self.device_ids)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
         if self._training is not None and not self._training.direct:
             self._training.clones.follow()
-        return self._counted(args, keywords, must=must)
+        return self._counted(args, keywords)
 
     def _chunks(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        devices: Sequence[torch.device],
-        *,
-        must: bool = False,
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Sequence[torch.device]
     ) -> Chunks:
         if len(devices) == 1:
             device = None if self._spread else devices[0]
-            return self._counted([move(inputs, device)], [move(dict(kwargs), device)], must=must)
+            return self._counted([move(inputs, device)], [move(dict(kwargs), device)])
         chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
         plan = self._plan(inputs, kwargs, len(devices), chunk_sizes)
         if plan.batch_size is None and (inputs or kwargs):
@@ -248,7 +242,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             )
         shared = plan.by_action.get("unknown", ()) if len(plan.sizes) > 1 else ()
         own, named = zip(*execute(plan, devices), strict=True)
-        return Chunks(own, named, plan.sizes, shared)
+        return Chunks(own, named, plan.sizes, shared=shared)
 
     def _plan(
         self,
@@ -265,29 +259,24 @@ class DataParallel(nn.DataParallel[ModuleT]):
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
         return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
 
-    def _counted(self, args: Sequence[Any], kwargs: Sequence[Any], *, must: bool) -> Chunks:
+    def _counted(self, args: Sequence[Any], kwargs: Sequence[Any]) -> Chunks:
         """Chunks that no plan has made; a plan of each tells its number of samples."""
-        sizes = tuple(
-            count_samples(
-                functools.partial(self._plan, own, named, 1), (*own, *named.values()), must=must
-            )
-            for own, named in zip(args, kwargs, strict=True)
-        )
-        return Chunks(args, kwargs, sizes)
+        sizes, fault = [], ""
+        for own, named in zip(args, kwargs, strict=True):
+            size = None
+            try:
+                size = self._plan(own, named, 1).batch_size
+            except (TypeError, ValueError) as error:
+                fault = str(error)
+            else:
+                if size is None and (own or named):
+                    fault = nothing_to_split((*own, *named.values()))
+            sizes.append(1 if size is None else size)
+        return Chunks(args, kwargs, tuple(sizes), fault)
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """The clones that run the next forward; override to change them."""
-        training = self._training
-        if training is not None:
-            training.clones.follow()
-        return self._runner.show(self._runner.lend(module, len(device_ids), training))
-
-    def _replicas(self, num_replicas: int, training: Training | None) -> Lent:
-        """The replicas of one forward."""
-        if getattr(self.replicate, "__func__", None) is DataParallel.replicate:
-            return self._runner.lend(self.module, num_replicas, training)
-        devices = self.device_ids[:num_replicas]
-        return self._runner.recognize(self.replicate(self.module, devices))
+        return self._runner.lend(module, len(device_ids), self._training)
 
     def parallel_apply(
         self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Any
@@ -302,22 +291,21 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs of the replicas together; override to do it in another way."""
-        if len(self.device_ids) == 1:
-            return self._whole(outputs, output_device)
         # What chunks count in a mean it is not told.
         scalars: Scalars = "sum" if self.scalars == "sum" else "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
-    def _whole(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """The output of a single replica."""
-        if output_device == "each":
-            return list(outputs)
-        return move(outputs[0], None if self._spread else output_device)
+    def _whole(self, output: Any) -> Any:
+        """The output of a single replica, as the caller gets it."""
+        if self.output_device == "each":
+            return [output]
+        return move(output, None if self._spread else self.output_device)
 
-    def _join(self, outputs: list[Any], joining: Joining) -> Any:
-        """What the caller of one forward gets."""
-        is_own = getattr(self.gather, "__func__", None) is DataParallel.gather
-        if len(self.device_ids) == 1 or not is_own:
+    def _join(self, outputs: Sequence[Any], joining: Joining) -> Any:
+        """The outputs of one forward, as the caller gets them."""
+        if len(self.device_ids) == 1:
+            return self._whole(outputs[0])
+        if getattr(self.gather, "__func__", None) is not DataParallel.gather:
             return self.gather(outputs, self.output_device)
         return gather(
             outputs,

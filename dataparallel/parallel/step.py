@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dataparallel import kernels
-from dataparallel.batch.gather import Joining, join_scalars
+from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
@@ -45,16 +45,6 @@ T = TypeVar("T")
 _MAX_IDLE = 8
 
 
-class Lent(NamedTuple):
-    """The replicas of one forward, and what keeps them."""
-
-    replicas: Sequence[Any]
-    #: None where the user or nobody keeps them.
-    clones: ModuleClones | None = None
-    #: Whether the clones go back to the runner.
-    returns: bool = False
-
-
 class Runner:
     """The clones and the worker threads of one wrapper; calls may be nested, and in threads."""
 
@@ -68,8 +58,9 @@ class Runner:
         self._compiled = CompiledCalls()
         self._pace = Pace()
         self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
-        # Handed out by the public `replicate`, to be recognized in a forward.
-        self._shown: deque[Lent] = deque(maxlen=_MAX_IDLE)
+        # Replicas and their clones by the identity of the first replica, until a forward uses
+        # them. Users, too, get replicas from `replicate`, maybe without any forward.
+        self._lent: OrderedDict[int, tuple[list[Any], ModuleClones]] = OrderedDict()
         several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
         #: For what the calling thread itself does to the inputs and outputs of replicas.
         self.quiet: Callable[[], AbstractContextManager[None]] = (
@@ -100,33 +91,43 @@ class Runner:
 
     # --- clones ----------------------------------------------------------------------------------
 
-    def lend(self, module: nn.Module, num_replicas: int, training: Training | None = None) -> Lent:
-        """Clones of a module for the first slots, up to date; to be used within :meth:`using`."""
+    def lend(
+        self, module: nn.Module, num_replicas: int, training: Training | None = None
+    ) -> list[Any]:
+        """Replicas of a module for the first slots, up to date; to be used within :meth:`using`."""
         if training is not None and training.clones.module is module:
-            clones, returns = training.clones, False
+            clones = training.clones
         else:
             # A mean is written to the original, which must not be what a replica saved for
             # backward.
             sharing: Sharing = "none" if self._policy == "mean" else "first"
-            idle = _take(self._idle, lambda clones: clones.module is module)
-            clones, returns = idle or ModuleClones(module, self.devices, sharing), True
+            clones = self._take_idle(module) or ModuleClones(module, self.devices, sharing)
         replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
         if self._policy == "sync":
             group = None if training is None else training.batch_group
             synchronize(clones, group or LocalGroup())
-        return Lent(replicas, clones, returns)
+        self._lent[id(replicas[0])] = replicas, clones
+        if len(self._lent) > _MAX_IDLE:
+            self._lent.popitem(last=False)
+        return replicas
 
-    def lend_criterion(self, criterion: nn.Module | None, num_replicas: int) -> Lent:
-        """Clones of a criterion; the criterion itself where there is one replica."""
-        if criterion is None or num_replicas == 1:
-            return Lent([criterion] * num_replicas)
-        return self.lend(criterion, num_replicas)
+    def _take_idle(self, module: nn.Module) -> ModuleClones | None:
+        """Clones of a module that no forward uses, out of what several threads may take from."""
+        for clones in list(self._idle):
+            if clones.module is module:
+                with contextlib.suppress(ValueError):
+                    self._idle.remove(clones)
+                    return clones
+        return None
 
     @contextlib.contextmanager
-    def using(self, lent: Lent, sizes: Sequence[int]) -> Iterator[None]:
+    def using(
+        self, replicas: Sequence[Any], sizes: Sequence[int], training: Training | None = None
+    ) -> Iterator[None]:
         """Carry what the forward wrote back to the original, and take the clones back."""
-        clones = lent.clones
+        _, clones = self._lent.pop(id(replicas[0]), (None, None))
         if clones is None:
+            # They are nobody's clones: the module itself, or replicas that the user has made.
             yield
             return
         try:
@@ -138,7 +139,7 @@ class Runner:
                     "at the same time and would each change their own copy, so change parameters "
                     "outside of forward, or make them buffers"
                 )
-            created = clones.created_parameters() if len(lent.replicas) > 1 else []
+            created = clones.created_parameters() if len(replicas) > 1 else []
             if created:
                 raise RuntimeError(
                     f"the forward created parameters: {listed(created)}; each replica would "
@@ -149,27 +150,8 @@ class Runner:
             clones.commit()
         finally:
             clones.release()
-            if lent.returns:
+            if training is None or clones is not training.clones:
                 self._idle.append(clones)
-
-    def show(self, lent: Lent) -> list[Any]:
-        """Hand clones out to the user's own code, which may bring them back in a forward."""
-        self._shown.append(lent)
-        return list(lent.replicas)
-
-    def recognize(self, replicas: Sequence[Any]) -> Lent:
-        """What was handed out as these replicas; nobody's clones if it was something else."""
-        found = _take(self._shown, lambda lent: replicas and replicas[0] is lent.replicas[0])
-        return Lent(replicas) if found is None else found._replace(replicas=replicas)
-
-
-def _take(items: deque[T], fits: Callable[[T], object]) -> T | None:
-    """Take the first item that fits out of what several threads may take from."""
-    for item in filter(fits, list(items)):
-        with contextlib.suppress(ValueError):
-            items.remove(item)
-            return item
-    return None
 
 
 def _span(timeline: Timeline | None, phase: Phase) -> AbstractContextManager[object]:
@@ -183,6 +165,8 @@ class Chunks(NamedTuple):
     kwargs: Sequence[Mapping[str, Any]]
     #: Number of samples per replica.
     sizes: tuple[int, ...]
+    #: Why the samples were not counted, where they could not be; each chunk counts 1 then.
+    fault: str = ""
     #: Objects that all replicas get.
     shared: Sequence[Leaf] = ()
 
@@ -228,8 +212,7 @@ def _run(
     # Nobody is told of phases where nobody listens.
     timeline = model.timeline if model.timeline.listeners else None
     with _span(timeline, "scatter"), runner.quiet():
-        must = call.weighs and not (loss is None and callable(model.scalars))
-        chunks = model._split(inputs, kwargs, must=must)
+        chunks = model._split(inputs, kwargs)
     if is_first and timeline is not None:
         timeline.call(chunks.sizes)
     direct = len(runner.devices) == 1 if training is None else training.direct
@@ -238,7 +221,7 @@ def _run(
     if direct and loss is None:
         with _span(timeline, "forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])
-        result = model._whole([output], model.output_device)
+        result = model._whole(output)
     else:
         result = _run_replicas(model, call, chunks, timeline, direct=direct)
     if timeline is not None and (training is None or direct):
@@ -253,23 +236,24 @@ def _run_replicas(
     """The chunks through the replicas, and what becomes of their outputs."""
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
-        joining = Joining("stack", chunks.sizes)
-        if loss is None:
-            joining = join_scalars(model.scalars, *chunks[:3], weighs=call.weighs)
+        scalars = model.scalars if loss is None else "stack"
+        joining = join_scalars(scalars, *chunks[:4], weighs=call.weighs)
         args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
             args, kwargs, given = training.begin(args, kwargs)
-        replicas = Lent([model.module]) if direct else model._replicas(len(args), training)
+        replicas: Sequence[Any] = [model.module]
+        if not direct:
+            replicas = model.replicate(model.module, model.device_ids[: len(args)])
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
-    with runner.using(replicas, chunks.sizes):
+    with runner.using(replicas, chunks.sizes, training):
         if loss is None:
             with guarded:
-                outputs = model.parallel_apply(replicas.replicas, args, kwargs)
+                outputs = model.parallel_apply(replicas, args, kwargs)
         else:
-            criteria = runner.lend_criterion(loss.module, len(args))
-            each = zip(
-                replicas.replicas, criteria.replicas, args, kwargs, chunks.sizes, strict=True
-            )
+            criteria: Sequence[Any] = [loss.module] * len(args)
+            if loss.module is not None and len(args) > 1:
+                criteria = runner.lend(loss.module, len(args))
+            each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
             with runner.using(criteria, chunks.sizes), guarded:
                 outputs = runner.run(
                     [functools.partial(loss, model.timeline, *one) for one in each]
