@@ -383,18 +383,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             table.update((path + name if name else path[:-1], value) for name, value in below)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *found: list[str]
     ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *found)
+        missing_keys, unexpected_keys, errors = found
         names = [name for name in state_dict if name.startswith(prefix)]
         is_prefixed = _is_prefixed(self.module, [name[len(prefix) :] for name in names])
         inner = prefix + _PREFIX if is_prefixed else prefix
@@ -406,7 +398,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             # What the class of the module makes of it is for those who call it themselves.
             missing, unexpected = nn.Module.load_state_dict(self.module, state, False, assign)
         except RuntimeError as error:
-            error_msgs.append(str(error).replace("mismatch for ", f"mismatch for {prefix}"))
+            errors.append(str(error).replace("mismatch for ", f"mismatch for {prefix}"))
         else:
             missing_keys += [prefix + name for name in missing]
             unexpected_keys += [inner + name for name in unexpected]
