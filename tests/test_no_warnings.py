@@ -26,7 +26,7 @@ def _every_time() -> Iterator[None]:
     torch.set_warn_always(False)
 
 
-# --- torch 2.11, where a leaf's gradient comes from the stream of another device -------------
+# --- what is trained and moved ---------------------------------------------------------------
 
 
 class Mixed(nn.Module):

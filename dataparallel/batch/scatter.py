@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
-from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
+from dataparallel.graph.functions import Broadcast, Scatter, apply_function
 
 T = TypeVar("T")
 
@@ -329,8 +329,7 @@ def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
 def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
     if len(slots) == 1:
         return [move_tensor(leaf.value, slots[0])]
-    tensors = behind_own_nodes([leaf.value], slots[0])
-    chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, *tensors)
+    chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, leaf.value)
     return chunks
 
 
@@ -349,8 +348,7 @@ def _whole(
         others = [*slots[:own], *slots[own + 1 :]]
         flat: tuple[torch.Tensor, ...] = ()
         if others:
-            sources = behind_own_nodes(list(tensors.values()), others[0])
-            flat = apply_function(Broadcast, others, *sources)
+            flat = apply_function(Broadcast, others, *tensors.values())
         for i, (key, tensor) in enumerate(tensors.items()):
             whole = list(flat[i :: len(tensors)])
             for place, device in enumerate(others):
@@ -369,8 +367,7 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
     if tensor.device == device:
         return tensor
-    sources = behind_own_nodes([tensor], device)
-    moved: tuple[torch.Tensor, ...] = apply_function(Broadcast, [device], *sources)
+    moved: tuple[torch.Tensor, ...] = apply_function(Broadcast, [device], tensor)
     return moved[0]
 
 
