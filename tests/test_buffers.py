@@ -303,3 +303,25 @@ def test_running_statistics_are_merged(slots: list[str], wrapper: Any) -> None:
     for name in ("running_mean", "running_var"):
         first, second = (getattr(layer, name) for layer in layers)
         torch.testing.assert_close(getattr(net[0], name).cpu(), (first + second) / 2)
+
+
+def test_means_of_buffers_that_share_memory() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.all: torch.Tensor
+            self.some: torch.Tensor
+            self.register_buffer("all", torch.zeros(4))
+            self.register_buffer("some", self.all[:2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.all.add_(1)
+            output: torch.Tensor = self.layer(x)
+            return output
+
+    wrappers: list[Any] = [DataParallel, DistributedDataParallel]
+    for wrapper in wrappers:
+        module = Counts()
+        wrapper(module, ["cpu"] * 2, buffers="mean")(torch.ones(4, 1))
+        assert module.all.tolist() == [1] * 4 and module.some.tolist() == [1, 1]

@@ -311,3 +311,23 @@ def test_data_parallel_function_leaves_the_module_where_it_is() -> None:
     with pytest.raises(ValueError, match="must be on virtual:0"):
         data_parallel(module, torch.randn(2, 3), ["virtual:0"])
     assert module.weight.device.type == "cpu"
+
+
+def test_parameters_of_which_one_chunk_alone_uses_views_have_gradients_of_their_own() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(3))
+            self.second = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.first + self.second)
+
+    wrappers: list[Any] = [DataParallel, DistributedDataParallel]
+    for wrapper in wrappers:
+        module = Adds()
+        model = wrapper(module, ["cpu"] * 2)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        for parameter in module.parameters():
+            assert parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2]

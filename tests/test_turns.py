@@ -17,58 +17,38 @@ from dataparallel.threads import apply, workers
 TRIED = 32
 
 
-class Watched(nn.Module):
-    """Waits a moment for the other replica, and notes whether that came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.begun = [threading.Event(), threading.Event()]
-        self.met: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        replica = dp.current_replica()
-        assert replica is not None
-        self.begun[replica.index].set()
-        self.met.append(self.begun[1 - replica.index].wait(0.1 * (1 - replica.index)))
-        output: Tensor = self.layer(x)
-        return output
-
-    def overlapped(self) -> bool:
-        """Whether both replicas were there at the same time in the last forward."""
-        met = self.met[0]
-        self.met.clear()
-        for event in self.begun:
-            event.clear()
-        return met
-
-
 class Clock:
-    """Stands for the module ``time``: what takes how long is told."""
+    """Stands for the module ``time``: calls in turn take so long, and others so long."""
 
-    def __init__(self, module: Watched, at_once: float, in_turn: float) -> None:
-        self.module, self.at_once, self.in_turn = module, at_once, in_turn
+    def __init__(self, at_once: float, in_turn: float) -> None:
+        self.at_once, self.in_turn = at_once, in_turn
         self.now = 0.0
-        self.begins = itertools.cycle([True, False])
+        self.turns = 0
+        self._begins = itertools.cycle([True, False])
+
+    def make_turns(self, num_replicas: int) -> workers.Turns:
+        self.turns += 1
+        return workers.Turns(num_replicas)
 
     def perf_counter(self) -> float:
-        if not next(self.begins):
-            self.now += self.at_once if self.module.overlapped() else self.in_turn
+        if not next(self._begins):
+            self.now += self.in_turn if self.turns else self.at_once
         return self.now
 
 
 def test_both_ways_are_tried_and_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for at_once, in_turn, kept in ((2.0, 1.0, False), (1.0, 2.0, True), (300.0, 1.0, True)):
-        module = Watched()
-        model = dp.DistributedDataParallel(module, ["cpu"] * 2, process_group=False)
-        clock = Clock(module, at_once / 1000, in_turn / 1000)
-        with monkeypatch.context() as patch:
-            patch.setattr(apply, "time", clock)
-            for _ in range(TRIED):
-                model(torch.randn(4, 4))
-        for _ in range(3):
+    for at_once, in_turn, kept in ((2.0, 1.0, True), (1.0, 2.0, False), (300.0, 1.0, False)):
+        model = dp.DistributedDataParallel(nn.Linear(4, 4), ["cpu"] * 2, process_group=False)
+        clock = Clock(at_once / 1000, in_turn / 1000)
+        monkeypatch.setattr(apply, "time", clock)
+        monkeypatch.setattr(apply, "Turns", clock.make_turns)
+        ways = []
+        for _ in range(TRIED + 3):
+            clock.turns = 0
             model(torch.randn(4, 4))
-            assert module.overlapped() is kept
+            ways.append(bool(clock.turns))
+        assert ways[-3:] == [kept] * 3
+        assert not any(ways[:10])
 
 
 @pytest.fixture

@@ -313,6 +313,7 @@ def sums_of(
     sums: list[torch.Tensor | None] = [None] * len(columns)
     # What is added in one call is on the same devices in each row.
     together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}
+    kept: set[int] = set()
     for i, column in enumerate(columns):
         terms, places, layouts = [], [], set()
         for term in column:
@@ -327,8 +328,15 @@ def sums_of(
             alone = -1 if torch.strided in layouts else i
             together.setdefault((alone, *places), {})[i] = terms
         elif terms:
-            moves = places[0] != target or terms[0].requires_grad
-            sums[i] = copy_to(terms[0], target) if moves else terms[0]
+            term = terms[0]
+            if places[0] != target or term.requires_grad:
+                term = copy_to(term, target)
+            elif type(term) is torch.Tensor and term.layout is torch.strided:
+                # No two sums have the same, as gradients have of parameters whose views are added.
+                memory = term.untyped_storage().data_ptr()
+                term = term.clone() if memory in kept else term
+                kept.add(memory)
+            sums[i] = term
     for (alone, *places), given in together.items():
         # Small ones are copied together.
         apart = any(map(target.__ne__, places))

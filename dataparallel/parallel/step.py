@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -107,7 +108,8 @@ class Runner:
             group = None if training is None else training.batch_group
             synchronize(clones, group or LocalGroup())
         self._lent[id(replicas[0])] = replicas, clones
-        if len(self._lent) > _MAX_IDLE:
+        # A thread that is in a forward has those of the module and of a criterion.
+        if len(self._lent) > 2 * threading.active_count():
             self._lent.popitem(last=False)
         return replicas
 

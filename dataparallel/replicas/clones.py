@@ -390,6 +390,7 @@ class ModuleClones:
         differ count, too: replicas whose buffers are merged have them in memory of their own.
         """
         written = set(map(id, self._buffers.written() if self.parts.buffers else ()))
+        changed: list[tuple[torch.Tensor, list[Any]]] = []
         for module in self.parts.modules:
             for name, original in module._buffers.items():
                 tables = [replica[id(module)]._buffers for replica in self.counterparts]
@@ -400,7 +401,10 @@ class ModuleClones:
                 elif original is not None and (
                     id(original) in written or any(_differs(one, original) for one in given)
                 ):
-                    original.copy_(merge(given))
+                    changed.append((original, given))
+        # Only now, since buffers may share memory.
+        for original, given in changed:
+            original.copy_(merge(given))
 
     def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
         """Give clones of ``module`` an attribute, one value each, until the next refresh."""
