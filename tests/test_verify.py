@@ -127,6 +127,8 @@ def with_options(rank: int, world_size: int, name: str, values: list[Any]) -> st
     [
         ("average", ["processes", "none"], "average: processes in rank 0; none in rank 1\nBuild"),
         ("deterministic", [False, True], "deterministic: False in rank 0; True in rank 1"),
+        ("init_sync", [True, False], "init_sync: True in rank 0; False in rank 1"),
+        ("forward_sync_buffers", [None, False], "forward_sync_buffers: True in rank 0; False in"),
         ("bucket_cap_mb", [25, 1], "bucket sizes in bytes: 26214400 in rank 0; 1048576 in rank 1"),
         ("nonfinite", ["skip", "ignore"], "nonfinite: skip in rank 0; ignore in rank 1"),
     ],

@@ -291,7 +291,9 @@ class Failures:
                 # A connection may break because this rank has closed a link, to make a new one.
                 concerns = failure.is_cause or (name and failure.kind == "timed out")
                 if failure.is_final or (concerns and failure is not known):
-                    raise self.explain(where, started)
+                    # The record of this generation may be of an earlier failure.
+                    final = failure if failure.is_final else None
+                    raise self.explain(where, started, cause=final)
                 # The others have to leave it, too.
                 self.ask(self._record(failure))
                 self.generation, name = self.generation + 1, ""
@@ -399,11 +401,17 @@ class Failures:
     # --- a wait that has failed ------------------------------------------------------------------
 
     def explain(
-        self, where: str, started: float, reason: str | None = None, *, timed_out: bool = False
+        self,
+        where: str,
+        started: float,
+        reason: str | None = None,
+        *,
+        timed_out: bool = False,
+        cause: Failure | None = None,
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a wait that has failed, or was given up. All ranks raise then.
 
-        ``reason`` is what the backend says.
+        ``reason`` is what the backend says; ``cause`` is known to have ended the wait.
         """
         seconds = time.monotonic() - started
         if reason is not None and ("timed out" in reason.lower() or "timeout" in reason.lower()):
@@ -411,7 +419,8 @@ class Failures:
             reason, timed_out = None, True
         kind = "timed out" if timed_out else "waiting"
         mine = self._here(kind, where, reason or "another did not come")
-        cause, others = self._exchange(mine)
+        recorded, others = self._exchange(mine)
+        cause = cause or recorded
         # The same rank may have ended the links over other groups: they are made anew, too.
         for failures in list(_known.values()):
             failures.while_waiting()

@@ -109,7 +109,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """
 
     _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
-        *("delayed", "hook", "optimizers", "sends_buffers", "separate")
+        *("delayed", "hook", "optimizers", "separate"),
+        *("sends_buffers", "forward_sync_buffers", "init_sync"),
     }
     _MAY_SPREAD = True
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
@@ -194,7 +195,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         sends = self.forward_sync_buffers or forward_sync_buffers is not None
         options.mixed_precision.convert_buffers(self.module)
         optimizers = InBackwardOptimizers.of(self.module.parameters())
-        self.options = replace(options, sends_buffers=sends, optimizers=optimizers)
+        self.options = replace(
+            options,
+            sends_buffers=sends,
+            forward_sync_buffers=self.forward_sync_buffers,
+            init_sync=init_sync,
+            optimizers=optimizers,
+        )
         self._begin_life()
         _refuse_frozen(self.module)
         processes = self._training.processes

@@ -96,6 +96,9 @@ class Options:
     nonfinite: NonFinitePolicy
     #: Whether buffers are sent to other processes, and so must have the same shapes there.
     sends_buffers: bool = True
+    #: Whether they are sent before forwards; and whether all states are when the wrapper is made.
+    forward_sync_buffers: bool = True
+    init_sync: bool = True
     #: Takes the place of the all-reduce.
     hook: ResolvedHook | None = None
     #: What takes steps in backward.

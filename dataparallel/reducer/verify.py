@@ -73,6 +73,8 @@ def verify_across_processes(
     own |= {
         "nonfinite": options.nonfinite.action,
         "communication hook": "none" if options.hook is None else "registered",
+        "init_sync": str(options.init_sync),
+        "forward_sync_buffers": str(options.forward_sync_buffers),
         "average": options.average,
         "deterministic": str(options.deterministic),
         "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
