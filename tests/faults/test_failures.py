@@ -178,3 +178,31 @@ def count_requests(rank: int, world_size: int) -> int:
 
 def test_a_steady_step_asks_no_store(cluster: Cluster) -> None:
     assert cluster.run(count_requests, 2) == [0, 0]
+
+
+def fails_twice(rank: int, world_size: int) -> list[str]:
+    """What a rank catches when rank 1 has raised, and then another one ends."""
+    model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=60.0)
+    step(model, rank)
+    model.module.where = "forward" if rank == 1 else ""
+    with contextlib.suppress(ZeroDivisionError, CollectiveError):
+        step(model, rank)
+    model.module.where = ""
+    if rank == FAILS:
+        fail("killed")
+    # So that it has ended before anybody wants new links.
+    time.sleep(1.0)
+    texts = []
+    for _ in range(2):
+        with pytest.raises(CollectiveError) as caught:
+            step(model, rank)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_rank_that_ends_is_named_although_another_had_raised(cluster: Cluster) -> None:
+    results = cluster.run(fails_twice, RANKS, timeout=30.0, expect_errors=True)
+    assert isinstance(results.pop(FAILS), RankDied)
+    for texts in results:
+        assert isinstance(texts, list), str(texts)
+        assert all(f"rank {FAILS} (" in text and "has ended" in text for text in texts), texts
