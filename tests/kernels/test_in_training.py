@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from dataparallel import comm, kernels
+from dataparallel import kernels
 from dataparallel.kernels.backend import registered
 from tests.cluster import Cluster
 from tests.kernels.host_backend import HostBackend
@@ -58,33 +57,6 @@ def assert_equal(got: list[Any], expected: list[Any]) -> None:
         assert mine is None or torch.equal(mine, theirs), i
 
 
-WRAPPERS: dict[str, Any] = {
-    "DataParallel": dp.DataParallel,
-    "DistributedDataParallel": dp.DistributedDataParallel,
-    "views": partial(dp.DistributedDataParallel, gradient_as_bucket_view=True),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_training_is_the_same_to_the_bit(
-    host_kernels: HostBackend, wrapper: str, num_replicas: int, dtype: torch.dtype
-) -> None:
-    with registered([]):
-        expected = train(WRAPPERS[wrapper], num_replicas, dtype)
-    assert not host_kernels.launches
-    got = train(WRAPPERS[wrapper], num_replicas, dtype)
-    assert_equal(got, expected)
-    suffix = "f32" if dtype == torch.float32 else "bf16"
-    kernel = f"reduce_add_{suffix}_{2 if num_replicas == 2 else 4}"
-    if num_replicas > 2:
-        # The batch of two leaves the third replica without a sample.
-        assert host_kernels.launches.count(kernel) >= 2
-    else:
-        assert kernel not in host_kernels.launches, "two lists of tensors are added by one call"
-
-
 def _train_in_processes(rank: int, world_size: int, view: bool) -> list[str]:
     with registered([]):
         expected = train(dp.DistributedDataParallel, 3, torch.float32, gradient_as_bucket_view=view)
@@ -99,16 +71,6 @@ def _train_in_processes(rank: int, world_size: int, view: bool) -> list[str]:
 def test_training_over_processes(cluster: Cluster, view: bool) -> None:
     for launches in cluster.run(_train_in_processes, 2, view):
         assert launches
-
-
-def test_collectives_of_replicas_launch_kernels(host_kernels: HostBackend) -> None:
-    terms = [torch.randn(2**17).bfloat16() for _ in range(3)]
-    with registered([]):
-        expected = comm.reduce_add(terms)
-    assert torch.equal(comm.reduce_add(terms), expected)
-    assert host_kernels.launches == ["reduce_add_bf16_4"]
-    flat = comm.reduce_add_coalesced([[t, t[:5]] for t in terms])
-    assert torch.equal(flat[1], expected[:5])
 
 
 class Loading(HostBackend):
