@@ -26,7 +26,7 @@ def _every_time() -> Iterator[None]:
     torch.set_warn_always(False)
 
 
-# --- what is trained and moved ---------------------------------------------------------------
+# --- torch 2.11, where a leaf's gradient comes from the stream of another device -------------
 
 
 class Mixed(nn.Module):

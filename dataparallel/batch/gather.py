@@ -31,6 +31,7 @@ from dataparallel.graph.functions import (
     Gather,
     ReduceAddCoalesced,
     apply_function,
+    behind_own_nodes,
 )
 
 Scalars = Literal["stack", "mean", "sum"]
@@ -182,6 +183,7 @@ def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
                 f"{cell.path} cannot be put together: {error}; if its samples are along another "
                 f"dim, or it belongs to no sample, say so through out_dims; {_KEEP_APART}"
             ) from error
+    column = behind_own_nodes(column, cell.device)
     gathered: Tensor = apply_function(Gather, cell.device, cell.dim, *column)
     return gathered
 
@@ -211,6 +213,7 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
         # A replica without samples has no say, whatever its mean over nothing is.
         shares = [share for share in zip(column, cell.fractions, strict=True) if share[1] > 0]
         terms = [tensor.to(wide) * fraction for tensor, fraction in shares]
+    terms = behind_own_nodes(terms, cell.device)
     (total,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
     result: Tensor = total.to(dtype)
     return result

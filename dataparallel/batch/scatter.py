@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
-from dataparallel.graph.functions import Broadcast, Scatter, apply_function
+from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
 
 T = TypeVar("T")
 
@@ -329,7 +329,8 @@ def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
 def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
     if len(slots) == 1:
         return [move_tensor(leaf.value, slots[0])]
-    chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, leaf.value)
+    tensors = behind_own_nodes([leaf.value], slots[0])
+    chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, *tensors)
     return chunks
 
 
@@ -348,7 +349,8 @@ def _whole(
         others = [*slots[:own], *slots[own + 1 :]]
         flat: tuple[torch.Tensor, ...] = ()
         if others:
-            flat = apply_function(Broadcast, others, *tensors.values())
+            sources = behind_own_nodes(list(tensors.values()), others[0])
+            flat = apply_function(Broadcast, others, *sources)
         for i, (key, tensor) in enumerate(tensors.items()):
             whole = list(flat[i :: len(tensors)])
             for place, device in enumerate(others):
@@ -367,7 +369,8 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
     if tensor.device == device:
         return tensor
-    moved: tuple[torch.Tensor, ...] = apply_function(Broadcast, [device], tensor)
+    sources = behind_own_nodes([tensor], device)
+    moved: tuple[torch.Tensor, ...] = apply_function(Broadcast, [device], *sources)
     return moved[0]
 
 

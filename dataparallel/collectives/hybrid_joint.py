@@ -35,7 +35,7 @@ from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.hybrid_link import Agreement, HybridLink
 from dataparallel.collectives.hybrid_members import HybridMembers
 from dataparallel.graph.cut import make_anchor
-from dataparallel.graph.functions import apply_function
+from dataparallel.graph.functions import apply_function, behind_own_nodes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def complete(
     if turn is None and not any(x.requires_grad for x in inputs):
         # See Note [Gradients in all processes or in none].
         turn = make_anchor()
-    *outputs, turn = apply_function(HybridJoint, call, results, turn, *inputs)
+    given = behind_own_nodes(inputs, inputs[0].device)
+    *outputs, turn = apply_function(HybridJoint, call, results, turn, *given)
     return tuple(outputs), turn
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dataparallel.collectives.collective import Collective
 from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.members import Members
-from dataparallel.graph.functions import apply_function
+from dataparallel.graph.functions import apply_function, behind_own_nodes
 
 
 def run_jointly(
@@ -41,7 +41,8 @@ def run_jointly(
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return tuple(members.compute(collective, inputs) if results is None else results)
-    outputs: tuple[Tensor, ...] = apply_function(Joint, members, collective, results, *inputs)
+    given = behind_own_nodes(inputs, inputs[0].device)
+    outputs: tuple[Tensor, ...] = apply_function(Joint, members, collective, results, *given)
     return outputs
 
 

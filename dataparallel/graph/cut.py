@@ -61,6 +61,7 @@ from dataparallel.graph.functions import (
     ReduceAddCoalesced,
     apply_function,
     apply_in_backward,
+    behind_own_nodes,
 )
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced, will_execute
@@ -317,14 +318,17 @@ class Cut:
 
     def connect(self, outer: _Rows, inputs: _Rows, outputs: _Rows, rows: list[list[Any]]) -> None:
         """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
-        cuts = self.cuts
-        self.outer, self.inputs, self.outputs = outer, inputs, outputs
+        cuts, first = self.cuts, next(chain(*outputs)).device
+        self.outer, self.inputs = outer, inputs
+        # One backward may begin at the outputs of all replicas, with the stream of the first.
+        self.outputs = [behind_own_nodes(row, first) for row in outputs]
         # The backward in which this cut has run last, and whether it runs now.
         self._task: int | None = None
         self._running = False
+        tensors = behind_own_nodes([*chain(*outer), *cuts.originals], first)
         # Without the search for functorch's wrappers, which looks at every parameter.
         apply: Any = super(torch.autograd.Function, _Node).apply
-        results = apply(self, cuts.anchor, *chain(*outer), *cuts.originals)
+        results = apply(self, cuts.anchor, *tensors)
         self._node: weakref.ref[Any] = weakref.ref(results[0].grad_fn)
         #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
         self.ending: weakref.ref[Ending] | None = None

@@ -29,6 +29,7 @@ from torch.autograd import Function
 from dataparallel import torch_internals
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.local import concatenate, copies_of, split, sums_of
+from dataparallel.devices import is_accelerator
 from dataparallel.graph.originals import OriginalHooks
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
@@ -54,8 +55,29 @@ def apply_in_backward(function: Any, *args: Any) -> Any:
     return function.plain(*args) if torch_internals.any_batched(args) else function.apply(*args)
 
 
+def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Arguments of a node whose first output is on ``device``: leaves elsewhere get one more node.
+
+    The engine would else hand a leaf's gradient from the stream of one device to that of another,
+    of which torch 2.11 warns. The node between has the leaf's own stream.
+    """
+    result = list(tensors)
+    elsewhere = set(map(_device, tensors)) - {device} if torch.is_grad_enabled() else ()
+    for place in filter(is_accelerator, elsewhere):
+        positions = [
+            i
+            for i, tensor in enumerate(tensors)
+            if tensor.device == place and tensor.is_leaf and tensor.requires_grad
+        ]
+        if positions:
+            same = apply_function(Identity, *[tensors[i] for i in positions])
+            for i, tensor in zip(positions, same, strict=True):
+                result[i] = tensor
+    return result
+
+
 class Identity(Function):
-    """Tensors as they are, behind a node of their own."""
+    """Tensors of one device as they are; see :func:`behind_own_nodes`."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -236,6 +236,8 @@ def test_autograd_runs_backward_on_the_stream_of_forward(stream: torch.Stream) -
     assert w.grad.tolist() == [6.0] * 4
 
 
+# Torch's advice about speed; the result is right.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 def test_backward_of_work_on_two_streams(stream: torch.Stream) -> None:
     for strict in (False, True):
         with strict_mode(strict):
