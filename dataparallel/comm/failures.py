@@ -341,7 +341,7 @@ class Failures:
         """Called in each pause of a wait: why nobody should wait any more; None if all is well."""
         if self.failure is not None or len(self.ranks) == 1:
             return self.failure
-        # When the answer comes, another thread may have entered the next one.
+        # When the answer comes, another thread may have entered the next generation.
         generation, key = self.generation, self._key("failed")
         try:
             (record,) = self.ask(lambda store: _read(store, [key]), _LOOK)

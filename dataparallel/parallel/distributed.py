@@ -189,16 +189,14 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """See that all processes train the same; a collective call."""
         _check_alone(options)
         forwards = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        #: Whether buffers are sent before forwards.
-        self.forward_sync_buffers = forwards is not False
         # As in torch, `forward_sync_buffers` says nothing of the constructor.
-        sends = self.forward_sync_buffers or forward_sync_buffers is not None
+        sends = forwards is not False or forward_sync_buffers is not None
         options.mixed_precision.convert_buffers(self.module)
         optimizers = InBackwardOptimizers.of(self.module.parameters())
         self.options = replace(
             options,
             sends_buffers=sends,
-            forward_sync_buffers=self.forward_sync_buffers,
+            forward_sync_buffers=forwards is not False,
             init_sync=init_sync,
             optimizers=optimizers,
         )
@@ -388,11 +386,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if self.options.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once"
-            )
-        if resolved.is_power_sgd and self.options.nonfinite.action == "skip":
-            raise ValueError(
-                "nonfinite='skip' does not go with PowerSGD: its state keeps a NaN, so all later "
-                "steps would be skipped; pass nonfinite='raise', or use another hook"
             )
         self._change(hook=resolved)
 
@@ -596,13 +589,16 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     # --- buffers ---------------------------------------------------------------------------------
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
+    def forward_sync_buffers(self) -> bool:
+        """Whether the buffers of rank 0 are sent before forwards; may be set, in all processes."""
+        return self.options.forward_sync_buffers
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.options = replace(self.options, forward_sync_buffers=value)
+
+    # The older name.
+    broadcast_buffers = forward_sync_buffers
 
     @property
     def parameters_to_ignore(self) -> set[str]:

@@ -80,7 +80,7 @@ class Runner:
             self.devices[: len(calls)],
             self._pools,
             compiled=self._compiled,
-            # What backward calls needs no interpreter.
+            # The engine runs backward without the interpreter's lock.
             pace=self._pace if phase == "forward" else None,
             timeline=self._timeline,
             phase=phase,

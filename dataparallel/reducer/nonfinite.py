@@ -9,8 +9,8 @@ sum. Then each process says in the vote of the round whether something is not fi
 sent or received. Either way the host waits once for the devices, at the end of the round.
 
 The gradients of each replica are looked at before they are added up, since sums in place destroy
-the evidence: one norm for each, in the thread that has computed them. On an accelerator these norms
-are not read before something was found. A backward under ``no_sync()`` is a part of the round that
+the evidence: one norm for each. On an accelerator the host reads these norms only after it has
+found something. A backward under ``no_sync()`` is a part of the round that
 reduces what it leaves: it is decided there.
 """
 
@@ -121,7 +121,7 @@ class Guard:
         self._own = self._before.copy()
 
     def look_at_replica(self, replica: int, bucket: Bucket, grads: Sequence[MaybeTensor]) -> None:
-        """Look at gradients of one replica, in any thread."""
+        """Look at gradients of one replica."""
         place = f"replica {replica} ({bucket.leaves[replica][0].device})"
         self._evidence.extend(_looks(zip(bucket.indices, grads, strict=True), place))
 

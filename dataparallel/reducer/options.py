@@ -123,6 +123,11 @@ class Options:
                 "deterministic=True makes the sum over processes in rank order, which a "
                 "communication hook replaces; use one of them"
             )
+        if self.hook.is_power_sgd and self.nonfinite.action == "skip":
+            raise ValueError(
+                "nonfinite='skip' does not go with PowerSGD: its state keeps a NaN, so all later "
+                "steps would be skipped; pass nonfinite='raise', or use another hook"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
         nonfinite, optimizers = copy.deepcopy((self.nonfinite, self.optimizers), memo)

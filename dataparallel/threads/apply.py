@@ -1,4 +1,4 @@
-"""Run the replicas at the same time, each in a thread of its own.
+"""Run the replicas, each in a thread of its own: at the same time, or in turn.
 
 Note [The streams of a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -91,9 +91,9 @@ def _device_of(arguments: Any) -> torch.device:
 
 # --- in turn, or at the same time ------------------------------------------------------------
 
-# So many calls after the first, and then once per so many, so many are tried either way.
+# The trial begins at this call, and again every _PERIOD calls; so many calls are timed either way.
 _BEFORE_TRIAL, _PERIOD, _NUM_TRIED = 16, 1000, 5
-# Seconds; what takes longer is not tried.
+# Seconds; a call that takes longer ends the trial.
 _LONG = 0.25
 
 
@@ -101,8 +101,8 @@ class Pace:
     """Whether the replicas of one owner take less time in turn than at the same time.
 
     Where a module calls many small operators, the threads of its replicas mostly wait for the
-    interpreter's lock, and hand it over at each operator. In turn they keep it. A module does not
-    show that, so both ways are tried, and the faster one is kept.
+    interpreter's lock, and hand it over at each operator. In turn they keep it. Nobody sees that in
+    a module, so the pace times some calls either way, and keeps the faster way.
     """
 
     def __init__(self) -> None:
