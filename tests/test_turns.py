@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel.threads import apply, workers
+from dataparallel.threads.meeting import current_rendezvous
 
 # Forwards after which both ways have been tried.
 TRIED = 32
@@ -74,6 +75,24 @@ def test_replicas_that_meet_have_the_same_results_in_turn() -> None:
         expected.sum().backward()
     for ours, theirs in zip(module.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.usefixtures("always_in_turn")
+def test_a_replica_that_waits_at_a_meeting_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_PATIENCE", 60.0)
+
+    class Meets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            meeting = current_rendezvous()
+            assert meeting is not None
+            # The second replica comes before the first one gives up.
+            total: Tensor = meeting.exchange(
+                "x", x, lambda given: [given[0] + given[1]] * 2, timeout=5.0
+            )
+            return total
+
+    output = dp.DataParallel(Meets(), ["cpu"] * 2)(torch.ones(4, 3))
+    assert output.tolist() == [[2.0] * 3] * 4
 
 
 @pytest.mark.usefixtures("always_in_turn")
