@@ -297,12 +297,10 @@ def test_steps_of_a_joined_process_keep_the_state_of_its_optimizer(
 # --- statistics over processes ---------------------------------------------------------------
 
 
-def _normed(rank: int, world_size: int, layer: str, buffers: Any) -> str:
+def _normed(rank: int, world_size: int, layer: str, buffers: Any) -> None:
     layers = {"torch": nn.BatchNorm1d, "ours": dp.collectives.SyncBatchNorm}
     net = nn.Sequential(nn.Linear(6, 4), layers[layer](4))
-    model = dp.DistributedDataParallel(net, ["cpu"], buffers=buffers, timeout=5)
-    with pytest.raises(ValueError, match="over all processes") as caught:
-        model.join()
+    model = dp.DistributedDataParallel(net, ["cpu"], buffers=buffers, timeout=20)
     net.eval()
     with model.join():
         for step in range(rank):
@@ -314,16 +312,13 @@ def _normed(rank: int, world_size: int, layer: str, buffers: Any) -> str:
     with pytest.raises(RuntimeError, match="exhausted"), throwing:
         for step in range(1 + rank):
             model(batch(step, rank)[0]).sum().backward()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("layer", "buffers"), [("torch", "sync"), ("ours", "mean")])
-def test_nobody_joins_where_batch_norm_takes_statistics_over_processes(
+def test_batch_norm_over_processes_where_nobody_takes_part_alone(
     cluster: Cluster, layer: str, buffers: str
 ) -> None:
-    for message in cluster.run(_normed, 2, layer, buffers):
-        assert message.startswith("the batch norm '1' takes")
-        assert "buffers='mean'" in message
+    cluster.run(_normed, 2, layer, buffers)
 
 
 def _without_layers(rank: int, world_size: int) -> State:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dataparallel as dp
-from dataparallel.batch.gather import tell_of_vector
 from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of, twins
 
@@ -168,34 +166,6 @@ def test_options_that_are_none() -> None:
 def test_a_gather_that_is_called_is_not_told_of_weights(scalars: Any, expected: Any) -> None:
     model = dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars=scalars)
     assert model.gather([torch.tensor(1), torch.tensor(2)], "cpu").tolist() == expected
-
-
-# --- a vector of losses --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_vector_of_losses_is_told_of_once(wrapper: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = wrapper(Labeled(), ["cpu", "cpu"])
-    x, labels = labeled_batch(0, [1, 2])
-    x = x.float()
-    caplog.set_level(logging.WARNING, "dataparallel")
-    tell_of_vector.cache_clear()
-    with torch.no_grad():
-        model(x, labels)
-    assert not caplog.messages
-    for _ in range(2):
-        loss = model(x, labels)["loss"]
-    with pytest.raises(RuntimeError, match="implicitly created only for scalar outputs"):
-        loss.backward()
-    (message,) = caplog.messages
-    assert "(outputs['loss'])" in message and "pass scalars= to the wrapper" in message
-    for quiet in (
-        wrapper(Labeled(), ["cpu", "cpu"], scalars="mean"),
-        wrapper(Labeled(), ["cpu"]),
-    ):
-        quiet(x, labels)["loss"].backward()
-    wrapper(nn.Linear(4, 2), ["cpu", "cpu"])(x).sum().backward()
-    assert len(caplog.messages) == 1
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -38,7 +37,6 @@ Scalars = Literal["stack", "mean", "sum"]
 #: What becomes of 0-d outputs; see the argument of :class:`dataparallel.DataParallel`.
 ScalarsOption: TypeAlias = Scalars | Callable[..., float | Tensor | None]
 
-_log = logging.getLogger("dataparallel")
 _CPU = torch.device("cpu")
 _KEEP_APART = 'to get one output per replica, use output_device="each"'
 # By this name models of Hugging Face are given what they divide the sum of their losses by.
@@ -172,8 +170,6 @@ def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
         return move_tensor(column[0], cell.device)
     if are_scalars and not stacks:
         return _join_scalars(column, cell)
-    if stacks and len(column) > 1 and column[0].requires_grad:
-        tell_of_vector(str(cell.path))
     assert cell.dim is not None
     if not stacks:
         try:
@@ -186,17 +182,6 @@ def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     column = behind_own_nodes(column, cell.device)
     gathered: Tensor = apply_function(Gather, cell.device, cell.dim, *column)
     return gathered
-
-
-@functools.cache
-def tell_of_vector(path: str) -> None:
-    """Log, once, what torch's error in ``backward()`` of an output cannot say."""
-    _log.warning(
-        "the module returns a 0-d tensor (%s), which comes back as a vector with one element per "
-        "replica, as from torch.nn.DataParallel; for one loss, whose mean is right for uneven "
-        "chunks and ignored labels, pass scalars= to the wrapper",
-        path,
-    )
 
 
 def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
@@ -222,15 +207,6 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
 # --- what chunks count ---------------------------------------------------------------------------
 
 
-class Joining(NamedTuple):
-    """How the outputs of one forward are put together."""
-
-    #: What becomes of 0-d outputs.
-    scalars: Scalars
-    #: What each chunk counts: in a mean of these, and for its process in an average over processes.
-    counts: Sequence[float]
-
-
 def join_scalars(
     scalars: ScalarsOption,
     args: Sequence[Sequence[Any]],
@@ -239,10 +215,11 @@ def join_scalars(
     fault: str = "",
     *,
     weighs: bool,
-) -> Joining:
-    """How the 0-d outputs of chunks are joined; ``weighs``: other processes ask what they count.
+) -> tuple[Scalars, Sequence[float]]:
+    """What becomes of the 0-d outputs of chunks, and what each chunk counts.
 
-    ``fault`` tells why the samples of chunks are not known.
+    It counts in a mean of these outputs, and for its process in an average over processes, if that
+    ``weighs`` them. ``fault`` tells why the samples of chunks are not known.
     """
     if len(args) > 1 and kwargs[0].get(_DIVISOR) is not None:
         _refuse_mean(scalars)
@@ -252,21 +229,21 @@ def join_scalars(
                 "average='samples' weighs this process by its samples, which cannot be counted: "
                 f"{fault}. Or call set_weight(...) before the forward"
             )
-        return Joining(scalars, sizes)
+        return scalars, sizes
     if len(args) == 1 and not weighs:
-        return Joining("mean", sizes)
+        return "mean", sizes
     with torch.no_grad():
         # All of them first: reading one waits for its device.
         found = [scalars(*one, **named) for one, named in zip(args, kwargs, strict=True)]
     if any(weight is not None for weight in found):
-        return Joining("mean", [read_weight("the function of scalars=", one) for one in found])
+        return "mean", [read_weight("the function of scalars=", one) for one in found]
     if weighs:
         raise ValueError(
             "the function of scalars= returned None, so that losses add up, and "
             "average='samples' needs to know what this process counts among the others; call "
             "set_weight(...) before the forward, or use average='none' or 'processes'"
         )
-    return Joining("sum", sizes)
+    return "sum", sizes
 
 
 def _refuse_mean(scalars: ScalarsOption) -> None:

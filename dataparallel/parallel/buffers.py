@@ -13,7 +13,6 @@ so its version counter is left alone, as torch does it, and that backward is no 
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -25,7 +24,6 @@ from dataparallel import comm, torch_internals
 from dataparallel.comm.link import ProcessLink
 from dataparallel.reducer.options import shared_tensors
 from dataparallel.reducer.verify import parts_of
-from dataparallel.replicas.clones import ModuleClones
 
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
@@ -39,16 +37,8 @@ MESSAGE_BYTES = 250 * 2**20
 # --- replicas --------------------------------------------------------------------------------
 
 
-def merge_mean(clones: ModuleClones, samples: Sequence[int]) -> None:
-    """Set each floating-point buffer that a forward has written to its mean, weighted by samples.
-
-    Buffers that cannot be averaged (integers, other shapes) become those of replica 0.
-    """
-    with torch.no_grad():
-        clones.merge_buffers(functools.partial(_mean, samples))
-
-
-def _mean(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of a buffer, weighted by samples; that of replica 0 if it cannot be averaged."""
     first, total = values[0], sum(samples)
     averages = first.is_floating_point() or first.is_complex()
     if not (total and averages and all(value.shape == first.shape for value in values)):

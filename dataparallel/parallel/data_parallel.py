@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from dataparallel import torch_internals
 from dataparallel.batch.gather import (
-    Joining,
     Scalars,
     ScalarsOption,
     gather,
@@ -55,7 +54,7 @@ from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced
 
 if TYPE_CHECKING:
-    from dataparallel.parallel.training import Training
+    from dataparallel.parallel.distributed import Training
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
@@ -295,24 +294,22 @@ class DataParallel(nn.DataParallel[ModuleT]):
         scalars: Scalars = "sum" if self.scalars == "sum" else "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
-    def _whole(self, output: Any) -> Any:
-        """The output of a single replica, as the caller gets it."""
-        if self.output_device == "each":
-            return [output]
-        return move(output, None if self._spread else self.output_device)
-
-    def _join(self, outputs: Sequence[Any], joining: Joining) -> Any:
+    def _join(
+        self, outputs: list[Any], scalars: Scalars = "stack", counts: Sequence[float] = ()
+    ) -> Any:
         """The outputs of one forward, as the caller gets them."""
         if len(self.device_ids) == 1:
-            return self._whole(outputs[0])
+            if self.output_device == "each":
+                return outputs
+            return move(outputs[0], None if self._spread else self.output_device)
         if getattr(self.gather, "__func__", None) is not DataParallel.gather:
             return self.gather(outputs, self.output_device)
         return gather(
             outputs,
             self.output_device,
             self.dim,
-            scalars=joining.scalars,
-            weights=joining.counts if joining.scalars == "mean" else None,
+            scalars=scalars,
+            weights=counts if scalars == "mean" else None,
             out_dims=self.out_dims,
         )
 
@@ -481,6 +478,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._runner.close()
         self._runner = Runner(devices, self.buffer_policy, self.timeline)
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
+        if self._training is not None:
+            self._training.use_devices(self)
 
     # --- life ----------------------------------------------------------------------------------
 

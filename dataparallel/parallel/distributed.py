@@ -1,12 +1,23 @@
-"""The wrapper with persistent replicas and a reducer, over local devices and processes."""
+"""The wrapper with persistent replicas and a reducer, over local devices and processes.
+
+Note [Copies of a wrapper]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A copy takes what describes the wrapper. Its replicas and links are made at its first forward, to
+which all processes come; copying communicates with nobody. A copy within the process has the same
+process group. A pickle cannot hold it: who loads one gets the default group. No copy has gradients,
+since torch copies parameters without them, nor the communication hook, whose state belongs to the
+buckets of one wrapper.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from threading import RLock
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,19 +26,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from dataparallel import torch_internals
+from dataparallel import kernels, torch_internals
 from dataparallel.batch.gather import ScalarsOption
-from dataparallel.devices import DeviceLike
+from dataparallel.batch.tree import flatten
+from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
+from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
+from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.optim.in_backward import InBackwardOptimizers
 from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
-from dataparallel.parallel.join import JoinBlock, refuse_shared_statistics
+from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
-from dataparallel.parallel.training import Training
 from dataparallel.reducer.comm_hooks import resolve_hook
-from dataparallel.reducer.exchange import Progress
+from dataparallel.reducer.exchange import Progress, ReducerProcesses
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reducer.options import (
     AverageKind,
@@ -36,16 +50,166 @@ from dataparallel.reducer.options import (
     find_group,
     ignored_names,
     shared_tensors,
+    trained_parameters,
 )
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
-from dataparallel.reducer.verify import check_replicas
-from dataparallel.replicas.clones import is_spread
+from dataparallel.reducer.verify import check_replicas, verify_across_processes
+from dataparallel.replicas.clones import ModuleClones, check_placement, is_spread
+from dataparallel.replicas.values import ReplicaParameters, Sharing
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: What belongs to one wrapper alone, and a copy makes anew.
 _NOT_COPIED = ("_made", "_forwards", "_block", "_progress", torch_internals.JOIN_CONFIG)
+
+
+class Training:
+    """What one module is trained with, as it is now; making it communicates with nobody.
+
+    Attributes:
+        processes: The links; None where there is no other process and no hook.
+        batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
+            replicas of this process.
+        direct: Whether the module itself runs: there is nothing to reduce.
+    """
+
+    def __init__(self, model: DistributedDataParallel[Any]) -> None:
+        module, options = model.module, model.options
+        group, policy = options.process_group, model.buffer_policy
+        if policy == "sync" and options.average == "samples" and options.world_size > 1:
+            raise ValueError(
+                "buffers='sync' over several processes and average='samples' do not go together: "
+                "the weights would come after backward, when gradients have gone through the "
+                "statistics to other processes; multiply the loss by its process's share of the "
+                "samples, and use average='none'"
+            )
+        if not model._spread:
+            check_placement(module, model.device_ids[0])
+        self._module, self._options = module, options
+        self._trained = trained_parameters(module)
+        trained = set(self._trained.indices)
+        self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
+        self.processes: ReducerProcesses | None = None
+        self.batch_group: HybridGroup | None = None
+        if group is not None and (options.world_size > 1 or options.hook):
+            verify = functools.partial(verify_across_processes, module, self._trained, options)
+            self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
+            for device in {parameter.device for parameter in self._trained.parameters}:
+                kernels.warm_up(device)
+            if policy == "sync":
+                self.batch_group = HybridGroup(group, options.timeout)
+        leaves = self._make_leaves(model.device_ids)
+        self.reducer = Reducer(
+            self._trained, leaves, options, self.processes, timeline=model.timeline
+        )
+        self._make_replicas(model, leaves)
+
+    def _make_leaves(self, devices: Sequence[torch.device]) -> list[list[nn.Parameter]]:
+        """Make what the replicas compute with; returns what is trained of it."""
+        dtype = self._options.mixed_precision.param_dtype
+        self.leaves = ReplicaParameters(list(self._module.parameters()), devices, dtype)
+        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
+
+    def _make_replicas(self, model: DataParallel[Any], leaves: list[list[nn.Parameter]]) -> None:
+        options, policy, devices = self._options, model.buffer_policy, model.device_ids
+        self._cuts = Cuts(
+            self.reducer.reduce,
+            self._trained.parameters,
+            leaves,
+            functools.partial(model._runner.run, phase="backward"),
+            together=policy == "sync" or any(is_accelerator(d) for d in devices),
+            across_processes=self.processes is not None,
+            timeline=model.timeline,
+        )
+        sharing: Sharing = "none" if policy == "mean" and len(devices) > 1 else "first"
+        self.clones = ModuleClones(self._module, devices, sharing, leaves=self.leaves)
+        self.direct = (
+            len(devices) == 1
+            and self.processes is None
+            and options.mixed_precision == MixedPrecision()
+            and options.optimizers is None
+            and not options.nonfinite.looks
+        )
+
+    def use_devices(self, model: DataParallel[Any]) -> None:
+        """Train on the wrapper's devices from now on; the other processes need not know."""
+        self._cuts.retire()
+        leaves = self._make_leaves(model.device_ids)
+        self.reducer.use_leaves(leaves)
+        self._make_replicas(model, leaves)
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether leaves and reducer are right for a module and its parameters as they are now."""
+        if self.direct or module is not self._module:
+            return module is self._module
+        same = self.clones.follow() and self.leaves.follow()
+        return same and not any(map(attrgetter("requires_grad"), self._untrained))
+
+    # --- one forward -----------------------------------------------------------------------------
+
+    def begin(
+        self, args: Sequence[Any], kwargs: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
+        """The arguments that the replicas get, and their inputs where gradients are computed."""
+        precision = self._options.mixed_precision
+        follows = not self.direct and torch.is_grad_enabled()
+        if not follows and precision.param_dtype is None:
+            return args, kwargs, None
+        inputs: list[ReplicaInputs] = []
+        pairs = []
+        for pair in zip(args, kwargs, strict=True):
+            values, structure = flatten(pair)
+            if precision.param_dtype is not None:
+                values = list(map(precision.convert_input, values))
+            if follows:
+                inputs.append(ReplicaInputs(values))
+                values = inputs[-1].given
+            pairs.append(structure.rebuild(values))
+        args, kwargs = zip(*pairs, strict=True)
+        return args, kwargs, inputs if follows else None
+
+    def end(
+        self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
+    ) -> list[Any]:
+        """The outputs with the cut behind them."""
+        rows, structures = zip(*map(flatten, outputs), strict=True)
+        connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
+        return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
+
+    # --- the processes ---------------------------------------------------------------------------
+
+    def read_vote(self, *, needs_others: bool) -> None:
+        """Read the vote on the last round; raises where another process has failed since."""
+        try:
+            self.reducer.read_vote()
+        except (CollectiveError, CollectiveTimeout) as error:
+            # With new links all find out who was given that round. Who needs nobody goes on
+            # without those that have ended.
+            kind = "" if error.failure is None else error.failure.kind
+            if (kind != "late") if needs_others else (kind in ("raised", "late")):
+                raise
+
+    def is_lost(self, *, needs_others: bool) -> bool:
+        """Whether a forward needs other processes, and the links to them are broken."""
+        if self.processes is None:
+            return False
+        self.read_vote(needs_others=needs_others)
+        # New links would let it be forgotten that gradients of an earlier step are wrong.
+        self.processes.check_late()
+        # The others may have ended, and what is left to do here is an evaluation.
+        return self.processes.is_broken and needs_others
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other processes, which will wait for this one, know why its forward failed."""
+        if self.processes is not None:
+            report(error, "forward", self._options.process_group)
+
+    def close(self) -> None:
+        """Remove all hooks and give the process groups back."""
+        if self.batch_group is not None:
+            self.batch_group.close()
+        self.reducer.close()
 
 
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
@@ -166,6 +330,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
             nonfinite=NonFinitePolicy(nonfinite),
+            init_sync=init_sync,
         )
         super().__init__(
             module,
@@ -177,35 +342,33 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             in_dims=in_dims,
             out_dims=out_dims,
         )
-        self._start(options, broadcast_buffers, forward_sync_buffers, init_sync)
+        self._start(options, broadcast_buffers, forward_sync_buffers)
 
-    def _start(
-        self,
-        options: Options,
-        broadcast_buffers: bool | None,
-        forward_sync_buffers: bool | None,
-        init_sync: bool,
-    ) -> None:
+    def _start(self, options: Options, broadcast: bool | None, forward_sync: bool | None) -> None:
         """See that all processes train the same; a collective call."""
         _check_alone(options)
-        forwards = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        # As in torch, `forward_sync_buffers` says nothing of the constructor.
-        sends = forwards is not False or forward_sync_buffers is not None
+        ignored = ignored_names(self.module)
+        named = self.module.named_parameters()
+        if not any(p.requires_grad and name not in ignored for name, p in named):
+            raise ValueError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameters "
+                "that require a gradient; call the module itself, or use DataParallel"
+            )
         options.mixed_precision.convert_buffers(self.module)
-        optimizers = InBackwardOptimizers.of(self.module.parameters())
+        forwards = (broadcast if forward_sync is None else forward_sync) is not False
         self.options = replace(
             options,
-            sends_buffers=sends,
-            forward_sync_buffers=forwards is not False,
-            init_sync=init_sync,
-            optimizers=optimizers,
+            # As in torch, `forward_sync_buffers` says nothing of the constructor.
+            sends_buffers=forwards or forward_sync is not None,
+            forward_sync_buffers=forwards,
+            optimizers=InBackwardOptimizers.of(self.module.parameters()),
         )
         self._begin_life()
-        _refuse_frozen(self.module)
         processes = self._training.processes
         if processes is not None:
             processes.connect()
-            if init_sync:
+            if options.init_sync:
+                sends = self.options.sends_buffers
                 send_states(self.module, 0, processes.buckets, buffers=sends)
 
     def _begin_life(self) -> None:
@@ -224,9 +387,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """What reduces. It has links to other processes once a forward has needed them."""
         if self._made is None:
             with self._forwards:
-                if self._made is None:
-                    self._build()
-        assert self._made is not None
+                return self._made or self._build()
         return self._made
 
     def _build(self) -> Training:
@@ -252,11 +413,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Take other options, which need everything made anew."""
         self.options = replace(self.options, **options)
         self._build()
-
-    def _keep_replicas(self, kept: Sequence[int], new: Sequence[torch.device] = ()) -> None:
-        super()._keep_replicas(kept, new)
-        if self._made is not None:
-            self._made.use_devices(self)
 
     @property
     def reducer(self) -> Reducer:
@@ -302,11 +458,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if processes is not None and needs_others:
             processes.connect()
             self._progress.check()
-            source = 0
-            if block is not None:
-                answers = block.notify(reduces=reduces)
-                training.check_fits(self.module)
-                source = answers.source()
+            source = 0 if block is None else block.notify(reduces=reduces)
+            if block is not None and not training.fits(self.module):
+                # All would be made anew, and those that have joined cannot know.
+                error = RuntimeError(
+                    "parameters of the module were replaced, or have another shape, dtype or "
+                    "device, within a block of join(), and processes that have joined cannot do "
+                    "the same. Replace parameters before the block, or after it in all processes; "
+                    "p.data.copy_(...) changes values at any time"
+                )
+                training.tell(error)
+                raise error
             if sends:
                 send_buffers(self.module, source, processes.buckets)
         if reduces:
@@ -451,14 +613,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
         leaves.values.carry()
-        originals = dict(self.module.named_parameters())
-        replicas = []
-        for row in leaves.rows:
-            replica: dict[str, torch.Tensor] = {**originals, **dict(self.module.named_buffers())}
-            for (name, original), leaf in zip(originals.items(), row, strict=True):
-                same = leaf.dtype == original.dtype
-                replica[name if same else f"{name} as {leaf.dtype}"] = leaf
-            replicas.append(replica)
+        originals = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        names = [
+            name if leaf.dtype == originals[name].dtype else f"{name} as {leaf.dtype}"
+            for name, leaf in zip(originals, leaves.rows[0], strict=False)
+        ]
+        replicas = [{**originals, **dict(zip(names, row, strict=True))} for row in leaves.rows]
         link = None if processes is None else processes.control
         check_replicas(replicas[0], replicas[1:], link)
         self._progress.settle()
@@ -533,6 +693,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         joins itself, with torch's ``Join([model, optimizer])``. Each forward in the block is
         followed by one backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
 
+        A module whose forward communicates, as a synchronized batch norm does in training, would
+        wait for those that have joined: it needs ``throw_on_early_termination``.
+
         Args:
             divide_by_initial_world_size: Whether gradients are always divided by the number of all
                 processes, with ``average="processes"``. False: by the number of those that have
@@ -548,17 +711,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             The context manager for the training loop.
 
         Raises:
-            ValueError: A batch norm layer takes statistics over all processes, and
-                ``throw_on_early_termination`` is False.
             RuntimeError: At its end, or in a forward, with ``throw_on_early_termination``.
             CollectiveTimeout: Another process did not come in time.
         """
         processes = self._training.processes
         if processes is None or not enable:
             return nullcontext()
-        processes.connect()
-        if not throw_on_early_termination:
-            refuse_shared_statistics(self)
         divides = divide_by_initial_world_size
         self._block = JoinBlock(self, divides=divides, step=step, is_own=True)
         return self._block.run(throws=throw_on_early_termination)
@@ -659,7 +817,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self._drop_training()
 
     def __getstate__(self) -> dict[str, Any]:
-        # See Note [Copies of a wrapper] in training.py.
+        # See Note [Copies of a wrapper].
         state = super().__getstate__()
         for name in _NOT_COPIED:
             state.pop(name, None)
@@ -695,16 +853,6 @@ def _check_alone(options: Options) -> None:
             "would train by itself; call dp.init_process_group() before the module is wrapped, "
             "in every process, or pass process_group=False to train separately in each of "
             "them: nothing is reduced or compared between them then"
-        )
-
-
-def _refuse_frozen(module: nn.Module) -> None:
-    """Raise a ValueError where there is nothing to train."""
-    ignored = ignored_names(module)
-    if not any(p.requires_grad and name not in ignored for name, p in module.named_parameters()):
-        raise ValueError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameters "
-            "that require a gradient; call the module itself, or use DataParallel"
         )
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from dataparallel import torch_internals
-from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.parallel.buffers import send_buffers, send_states
 from dataparallel.reducer.exchange import ReducerProcesses
@@ -43,31 +42,9 @@ if TYPE_CHECKING:
     from dataparallel.parallel.distributed import DistributedDataParallel
 
 
-class Answers:
-    """What each process says of one forward; a collective call, for which the answers wait."""
-
-    def __init__(self, processes: ReducerProcesses, said: int) -> None:
-        self._numbers = torch.zeros(processes.world_size, dtype=torch.int64)
-        self._numbers[processes.rank] = said
-        what = "which processes have inputs left"
-        self._pending = processes.join.all_reduce(self._numbers, op="sum", what=what)
-
-    def _by_rank(self) -> list[int]:
-        """0 of those that have joined, 2 where the gradients will be reduced."""
-        self._pending.wait()
-        return self._numbers.tolist()
-
-    def count(self) -> int:
-        """How many processes have inputs left."""
-        return sum(number > 0 for number in self._by_rank())
-
-    def source(self) -> int:
-        """The rank whose buffers are sent: the largest that has inputs."""
-        return max(rank for rank, number in enumerate(self._by_rank()) if number)
-
-    def reduces(self) -> bool:
-        """Whether gradients will be reduced."""
-        return max(self._by_rank()) > 1
+def _source(said: Sequence[int]) -> int:
+    """The rank whose tensors are sent: the largest that has said something."""
+    return max(rank for rank, number in enumerate(said) if number)
 
 
 class JoinBlock(JoinHook):
@@ -95,6 +72,17 @@ class JoinBlock(JoinHook):
         processes: ReducerProcesses = self._model._training.processes
         return processes
 
+    def _say(self, number: int) -> list[int]:
+        """What each process says of one forward; a collective call.
+
+        0: it has joined. 1: it has inputs. 2: its gradients will be reduced, too.
+        """
+        processes = self._processes
+        said = torch.zeros(processes.world_size, dtype=torch.int64)
+        said[processes.rank] = number
+        processes.join.all_reduce(said, op="sum", what="which processes have inputs left").wait()
+        return said.tolist()
+
     @contextlib.contextmanager
     def run(self, *, throws: bool) -> Iterator[None]:
         """The protocol of torch's ``Join`` with one wrapper, with waits that say who is missing."""
@@ -102,11 +90,10 @@ class JoinBlock(JoinHook):
         try:
             yield
             is_last = True
-            while (answers := Answers(self._processes, 0)).count():
+            while any(said := self._say(0)):
                 if throws:
-                    rank = self._processes.rank
-                    raise RuntimeError(f"Rank {rank} exhausted all inputs.")
-                self._shadow(answers)
+                    raise RuntimeError(f"Rank {self._processes.rank} exhausted all inputs.")
+                self._shadow(said)
                 is_last = False
             self.post_hook(is_last)
         finally:
@@ -114,57 +101,52 @@ class JoinBlock(JoinHook):
 
     # --- in a process that has inputs ----------------------------------------------------------
 
-    def notify(self, *, reduces: bool) -> Answers:
-        """Let those that have joined know of a forward."""
-        processes = self._processes
+    def notify(self, *, reduces: bool) -> int:
+        """Let those that have joined know of a forward; returns the rank whose buffers are sent."""
         if not self._is_own:
             notify: Any = Join.notify_join_context
             notify(self._model)
-        answers = Answers(processes, 1 + reduces)
-        throws = torch_internals.join_config(self._model).throw_on_early_termination
-        if self._is_own and throws and answers.count() < processes.world_size:
+        said = self._say(1 + reduces)
+        if 0 in said and torch_internals.join_config(self._model).throw_on_early_termination:
             raise RuntimeError(
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks."
             )
-        processes.count_active(None if self._divides else answers.count)
-        return answers
+        self._processes.count_active(len(said) if self._divides else sum(map(bool, said)))
+        return _source(said)
 
     # --- in a process that has joined ----------------------------------------------------------
 
     def main_hook(self) -> None:
         """What torch's ``Join`` calls for each forward of the others."""
-        self._shadow(Answers(self._processes, 0))
+        self._shadow(self._say(0))
 
-    def _shadow(self, answers: Answers) -> None:
+    def _shadow(self, said: Sequence[int]) -> None:
         """Do what a forward and backward of the others does together with this process."""
-        model, reduces = self._model, answers.reduces()
+        model, reduces = self._model, max(said) > 1
         if model.will_sync_module_buffers():
-            send_buffers(model.module, answers.source(), self._processes.buckets)
+            send_buffers(model.module, _source(said), self._processes.buckets)
         model._note_forward(reduces=reduces)
-        if reduces:
-            self._shadow_round()
-            if self._step is not None:
-                self._step()
-
-    def _shadow_round(self) -> None:
-        reducer = self._model.reducer
+        if not reduces:
+            return
         if not self._kept:
             # A view of a bucket will hold other numbers.
-            viewed = reducer.options.gradient_as_bucket_view
+            viewed = model.reducer.options.gradient_as_bucket_view
             self._kept = {
                 p: p.grad.clone() if viewed and p.grad is not None else p.grad
-                for p in reducer.trained.parameters
+                for p in model.reducer.trained.parameters
             }
         for parameter in self._kept:
             IN_GRAD.write(parameter, None)
-        reducer.reduce(lambda: None, weight=0.0)
+        model.reducer.reduce(lambda: None, weight=0.0)
+        if self._step is not None:
+            self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: have the parameters and buffers of one that joined last."""
-        model, processes = self._model, self._processes
+        model = self._model
         model.reducer.read_vote()
-        source = Answers(processes, int(is_last_joiner)).source()
-        send_states(model.module, source, processes.buckets, buffers=model.forward_sync_buffers)
+        source, link = _source(self._say(int(is_last_joiner))), self._processes.buckets
+        send_states(model.module, source, link, buffers=model.forward_sync_buffers)
         self._end()
 
     def _end(self) -> None:
@@ -174,19 +156,4 @@ class JoinBlock(JoinHook):
             IN_GRAD.write(parameter, grad)
         # Torch leaves it as it is: then forwards after the block still tell of themselves.
         torch_internals.set_join(self._model, enable=False)
-        self._processes.count_active(None)
-
-
-def refuse_shared_statistics(model: DistributedDataParallel[Any]) -> None:
-    """Raise a ValueError if a batch norm layer would wait for processes that have joined."""
-    shared: Any = nn.SyncBatchNorm, SyncBatchNorm
-    if model.buffer_policy == "sync":
-        shared = torch_internals.BatchNorm
-    for name, layer in model.module.named_modules():
-        local = isinstance(layer, SyncBatchNorm) and layer.group == "local"
-        if isinstance(layer, shared) and layer.training and not local:
-            raise ValueError(
-                f"the batch norm {name!r} takes statistics over all processes, but one that has "
-                "joined has no batch to give to them; use buffers='mean' or a layer of torch.nn, "
-                "or join(throw_on_early_termination=True)"
-            )
+        self._processes.count_active(self._processes.world_size)

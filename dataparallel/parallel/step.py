@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
-from dataparallel.parallel.buffers import BufferPolicy, merge_mean
+from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
 from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import Sharing
@@ -37,7 +37,7 @@ from dataparallel.threads.workers import WorkerPools
 
 if TYPE_CHECKING:
     from dataparallel.parallel.data_parallel import DataParallel
-    from dataparallel.parallel.training import Training
+    from dataparallel.parallel.distributed import Training
 
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ class Runner:
         self._compiled = CompiledCalls()
         self._pace = Pace()
         self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
-        # Replicas and their clones by the identity of the first replica, until a forward uses
-        # them. Users, too, get replicas from `replicate`, maybe without any forward.
-        self._lent: OrderedDict[int, tuple[list[Any], ModuleClones]] = OrderedDict()
+        # Per thread the clones that its forward will use next, and whether others may have them
+        # afterwards. Users, too, get replicas from `replicate`, maybe without any forward.
+        self._lent: dict[int, tuple[ModuleClones, bool]] = {}
         several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
         #: For what the calling thread itself does to the inputs and outputs of replicas.
         self.quiet: Callable[[], AbstractContextManager[None]] = (
@@ -96,21 +96,15 @@ class Runner:
         self, module: nn.Module, num_replicas: int, training: Training | None = None
     ) -> list[Any]:
         """Replicas of a module for the first slots, up to date; to be used within :meth:`using`."""
-        if training is not None and training.clones.module is module:
-            clones = training.clones
-        else:
-            # A mean is written to the original, which must not be what a replica saved for
-            # backward.
-            sharing: Sharing = "none" if self._policy == "mean" else "first"
-            clones = self._take_idle(module) or ModuleClones(module, self.devices, sharing)
+        standing = training.clones if training and training.clones.module is module else None
+        # A mean is written to the original, which must not be what a replica saved for backward.
+        sharing: Sharing = "none" if self._policy == "mean" else "first"
+        clones = standing or self._take_idle(module) or ModuleClones(module, self.devices, sharing)
         replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
         if self._policy == "sync":
             group = None if training is None else training.batch_group
             synchronize(clones, group or LocalGroup())
-        self._lent[id(replicas[0])] = replicas, clones
-        # A thread that is in a forward has those of the module and of a criterion.
-        if len(self._lent) > 2 * threading.active_count():
-            self._lent.popitem(last=False)
+        self._lent[threading.get_ident()] = clones, standing is None
         return replicas
 
     def _take_idle(self, module: nn.Module) -> ModuleClones | None:
@@ -123,13 +117,11 @@ class Runner:
         return None
 
     @contextlib.contextmanager
-    def using(
-        self, replicas: Sequence[Any], sizes: Sequence[int], training: Training | None = None
-    ) -> Iterator[None]:
-        """Carry what the forward wrote back to the original, and take the clones back."""
-        _, clones = self._lent.pop(id(replicas[0]), (None, None))
+    def using(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Use the clones lent last: what a forward wrote in them goes back to the original."""
+        clones, returns = self._lent.pop(threading.get_ident(), (None, False))
         if clones is None:
-            # They are nobody's clones: the module itself, or replicas that the user has made.
+            # It runs the module itself, or replicas that the user has made.
             yield
             return
         try:
@@ -141,18 +133,18 @@ class Runner:
                     "at the same time and would each change their own copy, so change parameters "
                     "outside of forward, or make them buffers"
                 )
-            created = clones.created_parameters() if len(replicas) > 1 else []
+            created = clones.created_parameters() if len(sizes) > 1 else []
             if created:
                 raise RuntimeError(
                     f"the forward created parameters: {listed(created)}; each replica would "
                     "have its own, so call the module once with an example before wrapping it"
                 )
             if self._policy == "mean" and len(self.devices) > 1:
-                merge_mean(clones, sizes)
+                clones.merge_buffers(functools.partial(mean_buffer, sizes))
             clones.commit()
         finally:
             clones.release()
-            if training is None or clones is not training.clones:
+            if returns:
                 self._idle.append(clones)
 
 
@@ -223,7 +215,7 @@ def _run(
     if direct and loss is None:
         with _span(timeline, "forward"):
             output = model.module(*chunks.args[0], **chunks.kwargs[0])
-        result = model._whole(output)
+        result = model._join([output])
     else:
         result = _run_replicas(model, call, chunks, timeline, direct=direct)
     if timeline is not None and (training is None or direct):
@@ -238,8 +230,9 @@ def _run_replicas(
     """The chunks through the replicas, and what becomes of their outputs."""
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
-        scalars = model.scalars if loss is None else "stack"
-        joining = join_scalars(scalars, *chunks[:4], weighs=call.weighs)
+        scalars, counts = join_scalars(
+            model.scalars if loss is None else "stack", *chunks[:4], weighs=call.weighs
+        )
         args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
             args, kwargs, given = training.begin(args, kwargs)
@@ -247,7 +240,7 @@ def _run_replicas(
         if not direct:
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
-    with runner.using(replicas, chunks.sizes, training):
+    with runner.using(chunks.sizes):
         if loss is None:
             with guarded:
                 outputs = model.parallel_apply(replicas, args, kwargs)
@@ -256,16 +249,16 @@ def _run_replicas(
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
             each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
-            with runner.using(criteria, chunks.sizes), guarded:
+            with runner.using(chunks.sizes), guarded:
                 outputs = runner.run(
                     [functools.partial(loss, model.timeline, *one) for one in each]
                 )
     with _span(timeline, "gather"):
         if training is not None and given is not None:
-            weight = float(sum(joining.counts)) if call.weight is None else call.weight
+            weight = float(sum(counts)) if call.weight is None else call.weight
             outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
         if loss is not None:
             place = model.device_ids[0] if model.output_device == "each" else model.output_device
             return loss.combine(outputs, place)
         with runner.quiet():
-            return model._join(outputs, joining)
+            return model._join(outputs, scalars, counts)

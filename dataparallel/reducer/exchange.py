@@ -127,18 +127,14 @@ class ReducerProcesses:
         self._timeout = timeout
         self._links: list[ProcessLink] = []
         self._verify = verify
-        self._num_active: Callable[[], int] | None = None
+        #: How many processes have data.
+        self.num_active = self.world_size
         self._failures = failures_of(parent)
         self._has_failed = False
 
-    def count_active(self, count: Callable[[], int] | None) -> None:
-        """Let a function tell how many processes have data; None where all have."""
-        self._num_active = count
-
-    @property
-    def num_active(self) -> int:
-        """How many processes have data; the answer may have to come from the others."""
-        return self.world_size if self._num_active is None else self._num_active()
+    def count_active(self, number: int) -> None:
+        """Let only so many processes have data from now on."""
+        self.num_active = number
 
     def connect(self) -> list[ProcessLink]:
         """Make the links where there are none yet; a collective call then."""

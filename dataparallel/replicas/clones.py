@@ -383,6 +383,7 @@ class ModuleClones:
             if id(parameter) not in known and parameter.is_leaf
         ]
 
+    @torch.no_grad()
     def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         """Set buffers that replicas wrote, or all assigned anew, to what ``merge`` makes of theirs.
 
