@@ -210,20 +210,8 @@ innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_inte
 #: Whether a tensor stands for another one within a transform, and so has no memory.
 is_transformed: Any = _private("torch._C._functorch.is_functorch_wrapped_tensor")
 #: Whether a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``.
-_is_batched_by_vmap: Any = _private("torch._C._functorch.is_batchedtensor")
-_is_batched_by_autograd: Any = _private("torch._C._functorch.is_legacy_batchedtensor")
-
-
-def any_batched(values: Iterable[Any]) -> bool:
-    """Whether a tensor stands for many, which only operations with a rule for that take."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and (
-            _is_batched_by_autograd(value) or _is_batched_by_vmap(value)
-        ):
-            return True
-    return False
-
-
+is_batched_by_vmap: Any = _private("torch._C._functorch.is_batchedtensor")
+is_batched_by_autograd: Any = _private("torch._C._functorch.is_legacy_batchedtensor")
 #: What ``torch.jit.trace`` records into, or None.
 tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state")
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd import functional, grad, gradcheck, gradgradcheck
 
 import dataparallel as dp
-from dataparallel import collectives
 from tests.cluster import Cluster
 
 Wrap: TypeAlias = Callable[..., Any]
@@ -42,53 +41,37 @@ def batch(device: str, size: int = 5) -> Tensor:
     return torch.randn(size, 3, dtype=torch.float64, generator=made).to(device)
 
 
-def vectors(like: Tensor, number: int = 3) -> Tensor:
+def vectors(like: Tensor) -> Tensor:
     made = torch.Generator().manual_seed(2)
-    return torch.randn(number, *like.shape, dtype=like.dtype, generator=made).to(like.device)
-
-
-def _jacobian(model: Any, x: Tensor) -> Any:
-    return functional.jacobian(model, x, vectorize=True)
-
-
-def _hessian(model: Any, x: Tensor) -> Any:
-    return functional.hessian(lambda x: model(x).square().sum(), x, vectorize=True)
-
-
-def _of_everything(model: Any, x: Tensor) -> Any:
-    x = x.requires_grad_()
-    output = model(x)
-    return grad(output, [x, *used(model)], vectors(output), is_grads_batched=True)
-
-
-def _of_inputs(model: Any, x: Tensor) -> Any:
-    x = x.requires_grad_()
-    output = model(x)
-    return grad(output, [x], vectors(output), is_grads_batched=True)
+    return torch.randn(3, *like.shape, dtype=like.dtype, generator=made).to(like.device)
 
 
 def _of_gradients(model: Any, x: Tensor) -> Any:
-    x = x.requires_grad_()
     first = grad(model(x).sin().sum(), [x, *used(model)], create_graph=True)
     total = torch.stack([g.square().sum() for g in first]).sum()
-    return grad(total, [x, *used(model)[:-1]], vectors(total), is_grads_batched=True)
+    return grad(total, [x], torch.ones(2, dtype=x.dtype, device=x.device), is_grads_batched=True)
 
 
-def _twice(model: Any, x: Tensor) -> Any:
-    """The graph is kept, and works for gradients that are not batched, too."""
-    x = x.requires_grad_()
+def _batched(inputs: Callable[[Any, Tensor], Any], **options: bool) -> Callable[..., Any]:
+    def way(model: Any, x: Tensor) -> Any:
+        output = model(x)
+        return grad(output, inputs(model, x), vectors(output), is_grads_batched=True, **options)
+
+    return way
+
+
+def _mapped(model: Any, x: Tensor) -> Any:
     output = model(x)
-    many = grad(output, used(model), vectors(output), is_grads_batched=True, retain_graph=True)
-    return *many, *grad(output.sum(), [x, *used(model)])
+    return torch.vmap(lambda v: grad(output, [x], v, retain_graph=True))(vectors(output))
 
 
-WAYS = {
-    "jacobian": _jacobian,
-    "hessian": _hessian,
-    "of everything": _of_everything,
-    "of inputs": _of_inputs,
+WAYS: dict[str, Callable[..., Any]] = {
+    "jacobian": lambda model, x: functional.jacobian(model, x, vectorize=True),
+    "of inputs": _batched(lambda model, x: [x]),
+    "of everything": _batched(lambda model, x: [x, *used(model)]),
+    "with a graph": _batched(lambda model, x: used(model), create_graph=True),
     "of gradients": _of_gradients,
-    "twice": _twice,
+    "vmap": _mapped,
 }
 WRAPS: dict[str, Wrap] = {
     "DataParallel": dp.DataParallel,
@@ -98,11 +81,26 @@ WRAPS: dict[str, Wrap] = {
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_they_are_those_of_the_bare_module(slots: list[str], wrap: str, way: str) -> None:
+def test_several_replicas_refuse_them(slots: list[str], wrap: str, way: str) -> None:
     bare = Net().to(slots[0])
     model = WRAPS[wrap](copy.deepcopy(bare), slots[:3])
-    found, wanted = WAYS[way](model, batch(slots[0])), WAYS[way](bare, batch(slots[0]))
-    torch.testing.assert_close(found, wanted)
+    x = batch(slots[0]).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"batched .*several replicas; .*vectorize=False"):
+        WAYS[way](model, x)
+    # What they are computed from works, one after the other.
+    torch.testing.assert_close(functional.jacobian(model, x), functional.jacobian(bare, x))
+    model(x).sum().backward()
+    bare(x).sum().backward()
+    for mine, theirs in zip(used(model), used(bare), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_replicas_whose_outputs_stay_apart_refuse_them() -> None:
+    model: Any = dp.DistributedDataParallel(Net(), ["cpu"] * 2, "each")
+    x = batch("cpu").requires_grad_()
+    outputs = model(x)
+    with pytest.raises(RuntimeError, match=r"batched .*several replicas"):
+        grad(outputs[0], x, vectors(outputs[0]), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -115,93 +113,23 @@ def test_gradients_pass_the_checks_of_torch(slots: list[str], wrap: str) -> None
         output: Tensor = model(x.to(slots[0]))
         return output.cpu()
 
-    assert gradcheck(from_cpu, (x,), check_batched_grad=True)
-    assert gradgradcheck(from_cpu, (x,), check_batched_grad=True)
+    assert gradcheck(from_cpu, (x,))
+    assert gradgradcheck(from_cpu, (x,))
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_vmap_around_a_backward(wrap: str) -> None:
-    def many(model: Any, x: Tensor) -> Any:
-        x = x.requires_grad_()
-        output = model(x)
-        inputs = [x, *used(model)]
-        return torch.vmap(lambda v: grad(output, inputs, v, retain_graph=True))(vectors(output))
-
+def _one_replica(rank: int, world_size: int) -> list[Tensor]:
     bare = Net()
-    model = WRAPS[wrap](copy.deepcopy(bare), ["cpu"] * 3)
-    torch.testing.assert_close(many(model, batch("cpu")), many(bare, batch("cpu")))
-
-
-def test_outputs_without_dimensions() -> None:
-    class Total(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sum()
-
-    bare = Total()
-    model = dp.DataParallel(copy.deepcopy(bare), ["cpu"] * 2)
-    x = batch("cpu").requires_grad_()
-    output = model(x)
-    (found,) = grad(output, [x], torch.eye(2, dtype=x.dtype), is_grads_batched=True)
-    (wanted,) = grad(bare(x), [x])
-    torch.testing.assert_close(found.sum(0), wanted)
-    assert not found[0, 3:].any() and not found[1, :3].any()
-
-
-def test_with_a_graph() -> None:
-    """DataParallel has it, as the bare module; the other wrapper says that it has not."""
-    bare = Net()
-    x = batch("cpu")
-
-    def penalty(model: Any) -> Any:
-        output = model(x)
-        v = vectors(output)
-        many = grad(output, used(model)[:3], v, is_grads_batched=True, create_graph=True)
-        return grad(torch.stack([g.square().sum() for g in many]).sum(), used(model)[:3])
-
-    model: Any = dp.DataParallel(copy.deepcopy(bare), ["cpu"] * 2)
-    torch.testing.assert_close(penalty(model), penalty(bare))
-    model = dp.DistributedDataParallel(copy.deepcopy(bare), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"cannot have a graph .*vectorize=False"):
-        functional.jacobian(model, x, vectorize=True, create_graph=True)
-    one_by_one = functional.jacobian(model, x, create_graph=True)
-    torch.testing.assert_close(one_by_one, functional.jacobian(bare, x))
-    model(x).sum().backward()
-    bare(x).sum().backward()
-    for mine, theirs in zip(used(model), used(bare), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def _over_processes(rank: int, world_size: int) -> list[Tensor]:
-    bare = Net()
-    model = dp.DistributedDataParallel(bare, ["cpu"] * 2)
-    x = batch("cpu") + rank
-    torch.testing.assert_close(_of_inputs(model, x), _of_inputs(bare, x))
-    torch.testing.assert_close(_jacobian(model, x), _jacobian(bare, x))
+    model = dp.DistributedDataParallel(bare, ["cpu"])
+    for way in ("jacobian", "of inputs", "vmap"):
+        x = (batch("cpu") + rank).requires_grad_()
+        torch.testing.assert_close(WAYS[way](model, x), WAYS[way](bare, x))
     with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
-        _of_everything(model, x)
+        WAYS["of everything"](model, x)
     model(x).sum().backward()
     return [p.grad.clone() for p in used(model) if p.grad is not None]
 
 
-def test_gradients_of_inputs_over_processes(cluster: Cluster) -> None:
-    first, second = cluster.run(_over_processes, 2)
+def test_one_replica_has_those_of_its_inputs(cluster: Cluster) -> None:
+    first, second = cluster.run(_one_replica, 2)
     torch.testing.assert_close(first, second)
     assert len(first) == 4
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_replicas_that_meet_in_forward(wrap: str) -> None:
-    class Centered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layers(x)
-            largest: Tensor = collectives.all_reduce(x.amax(0), "max", "local")
-            return x - largest
-
-    model = WRAPS[wrap](Centered(), ["cpu"] * 2, buffers="sync")
-    x = batch("cpu", 4)
-    many = functional.jacobian(model, x, vectorize=True)
-    torch.testing.assert_close(many, functional.jacobian(model, x))

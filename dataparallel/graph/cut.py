@@ -62,6 +62,7 @@ from dataparallel.graph.functions import (
     apply_function,
     apply_in_backward,
     behind_own_nodes,
+    refuse_batched,
 )
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced, will_execute
@@ -120,7 +121,7 @@ class ReplicaInputs:
                 given, requires = value, value.requires_grad
                 if requires:
                     leaf = value.detach().requires_grad_()
-                    given = leaf if value.is_leaf else apply_function(Identity, leaf)[0]
+                    given = leaf if value.is_leaf else apply_function(Identity, leaf)
                     self.outer.append(value)
                     self.leaves.append(leaf)
                 self._stands[id(value)] = value, given, requires, given.grad_fn
@@ -134,13 +135,13 @@ class ReplicaInputs:
                 continue
             self._written.append(value)
             if given is value:
-                result.append(apply_function(Identity, value)[0])
+                result.append(apply_function(Identity, value))
                 value.detach_()
             else:
                 result.append(given)
                 self._refuse_shared(given)
                 # The cut comes behind what the caller's tensor was before the module wrote it.
-                before = apply_function(Identity, value)[0]
+                before = apply_function(Identity, value)
                 self.outer = [before if outer is value else outer for outer in self.outer]
         return result
 
@@ -389,7 +390,6 @@ class _Backward:
     ) -> None:
         self._cut, self._cuts, self._keep, self._last = cut, cut.cuts, keep, last
         self._grads = _in_rows(cut.outputs, grads)
-        self._batched = torch_internals.any_batched(grads)
         # Whether it is a plain `backward()`, and whether it is a `torch.autograd.grad` that returns
         # gradients of originals.
         self._everything = will_execute(_node_of(cut.cuts.anchor))
@@ -408,10 +408,10 @@ class _Backward:
         answers = []
         # One entry for each argument of forward that is a tensor: the anchor comes first.
         edges = node.next_functions[1:]
-        for position, ((leaf, number), need) in enumerate(zip(edges, needed, strict=True)):
+        for position, ((leaf, _), need) in enumerate(zip(edges, needed, strict=True)):
             # Of leaves alone torch tells whether their gradient is captured.
             if leaf is not None and leaf.name() == f"{Identity.__name__}Backward":
-                leaf = leaf.next_functions[number][0]
+                leaf = leaf.next_functions[0][0]
             try:
                 answer = bool(need and leaf is not None and will_execute(leaf))
             except RuntimeError:
@@ -470,13 +470,7 @@ class _Backward:
 
     def _differentiable(self) -> _MaybeRows:
         """Gradients that have a graph: a cut of their own, around the graphs of the gradients."""
-        if self._batched:
-            raise RuntimeError(
-                "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) cannot "
-                "have a graph in DistributedDataParallel; leave out create_graph=True, compute one "
-                "after the other (vectorize=False), or use the bare module (.module of the "
-                "wrapper) or DataParallel"
-            )
+        refuse_batched(chain(*self._grads))
         cut, given = self._cut, list(map(ReplicaInputs, self._grads))
         grads = [one.given for one in given]
         found = self._gradients(range(len(grads)), grads, create_graph=True)
@@ -497,8 +491,8 @@ class _Backward:
                 "replicas were dropped or added after the forward of this backward, so it has no "
                 "replicas any more; run the forward again"
             )
-        # What gradients are batched by belongs to the calling thread.
-        if self._cut.separate and len(every) > 1 and not self._batched:
+        if self._cut.separate and len(every) > 1:
+            refuse_batched(chain(*self._grads))
             return list(chain(*run([functools.partial(backward, [i]) for i in every])))
         with self._cuts.timeline.span("backward"):
             return backward(every)

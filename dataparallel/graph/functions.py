@@ -18,8 +18,7 @@ order of arrival.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -46,13 +45,22 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 
 def apply_in_backward(function: Any, *args: Any) -> Any:
-    """Apply a function to gradients; by its ``plain`` where many are computed at once.
+    """``function.apply(*args)`` for gradients, which may be batched."""
+    refuse_batched(args)
+    return function.apply(*args)
 
-    ``is_grads_batched`` and vmap hand in gradients that stand for several, for which torch's own
-    operations have rules, and functions like ours have none. ``plain`` consists of torch's own: it
-    does the same, to any order too, but not coalesced.
-    """
-    return function.plain(*args) if torch_internals.any_batched(args) else function.apply(*args)
+
+def refuse_batched(grads: Iterable[Any]) -> None:
+    """Raise for gradients that stand for many: they have no memory to copy, and no other thread."""
+    for grad in grads:
+        if isinstance(grad, torch.Tensor) and (
+            torch_internals.is_batched_by_autograd(grad) or torch_internals.is_batched_by_vmap(grad)
+        ):
+            raise RuntimeError(
+                "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) do not "
+                "go through several replicas; compute one after the other (vectorize=False), or "
+                "use the bare module (.module of the wrapper)"
+            )
 
 
 def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -61,32 +69,27 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
     The engine would else hand a leaf's gradient from the stream of one device to that of another,
     of which torch 2.11 warns. The node between has the leaf's own stream.
     """
-    result = list(tensors)
     elsewhere = set(map(_device, tensors)) - {device} if torch.is_grad_enabled() else ()
-    for place in filter(is_accelerator, elsewhere):
-        positions = [
-            i
-            for i, tensor in enumerate(tensors)
-            if tensor.device == place and tensor.is_leaf and tensor.requires_grad
-        ]
-        if positions:
-            same = apply_function(Identity, *[tensors[i] for i in positions])
-            for i, tensor in zip(positions, same, strict=True):
-                result[i] = tensor
-    return result
+    places = set(filter(is_accelerator, elsewhere))
+    if not places:
+        return list(tensors)
+    return [
+        apply_function(Identity, x) if x.device in places and x.is_leaf and x.requires_grad else x
+        for x in tensors
+    ]
 
 
 class Identity(Function):
-    """Tensors of one device as they are; see :func:`behind_own_nodes`."""
+    """A tensor as it is; see :func:`behind_own_nodes`."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return tuple(map(torch.Tensor.detach, tensors))
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
-        return grads
+    def backward(ctx: Any, grad: _MaybeTensor) -> _MaybeTensor:
+        return grad
 
 
 class Broadcast(Function):
@@ -117,11 +120,6 @@ class Broadcast(Function):
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
         sums = apply_in_backward(ReduceAddCoalesced, ctx.input_device, ctx.num_inputs, *grads)
         return (None, *sums)
-
-    @staticmethod
-    def plain(slots: Sequence[torch.device], *tensors: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
-        """Copies, by means of torch's own operations; see :func:`apply_in_backward`."""
-        return tuple([None if t is None else t.to(slot) for slot in slots for t in tensors])
 
 
 class ReduceAddCoalesced(Function):
@@ -159,17 +157,6 @@ class ReduceAddCoalesced(Function):
         ]
         return (None, None, *result)
 
-    @staticmethod
-    def plain(
-        target: torch.device, num_inputs: int, *grads: _MaybeTensor
-    ) -> tuple[_MaybeTensor, ...]:
-        """Sums, by means of torch's own operations; see :func:`apply_in_backward`."""
-        columns = [
-            [grad.to(target) for grad in grads[i::num_inputs] if grad is not None]
-            for i in range(num_inputs)
-        ]
-        return tuple(functools.reduce(torch.add, column) if column else None for column in columns)
-
 
 class Scatter(Function):
     """Chunks of one tensor along ``dim``; with ``views`` those on its device share its memory."""
@@ -196,18 +183,6 @@ class Scatter(Function):
         grad = apply_in_backward(Gather, ctx.input_device, ctx.dim, *grads)
         return None, None, None, grad, None
 
-    @staticmethod
-    def plain(
-        slots: Sequence[torch.device],
-        lengths: Sequence[int],
-        dim: int,
-        tensor: torch.Tensor,
-        views: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        """Chunks, by means of torch's own operations; see :func:`apply_in_backward`."""
-        chunks = tensor.split_with_sizes(list(lengths), dim)
-        return tuple([chunk.to(slot) for chunk, slot in zip(chunks, slots, strict=True)])
-
 
 class Gather(Function):
     """Tensors concatenated along ``dim``; those without dimensions are stacked."""
@@ -227,14 +202,6 @@ class Gather(Function):
         if ctx.stacked:
             grads = [part[0] for part in grads]
         return (None, None, *grads)
-
-    @staticmethod
-    def plain(target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
-        """The whole, by means of torch's own operations; see :func:`apply_in_backward`."""
-        moved = [tensor.to(target) for tensor in tensors]
-        if all(tensor.dim() == 0 for tensor in moved):
-            return torch.stack(moved)
-        return torch.cat(moved, dim)
 
 
 # --- from the parameters of the replicas to the originals -----------------------------------------
