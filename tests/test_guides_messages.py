@@ -169,7 +169,7 @@ CASES: dict[str, Callable[[], object]] = {
     "which is no container that can be split, but it holds a tensor": lambda: call(
         lambda net, x, shared: x, x(), Own(x())
     ),
-    "the replicas have written tensors into": lambda: call(write, x(), Own()),
+    "but the replicas have written tensors into it": lambda: call(write, x(), Own()),
     "grad can be implicitly created only for scalar outputs": lambda: torch.autograd.backward(
         call(lambda net, x: net.layer(x).sum(), x())  # type: ignore[arg-type]
     ),

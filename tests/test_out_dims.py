@@ -190,10 +190,14 @@ def test_gather_takes_dims_for_each_part(slots: list[str]) -> None:
 @pytest.mark.parametrize(
     ("out_dims", "error", "message"),
     [
-        ((0, 1, 1), ValueError, r"says \(0, 1, 1\) of outputs, which has length 2; give"),
-        ((0, {"h": 1}), ValueError, r"says \{'h': 1\} of outputs\[1\], which has length 2"),
-        ((0, (1, (1,))), ValueError, r"says \(1,\) of outputs\[1\]\[1\], which has no parts"),
-        ("rows", ValueError, "out_dims says 'rows' of outputs, which has length 2; give"),
+        ((0, 1, 1), ValueError, r"says \(0, 1, 1\) of outputs, which is tuple\(leaf, .*; give"),
+        (
+            (0, {"h": 1}),
+            ValueError,
+            r"says \{'h': 1\} of outputs\[1\], which is tuple\(leaf, leaf\)",
+        ),
+        ((0, (1, (1,))), ValueError, r"says \(1,\) of outputs\[1\]\[1\], which is leaf; give"),
+        ("rows", ValueError, "out_dims says 'rows' of outputs, which is tuple"),
         (
             (0, 3),
             ValueError,

@@ -159,9 +159,9 @@ def test_in_dims_of_scatter_follows_the_container() -> None:
     [
         ([1], AttributeError, "'list' object has no attribute 'items'"),
         ({-1: 0}, ValueError, r"in_dims says \{-1: 0\} of inputs"),
-        ({"m": "rows"}, ValueError, r"says 'rows' of kwargs\['m'\], which has \['a'\]; give"),
-        ({"m": {"b": 0}}, ValueError, r"says \{'b': 0\} of kwargs\['m'\], which has \['a'\]"),
-        ({"m": [0, 1]}, ValueError, r"says \[0, 1\] of kwargs\['m'\], which has \['a'\]; give"),
+        ({"m": "rows"}, ValueError, r"says 'rows' of kwargs\['m'\], which is dict\(a=leaf\); give"),
+        ({"m": {"b": 0}}, ValueError, r"says \{'b': 0\} of kwargs\['m'\], which is dict\(a=leaf"),
+        ({"m": [0, 1]}, ValueError, r"says \[0, 1\] of kwargs\['m'\], which is dict\(a=leaf"),
         ({"m": 2}, ValueError, r"dim 2 is out of range for kwargs\['m'\]\['a'\] of shape"),
     ],
 )

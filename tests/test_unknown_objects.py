@@ -146,7 +146,7 @@ REFUSED = {
         lambda x: types.SimpleNamespace(rows={"a": [Layer(x, x)]}),
         r"is a SimpleNamespace, .*register_pytree_node",
     ),
-    "empty": Refused(lambda x: Cache(), r"written tensors into kwargs\['cache'\], a Cache that"),
+    "empty": Refused(lambda x: Cache(), r"cache'\] is a Cache, .* written tensors into it"),
     "in a list": Refused(lambda x: [_filled(x)], r"cache'\]\[0\] is a Cache"),
 }
 

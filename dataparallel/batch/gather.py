@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.batch.scatter import DEFAULT, move_tensor, spread_dims
-from dataparallel.batch.tree import Path, Structure, difference, flatten
+from dataparallel.batch.tree import Path, Structure, flatten
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
 from dataparallel.graph.functions import (
@@ -93,11 +93,10 @@ def gather(
         tensors = (leaf for column in columns for leaf in column if isinstance(leaf, Tensor))
         target_device = next((tensor.device for tensor in tensors), _CPU)
     device = parse_output_device(target_device, _CPU)
-    fractions = _fractions(weights, len(outputs)) if weights or scalars == "mean" else ()
     results = []
     for i, own in enumerate(dims):
         along = dim if own is DEFAULT else own
-        cell = _Cell(Path("outputs", structure, i), along, device, scalars, fractions)
+        cell = _Cell(Path("outputs", structure, i), along, device, scalars, weights or ())
         results.append(_join(columns[i], cell))
     return structure.rebuild(results)
 
@@ -110,32 +109,19 @@ class _Cell(NamedTuple):
     dim: int | None
     device: torch.device
     scalars: Scalars
-    fractions: Sequence[float]
+    weights: Sequence[float]
 
 
 def _columns(outputs: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Structure]:
     """For each place what the replicas returned there, and how their outputs are built."""
-    first, structure = flatten(outputs[0])
-    rows = [first]
-    for i, output in enumerate(outputs[1:], start=1):
-        leaves, other = flatten(output, like=structure)
+    rows, (structure, *others) = zip(*map(flatten, outputs), strict=True)
+    for i, other in enumerate(others, start=1):
         if other != structure:
-            found = difference(structure, other, "outputs", ("replica 0", f"replica {i}"))
-            raise ValueError(f"the replicas return different containers: {found}; {_KEEP_APART}")
-        rows.append(leaves)
+            raise ValueError(
+                f"the replicas return different containers: {structure} in replica 0 but {other} "
+                f"in replica {i}; {_KEEP_APART}"
+            )
     return list(zip(*rows, strict=True)), structure
-
-
-def _fractions(weights: Sequence[float] | None, num_replicas: int) -> Sequence[float]:
-    weights = weights or (1,) * num_replicas
-    if len(weights) != num_replicas or min(weights) < 0:
-        raise ValueError(
-            f"there is a weight for each replica, and none is negative, but there are "
-            f"{num_replicas} replicas and the weights {tuple(weights)}"
-        )
-    total = float(sum(weights))
-    # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
-    return [weight / total if total else 1 / num_replicas for weight in weights]
 
 
 def _join(column: Sequence[Any], cell: _Cell) -> Any:
@@ -145,7 +131,7 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
         return move_tensor(first, cell.device) if isinstance(first, Tensor) else first
     num_tensors = sum(map(isinstance, column, itertools.repeat(Tensor)))
     if num_tensors == len(column):
-        return _join_tensors(column, cell)
+        return _join_tensors(column, cell.dim, cell)
     if num_tensors:
         kinds = ", ".join(type(leaf).__name__ for leaf in column)
         raise ValueError(
@@ -162,25 +148,23 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
     return first if same else list(column)
 
 
-def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
-    shapes = [tensor.shape for tensor in column]
-    are_scalars = not any(shapes)
+def _join_tensors(column: Sequence[Tensor], dim: int, cell: _Cell) -> Tensor:
+    are_scalars = not any(map(Tensor.dim, column))
     stacks = are_scalars and cell.scalars == "stack"
     if len(column) == 1 and not stacks:
         return move_tensor(column[0], cell.device)
     if are_scalars and not stacks:
         return _join_scalars(column, cell)
-    assert cell.dim is not None
     if not stacks:
         try:
-            joint_dim(shapes, cell.dim)
+            joint_dim([tensor.shape for tensor in column], dim)
         except ValueError as error:
             raise ValueError(
                 f"{cell.path} cannot be put together: {error}; if its samples are along another "
                 f"dim, or it belongs to no sample, say so through out_dims; {_KEEP_APART}"
             ) from error
     column = behind_own_nodes(column, cell.device)
-    gathered: Tensor = apply_function(Gather, cell.device, cell.dim, *column)
+    gathered: Tensor = apply_function(Gather, cell.device, dim, *column)
     return gathered
 
 
@@ -195,12 +179,20 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
         )
     else:
         wide = torch.promote_types(dtype, torch.float32)
+        # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
+        weights = cell.weights if any(cell.weights) else (1,) * len(column)
+        if len(weights) != len(column) or min(weights) < 0:
+            raise ValueError(
+                f"there is a weight for each replica, and none is negative, but there are "
+                f"{len(column)} replicas and the weights {tuple(weights)}"
+            )
+        total = float(sum(weights))
         # A replica without samples has no say, whatever its mean over nothing is.
-        shares = [share for share in zip(column, cell.fractions, strict=True) if share[1] > 0]
-        terms = [tensor.to(wide) * fraction for tensor, fraction in shares]
+        pairs = [pair for pair in zip(column, weights, strict=True) if pair[1] > 0]
+        terms = [tensor.to(wide) * (weight / total) for tensor, weight in pairs]
     terms = behind_own_nodes(terms, cell.device)
-    (total,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
-    result: Tensor = total.to(dtype)
+    (joined,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
+    result: Tensor = joined.to(dtype)
     return result
 
 

@@ -20,11 +20,6 @@ T = TypeVar("T")
 #: Decides from a batch size and the number of slots how many samples each of them gets.
 ChunkSizesOf: TypeAlias = Callable[[int, int], Sequence[int]]
 
-WAY_OUT = (
-    "pass its tensors in a tuple, a dict or a dataclass, or register its class with "
-    "torch.utils._pytree.register_pytree_node"
-)
-
 
 class BatchSplitter(Protocol):
     """What decides for a wrapper how its batches are split, such as a balancer."""
@@ -235,8 +230,8 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
         below = list(spec)
     else:
         raise ValueError(
-            f"{option} says {spec!r} of {path}, which has {structure.describe()}; give an int or "
-            "None for all of it, a list of these with an entry for each part, or a dict for some"
+            f"{option} says {spec!r} of {path}, which is {structure}; give an int or None for all "
+            "of it, a list of these with an entry for each part, or a dict for some"
         )
     if not structure.children:
         return [DEFAULT]
@@ -251,22 +246,19 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
 
 def _batch_size(split: Sequence[Leaf]) -> int | None:
     """The size that all tensors have along the dim along which they are split."""
-    size: int | None = None
+    found: dict[int, Leaf] = {}
     for leaf in split:
-        along: int = leaf.value.size(leaf.dim)
-        if size is not None and along != size:
-            found = " and ".join(
-                f"{one.path} has {one.value.size(one.dim)} along dim {one.dim} "
-                f"(shape {tuple(one.value.shape)})"
-                for one in (split[0], leaf)
-            )
-            raise ValueError(
-                f"tensors that are split must agree on the batch size, but {found}; mark what "
-                "belongs to all samples with Replicate(...) or None in in_dims, or give it another "
-                "dim there"
-            )
-        size = along
-    return size
+        found.setdefault(leaf.value.size(leaf.dim), leaf)
+    if len(found) > 1:
+        sizes = " and ".join(
+            f"{leaf.path} has {size} along dim {leaf.dim} (shape {tuple(leaf.value.shape)})"
+            for size, leaf in found.items()
+        )
+        raise ValueError(
+            f"tensors that are split must agree on the batch size, but {sizes}; mark what belongs "
+            "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
+        )
+    return next(iter(found), None)
 
 
 def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
@@ -274,13 +266,8 @@ def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
     for leaf in unknown:
         for tensor in held_tensors(leaf.value):
             if -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == batch_size:
-                raise TypeError(
-                    f"{leaf.path} is a {type(leaf.value).__name__}, which is no container that can "
-                    f"be split, but it holds a tensor of shape {tuple(tensor.shape)}, with the "
-                    f"{batch_size} samples of the batch along dim {dim}; {WAY_OUT}. A cache of "
-                    "keys and values is left out with use_cache=False. Replicate(...) gives the "
-                    "object itself to all replicas"
-                )
+                found = f"it holds a tensor of shape {tuple(tensor.shape)}, with the {batch_size} "
+                raise TypeError(_about_shared(leaf, f"{found}samples along dim {dim}"))
 
 
 def settle(
@@ -400,12 +387,18 @@ def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
         # What a replica raises is often what it found of the others.
         for leaf, _, traces in before:
             if _traces(leaf)[1] != traces:
-                raise RuntimeError(
-                    f"the replicas have written tensors into {leaf.path}, a "
-                    f"{type(leaf.value).__name__} that all of them share, so it holds a mixture of "
-                    "their chunks; leave it out (a cache of keys and values with use_cache=False), "
-                    f"or {WAY_OUT}. If it may be shared all the same, mark it with Replicate(...)"
-                )
+                found = "the replicas have written tensors into it, a mixture of their chunks"
+                raise RuntimeError(_about_shared(leaf, found))
+
+
+def _about_shared(leaf: Leaf, found: str) -> str:
+    """What an error says of an object that all replicas share, and of what to do."""
+    return (
+        f"{leaf.path} is a {type(leaf.value).__name__}, which is no container that can be split, "
+        f"but {found}; pass its tensors in a tuple, a dict or a dataclass, or register its class "
+        "with torch.utils._pytree.register_pytree_node. A cache of keys and values is left out "
+        "with use_cache=False. Replicate(...) gives the object itself to all replicas"
+    )
 
 
 def _traces(leaf: Leaf) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:

@@ -112,12 +112,14 @@ class Structure:
             for path in child.paths(self.child_path(root, position))
         ]
 
-    def describe(self) -> str:
-        """What a container has, for error messages."""
+    def __str__(self) -> str:
+        """How a reader would see it, such as ``dict(x=leaf, y=list(leaf, leaf))``."""
         if self.kind is None:
-            return "no parts"
-        by_position = list(self.keys) == list(range(len(self.keys)))
-        return f"length {len(self.keys)}" if by_position else str(list(self.keys))
+            return "leaf"
+        parts = [] if self.context is None else [repr(self.context)]
+        for key, child in zip(self.keys, self.children, strict=True):
+            parts.append(str(child) if isinstance(self.keys, range) else f"{key}={child}")
+        return f"{self.kind.__name__}({', '.join(parts)})"
 
 
 LEAF = Structure()
@@ -134,85 +136,60 @@ class Path(NamedTuple):
         return self.structure.paths(self.root)[self.place]
 
 
-def flatten(obj: Any, *, like: Structure | None = None) -> tuple[list[Any], Structure]:
-    """The leaves of a container in order, and the structure that builds it around others.
-
-    Dicts with the same keys as in ``like`` are taken in its order.
-    """
+def flatten(obj: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a container in order, and the structure that builds it around others."""
     if isinstance(obj, _LEAF_TYPES):
         return [obj], LEAF
     kind: Any = type(obj)
     is_plain = kind is tuple or kind is list
-    opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj, like)
+    opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj)
     keys, values, make, context = opened
     if not keys:
         return [obj], LEAF
     leaves: list[Any] = []
     children: list[Structure] = []
     is_marked = kind is Replicate
-    for position, value in enumerate(values):
+    for value in values:
         # Mostly there are no keyword arguments.
         if isinstance(value, _LEAF_TYPES) or (type(value) is dict and not value):
             leaves.append(value)
             children.append(LEAF)
             continue
-        below = like.children[position] if like and position < len(like.children) else None
-        found, child = flatten(value, like=below)
+        found, child = flatten(value)
         leaves += found
         children.append(child)
         is_marked = is_marked or child.is_marked
     return leaves, Structure(kind, keys, tuple(children), context, make, len(leaves), is_marked)
 
 
-def difference(first: Structure, other: Structure, root: str, names: tuple[str, str]) -> str:
-    """Say where two structures of containers called ``root`` part, which are not equal."""
-    mine, theirs = names
-    if first.kind is not other.kind:
-        kinds = [f"a {s.kind.__name__}" if s.kind else "a leaf" for s in (first, other)]
-        return f"{root} is {kinds[0]} in {mine} but {kinds[1]} in {theirs}"
-    if first.keys != other.keys:
-        return f"{root} has {first.describe()} in {mine} but {other.describe()} in {theirs}"
-    for position, child in enumerate(first.children):
-        if child != other.children[position]:
-            path = first.child_path(root, position)
-            return difference(child, other.children[position], path, names)
-    return f"{root} holds {first.context!r} in {mine} but {other.context!r} in {theirs}"
-
-
 # --- kinds of containers --------------------------------------------------------------------------
 
 
-def _open(obj: Any, like: Structure | None) -> _Opened:
-    """A container that is neither a tuple nor a list; without keys where it is a leaf."""
+def _open(obj: Any) -> _Opened:
+    """A container that is neither a plain tuple nor a list; without keys where it is a leaf."""
     kind: Any = type(obj)
-    keys: Sequence[Any]
-    if isinstance(obj, dict):
-        keys = tuple(obj)
-        if like is not None and kind is like.kind and set(keys) == set(like.keys):
-            keys = like.keys
-        values = [dict.__getitem__(obj, key) for key in keys]
-        return keys, values, functools.partial(_another, obj, keys), None
+    keys: Sequence[Any] = ()
     if kind is Replicate:
         return ("value",), (obj.value,), operator.itemgetter(0), None
-    if kind in registered_containers:
+    if isinstance(obj, dict):
+        keys = tuple(obj)
+        values = [dict.__getitem__(obj, key) for key in keys]
+    elif kind in registered_containers:
         node = registered_containers[kind]
         values, context = node.flatten_fn(obj)
         keys = range(len(values))
         return keys, values, lambda new: node.unflatten_fn(list(new), context), context
-    if isinstance(obj, (list, tuple)):
+    elif isinstance(obj, (list, tuple)):
         if hasattr(kind, "_make"):
             return kind._fields, obj, kind._make, None
-        # A struct sequence, such as time.struct_time, refuses `tuple.__new__`.
-        is_plain = not hasattr(kind, "n_sequence_fields")
-        make = functools.partial(_another, obj, ()) if is_plain else kind
-        return range(len(obj)), list(obj), make, None
-    keys = ()
-    if isinstance(obj, UserDict):
-        keys = ("data",)
-    elif dataclasses.is_dataclass(obj):
-        names = [field.name for field in dataclasses.fields(obj)]
-        keys = tuple([name for name in names if hasattr(obj, name)])
-    values = [getattr(obj, name) for name in keys]
+        keys, values = range(len(obj)), list(obj)
+    else:
+        if isinstance(obj, UserDict):
+            keys = ("data",)
+        elif dataclasses.is_dataclass(obj):
+            names = [field.name for field in dataclasses.fields(obj)]
+            keys = tuple([name for name in names if hasattr(obj, name)])
+        values = [getattr(obj, name) for name in keys]
     return keys, values, functools.partial(_another, obj, keys), None
 
 
@@ -233,7 +210,7 @@ def _another(obj: Any, keys: Sequence[Any], children: Sequence[Any]) -> Any:
         defaultdict.__init__(new, obj.default_factory)
     if base is list:
         list.extend(new, children)
-    for key, child in zip(keys, children, strict=False):
+    for key, child in zip(keys, children, strict=True) if base not in (tuple, list) else ():
         if base is not object:
             base.__setitem__(new, key, child)
         if base is object or key in getattr(new, "__dict__", ()):
