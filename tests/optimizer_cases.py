@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dataparallel import DataParallel, ShardedOptimizer
-from dataparallel.optim.in_backward import InBackwardOptimizers, StepsInBackward
+from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from tests.models import placed
 
 with warnings.catch_warnings():
@@ -123,10 +123,15 @@ class BackwardTwins:
             q.grad = None if p.grad is None else p.grad.clone()
 
     def step(self, buckets: Sequence[Sequence[int]] = FIRST, without: Sequence[int] = ()) -> None:
-        self.optimizers.begin()
         self.set_gradients(without)
         parameters = list(self.module.parameters())
+        grads = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
         for bucket in buckets:
+            # As the reducer does it.
+            for index in bucket:
+                parameters[index].grad = grads[index]
             self.optimizers.step([parameters[index] for index in bucket])
         self.plain.step()
         self.plain.zero_grad()
@@ -147,16 +152,10 @@ def ours(optimizer_class: type[Optimizer] = ADAMW, **arguments: Any) -> Backward
     )
 
 
-def of(module: nn.Module) -> StepsInBackward:
-    found = InBackwardOptimizers.of(module.parameters())
-    assert found is not None
-    return found
-
-
 def torchs(optimizer_class: type[Optimizer] = ADAMW, **arguments: Any) -> BackwardTwins:
-    def make(module: nn.Module) -> StepsInBackward:
+    def make(module: nn.Module) -> TorchsOptimizers:
         apply_torchs(optimizer_class, module.parameters(), arguments)
-        return of(module)
+        return TorchsOptimizers(module.parameters())
 
     return BackwardTwins(make, lambda m: optimizer_class(m.parameters(), **arguments))
 

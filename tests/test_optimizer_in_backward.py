@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 import threading
 import weakref
@@ -16,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dataparallel.optim.in_backward import InBackwardOptimizers
+from dataparallel import DistributedDataParallel
+from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.replicas.values import steps_of
 from tests.optimizer_cases import (
     ADAMW,
@@ -28,7 +30,6 @@ from tests.optimizer_cases import (
     apply_torchs,
     assert_same,
     build,
-    of,
     ours,
 )
 
@@ -85,15 +86,13 @@ def test_one_optimizer_steps_all_of_a_bucket() -> None:
 
 
 @BOTH
-def test_a_step_counts_as_a_change_of_the_bucket_alone(kind: Callable[..., BackwardTwins]) -> None:
+def test_a_step_counts_as_a_change_of_the_bucket(kind: Callable[..., BackwardTwins]) -> None:
     twins = kind()
-    twins.set_gradients(without=[2])
-    first, second, *others = twins.module.parameters()
-    before = steps_of([first, *others])
+    twins.set_gradients()
+    first, second, *_ = twins.module.parameters()
+    before = steps_of([first, second])
     twins.optimizers.step([first, second])
-    twins.optimizers.step(others[:1])
-    assert steps_of([first]) != before[:1]
-    assert steps_of(others) == before[1:]
+    assert all(map(operator.ne, steps_of([first, second]), before))
 
 
 def test_groups_are_kept_and_added() -> None:
@@ -116,8 +115,8 @@ def test_groups_are_kept_and_added() -> None:
     for optimizer in (twins.plain, twins.optimizers):
         optimizer.param_groups[1]["params"].pop()
         optimizer.param_groups[1]["param_names"].pop()
-    twins.step(without=[4])
-    assert list(twins.module.parameters())[4] not in twins.optimizers.held()
+    twins.step()
+    assert list(twins.module.parameters())[4].grad is not None
 
 
 def test_schedulers() -> None:
@@ -139,13 +138,15 @@ def test_hooks() -> None:
     seen: list[tuple[str, int]] = []
 
     def note(when: str, optimizer: Optimizer) -> None:
-        assert type(optimizer) is ADAMW
-        seen.append((when, len(optimizer.param_groups[0]["params"])))
+        assert optimizer is twins.optimizers
+        members = optimizer.param_groups[0]["params"]
+        seen.append((when, sum(p.grad is not None for p in members)))
 
     twins.optimizers.register_step_pre_hook(lambda *given: note("before", given[0]))
     twins.optimizers.register_step_post_hook(lambda *given: note("after", given[0]))
     twins.step()
-    assert seen == [(when, len(bucket)) for bucket in FIRST for when in ("before", "after")]
+    # The step frees the gradients.
+    assert seen == [pair for bucket in FIRST for pair in (("before", len(bucket)), ("after", 0))]
     handle = twins.optimizers.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
     assert "extra" in twins.optimizers.state_dict()
     handle.remove()
@@ -158,9 +159,9 @@ def test_a_hook_of_all_optimizers_may_change_the_gradients_of_a_bucket() -> None
 
     def halve(optimizer: Optimizer, *_: Any) -> None:
         members = [p for group in optimizer.param_groups for p in group["params"]]
-        seen.append(len(members))
+        seen.append(sum(p.grad is not None for p in members))
         for p in members:
-            p.grad = p.grad / 2
+            p.grad = None if p.grad is None else p.grad / 2
 
     handle = register_optimizer_step_pre_hook(halve)
     try:
@@ -213,7 +214,7 @@ def test_buckets_that_are_stepped_at_the_same_time() -> None:
 
 
 def test_without_torchs_optimizers_there_are_none() -> None:
-    assert InBackwardOptimizers.of(build().parameters()) is None
+    assert not TorchsOptimizers(build().parameters()).found
 
 
 def test_torchs_optimizers_no_longer_step_by_themselves() -> None:
@@ -223,7 +224,7 @@ def test_torchs_optimizers_no_longer_step_by_themselves() -> None:
     before = [p.detach().clone() for p in module.parameters()]
     module(x).sum().backward()
     assert not any(map(torch.equal, before, module.parameters()))
-    optimizers = of(module)
+    optimizers = TorchsOptimizers(module.parameters())
     before = [p.detach().clone() for p in module.parameters()]
     module(x).sum().backward()
     assert_same(before, [p.detach() for p in module.parameters()])
@@ -240,7 +241,7 @@ def test_several_optimizers_of_a_parameter_are_stepped() -> None:
     classes: list[Callable[..., Optimizer]] = [torch.optim.SGD, ADAMW]
     for optimizer_class in classes:
         apply_torchs(optimizer_class, module.parameters(), {"lr": 0.1})
-    optimizers = of(module)
+    optimizers = TorchsOptimizers(module.parameters())
     plain = [optimizer_class(expected.parameters(), lr=0.1) for optimizer_class in classes]
     for p, q in zip(module.parameters(), expected.parameters(), strict=True):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
@@ -292,26 +293,53 @@ def test_copies_are_independent_and_go_on(duplicate: Callable[[Any], Any]) -> No
 # --- mistakes ------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_gradients_cannot_be_accumulated(kind: Callable[..., BackwardTwins]) -> None:
-    twins = kind()
-    with pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step"):
-        twins.optimizers.begin(synchronized=False)
-    twins.set_gradients(without=[0])
-    match = "5 of 6 parameters have a gradient before it begins, but every backward is a step"
-    with pytest.raises(RuntimeError, match=match):
-        twins.optimizers.begin()
-    for p in twins.module.parameters():
-        p.grad = None
-    twins.step()
-    twins.assert_equal()
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_gradients_cannot_be_accumulated(kind: str) -> None:
+    module = build()
+    if kind == "torch":
+        apply_torchs(ADAMW, module.parameters(), {})
+    model = DistributedDataParallel(module, ["cpu", "cpu"])
+    if kind == "ours":
+        model.step_in_backward(ADAMW)
+    before = copy.deepcopy(module)
+    with (
+        model.no_sync(),
+        pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step"),
+    ):
+        model(torch.randn(4, 5)).sum().backward()
+    assert_same(list(before.parameters()), list(module.parameters()))
+    model(torch.randn(4, 5)).sum().backward()
+    assert not any(map(torch.equal, before.parameters(), module.parameters()))
+    model.close()
 
 
-@BOTH
-def test_the_step_of_an_ordinary_loop_is_refused(kind: Callable[..., BackwardTwins]) -> None:
-    optimizers = kind().optimizers
-    with pytest.raises(RuntimeError, match=r"leave optimizer\.step\(\) out of the loop"):
-        optimizers.step()
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_what_is_in_grad_before_a_backward_is_a_part_of_the_step(kind: str) -> None:
+    module = build()
+    bare = copy.deepcopy(module)
+    if kind == "torch":
+        apply_torchs(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(module, ["cpu", "cpu"], bucket_cap_mb=0.0005)
+    if kind == "ours":
+        model.step_in_backward(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = torch.randn(4, 5), torch.randn(4, 5)
+        for each in (module, bare):
+            each(y).sum().backward()
+        for each in (model, bare):
+            each(x).sum().backward()
+        plain.step()
+        plain.zero_grad()
+    for p, q in zip(module.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        assert p.grad is None
+    model.close()
+
+
+def test_the_step_of_an_ordinary_loop_is_refused() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'parameters'"):
+        ours().optimizers.step()
 
 
 @BOTH
@@ -331,8 +359,6 @@ def test_what_cannot_be_stepped_in_parts_is_refused() -> None:
         InBackwardOptimizers(torch.optim.LBFGS, parameters)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         InBackwardOptimizers(ADAMW, parameters, lr=-1)
-    with pytest.raises(TypeError, match="optimizer class such as"):
-        InBackwardOptimizers(build(), parameters)  # type: ignore[arg-type]
 
 
 def test_a_failed_step_leaves_the_other_buckets() -> None:

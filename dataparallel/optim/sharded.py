@@ -11,9 +11,8 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,26 +21,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from dataparallel import comm, torch_internals
-from dataparallel import devices as _devices
+from dataparallel.devices import parse_devices
 from dataparallel.graph.functions import plan_buckets
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.optim.in_backward import DividedOptimizer
-from dataparallel.threads.apply import apply_replicas
-from dataparallel.threads.workers import WorkerPools
 
 
 class ShardedOptimizer(DividedOptimizer):
     """An optimizer that keeps the state of each parameter on one of the model's devices.
 
     The state of AdamW is twice as large as the parameters. With n devices each one holds about an
-    n-th of it. ``step()`` brings the values and gradients of each shard to its device, steps all
-    shards at the same time, and brings the new values back. Results are those of the wrapped class,
-    bit for bit if the devices are of one type. Checkpoints are those of the plain optimizer, for
-    any number of devices. Schedulers, ``torch.amp.GradScaler``, gradient clipping, hooks and
-    closures work as usual.
-
-    If a shard fails, ``step()`` raises the original exception with the shard's device. Every other
-    shard has then finished its step. Parameters of the failed shard on other devices are unchanged.
+    n-th of it. ``step()`` brings the values and gradients of each shard to its device, steps the
+    shards, on accelerators at the same time, and brings the new values back. Results are those of
+    the wrapped class, bit for bit if the devices are of one type. Checkpoints are those of the
+    plain optimizer, for any number of devices. Schedulers, ``torch.amp.GradScaler``, gradient
+    clipping, hooks and closures work as usual.
 
     Example::
 
@@ -53,19 +47,17 @@ class ShardedOptimizer(DividedOptimizer):
     Args:
         optimizer_class: What steps: a class of ``torch.optim`` except LBFGS, or one derived from
             it, that updates each parameter from that parameter alone and keeps nothing else.
-        model: A wrapper; its ``device_ids`` are the devices of the shards. CPU slots have a shard
-            and a thread each, an accelerator has one shard however often it is named.
+        model: A wrapper; each of its devices has a shard.
         params: What the wrapped class takes as its first argument: parameters, named parameters,
             or dicts, one per group. Default: ``model.parameters()``.
-        arguments: Keyword arguments of the wrapped class.
+        arguments: Keyword arguments of the wrapped class. A tensor among them is on the CPU.
 
     Attributes:
         optimizer_class: The wrapped class.
 
     Raises:
-        TypeError: ``optimizer_class`` is no optimizer class.
         ValueError: The class is not known to be divisible (LBFGS, one that is not derived from
-            torch's), or it refuses an argument; at the first step, if ``differentiable=True``.
+            torch's), or it refuses an argument.
     """
 
     def __init__(
@@ -76,10 +68,11 @@ class ShardedOptimizer(DividedOptimizer):
         params: ParamsT | None = None,
         **arguments: Any,
     ) -> None:
-        self._devices = _shard_devices(model)
+        # A module that is itself spread over devices has no list of them.
+        ids: Any = model.device_ids or [p.device for p in model.parameters()]
+        self._devices = tuple(dict.fromkeys(parse_devices(ids)))
         # The index of the shard that each parameter belongs to.
         self._place: dict[Tensor, int] = {}
-        self._pools = WorkerPools()
         given = model.parameters() if params is None else params
         super().__init__(optimizer_class, given, **arguments)
         self._follow()
@@ -99,44 +92,28 @@ class ShardedOptimizer(DividedOptimizer):
 
         Returns:
             What ``closure`` returned, else None.
-
-        Raises:
-            BaseException: What a shard raised, with "in replica i on device d" added, which counts
-                the shards.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        groups = self._group_numbers()
         shards: list[list[Tensor]] = [[] for _ in self._devices]
-        for p in groups:
+        for p, place in self._place.items():
             if p.grad is not None:
-                shards[self._place[p]].append(p)
-        tasks = [
-            functools.partial(self._step_shard, members, groups, device)
-            for members, device in zip(shards, self._devices, strict=True)
-        ]
-        apply_replicas(tasks, self._devices, self._pools)
+                shards[place].append(p)
+        stepped: list[dict[Tensor, Tensor]] = []
+        try:
+            for members, device in zip(shards, self._devices, strict=True):
+                if members:
+                    stand_ins = _brought(members, device)
+                    self._step_part(stand_ins)
+                    stepped.append(stand_ins)
+        finally:
+            # When all have begun, since a device that gets values waits for them.
+            for stand_ins in stepped:
+                _write(stand_ins)
         return loss
-
-    def _step_shard(
-        self, members: Sequence[Tensor], groups: Mapping[Tensor, int], device: torch.device
-    ) -> None:
-        """Step parameters that have a gradient on the device of their shard."""
-        if not members:
-            return
-        away: dict[torch.device, list[Tensor]] = {}
-        for p in members:
-            if p.device != device:
-                away.setdefault(p.device, []).append(p)
-        stand_ins = {p: p for p in members}
-        for originals in away.values():
-            stand_ins.update(zip(originals, _brought(originals, device), strict=True))
-        self._step_part(stand_ins, groups, device, hooks=False)
-        for originals in away.values():
-            _write([stand_ins[p] for p in originals], originals)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the wrapped class, saved by it or by an optimizer like this one.
@@ -184,10 +161,6 @@ class ShardedOptimizer(DividedOptimizer):
         self._follow()
         return self._devices[self._place[parameter]]
 
-    def close(self) -> None:
-        """End the threads of the shards; the next step starts new ones."""
-        self._pools.close()
-
     def _follow(self) -> None:
         """Give the parameters that the groups have now to shards, so that these are equally full.
 
@@ -207,34 +180,27 @@ class ShardedOptimizer(DividedOptimizer):
             self._place[p] = place
 
 
-def _shard_devices(model: nn.Module) -> tuple[torch.device, ...]:
-    """One device per shard: each CPU slot, and each accelerator once."""
-    ids: Any = model.device_ids
-    if not ids:
-        # A module that is itself spread over devices has no list of them.
-        ids = list(dict.fromkeys(p.device for p in model.parameters()))
-    slots: list[torch.device] = []
-    for device in _devices.parse_devices(ids):
-        if device not in slots or not _devices.is_accelerator(device):
-            slots.append(device)
-    return tuple(slots)
-
-
-def _brought(originals: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of parameters of one device on another one, with their gradients."""
-    grads = [p.grad for p in originals if p.grad is not None]
-    # A copy that was made in inference mode could never be stepped outside of it.
-    with torch.inference_mode(False):
+def _brought(members: Sequence[Tensor], device: torch.device) -> dict[Tensor, Tensor]:
+    """Parameters of a shard, each with itself or with a copy on the device, with its gradient."""
+    stand_ins = {p: p for p in members}
+    away: dict[torch.device, list[Tensor]] = {}
+    for p in members:
+        if p.device != device:
+            away.setdefault(p.device, []).append(p)
+    for originals in away.values():
+        grads = [p.grad for p in originals if p.grad is not None]
         (brought,) = comm.broadcast_coalesced([*originals, *grads], [device])
-    copies = brought[: len(originals)]
-    for copy, grad in zip(copies, brought[len(originals) :], strict=True):
-        IN_GRAD.write(copy, grad)
-    return copies
+        copies = brought[: len(originals)]
+        stand_ins.update(zip(originals, copies, strict=True))
+        for copy, grad in zip(copies, brought[len(originals) :], strict=True):
+            IN_GRAD.write(copy, grad)
+    return stand_ins
 
 
-def _write(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Write values to tensors of another device, a few at a time, so that little is alive twice."""
-    for bucket in plan_buckets(sources):
-        written = [targets[i] for i in bucket]
-        sent = comm.broadcast_coalesced([sources[i] for i in bucket], [written[0].device])[0]
-        torch_internals.foreach_copy_(written, sent)
+def _write(stand_ins: dict[Tensor, Tensor]) -> None:
+    """Write values to parameters of other devices, a few at a time: little is alive twice."""
+    moved = [(p, stand_in) for p, stand_in in stand_ins.items() if stand_in is not p]
+    for bucket in plan_buckets([p for p, _ in moved]):
+        originals, sources = zip(*[moved[i] for i in bucket], strict=True)
+        (sent,) = comm.broadcast_coalesced(sources, [originals[0].device])
+        torch_internals.foreach_copy_(originals, sent)

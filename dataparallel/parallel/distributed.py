@@ -34,7 +34,7 @@ from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, repor
 from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
 from dataparallel.graph.cut import Cuts, ReplicaInputs
-from dataparallel.optim.in_backward import InBackwardOptimizers
+from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import JoinBlock
@@ -355,13 +355,14 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 "that require a gradient; call the module itself, or use DataParallel"
             )
         options.mixed_precision.convert_buffers(self.module)
+        left = TorchsOptimizers(self.module.parameters())
         forwards = (broadcast if forward_sync is None else forward_sync) is not False
         self.options = replace(
             options,
             # As in torch, `forward_sync_buffers` says nothing of the constructor.
             sends_buffers=forwards or forward_sync is not None,
             forward_sync_buffers=forwards,
-            optimizers=InBackwardOptimizers.of(self.module.parameters()),
+            optimizers=left if left.found else None,
         )
         self._begin_life()
         processes = self._training.processes

@@ -24,6 +24,7 @@ from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
+from dataparallel.optim.in_backward import refuse_accumulation
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
@@ -208,7 +209,7 @@ class Reducer:
         if self._vote is not None and synchronize:
             self.read_vote()
         if self.options.optimizers is not None:
-            self.options.optimizers.begin(synchronized=synchronize, home=accumulated.home)
+            refuse_accumulation(accumulated.home, synchronized=synchronize)
         if self.order and not self.buckets.ordered:
             self._make_buckets()
         self._user_hooks.guard()
