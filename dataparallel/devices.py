@@ -8,6 +8,7 @@ This is the only file that branches on the device type. Everything above it work
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -241,12 +242,13 @@ def synchronize(device: torch.device) -> None:
 # --- intra-op threads ------------------------------------------------------------------------
 
 
-def intra_op_shares(devices: Sequence[torch.device]) -> tuple[int | None, ...]:
+@functools.lru_cache(maxsize=64)
+def intra_op_shares(devices: tuple[torch.device, ...], num_threads: int) -> tuple[int, ...]:
     """How many intra-op threads each slot may use, so that CPU slots together use what one would.
 
-    At least 1, as (3, 3, 2) of 8; ``None`` for accelerators, whose threads need no limit.
+    At least 1, as (3, 3, 2) of 8; all for accelerators, whose threads need no limit.
     """
     num_on_cpu = [device.type for device in devices].count("cpu")
-    whole, rest = divmod(torch.get_num_threads(), max(1, num_on_cpu))
+    whole, rest = divmod(num_threads, max(1, num_on_cpu))
     shares = iter([max(1, whole + (i < rest)) for i in range(num_on_cpu)])
-    return tuple(next(shares) if device.type == "cpu" else None for device in devices)
+    return tuple(next(shares) if device.type == "cpu" else num_threads for device in devices)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
+from dataparallel.threads.timeline import Listener
 from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import set_memory_limit
 
@@ -115,7 +116,7 @@ def test_forward_as_if_nothing_had_happened(
 
     model = wrapper(net, pair, buffers=buffers)
     told: list[Sequence[int]] = []
-    model.timeline.subscribe(lambda span: None, lambda sizes, trains: told.append(sizes))
+    model.timeline.subscribe(Listener(on_call=lambda sizes, trains: told.append(sizes)))
     with dataparallel.balance(model) as balancer:
         torch.manual_seed(3)
         result = compute(model, x, y, inside=inside)

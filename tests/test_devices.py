@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -205,24 +204,22 @@ def test_memory_allocated() -> None:
         (8, [CPU] * 4, (2, 2, 2, 2)),
         (8, [CPU] * 5, (2, 2, 2, 1, 1)),
         (2, [CPU] * 3, (1, 1, 1)),
-        (8, [VIRTUAL[0], CPU, VIRTUAL[1], CPU, CPU], (None, 3, None, 3, 2)),
-        (8, VIRTUAL[:2], (None, None)),
+        (8, [VIRTUAL[0], CPU, VIRTUAL[1], CPU, CPU], (8, 3, 8, 3, 2)),
+        (8, VIRTUAL[:2], (8, 8)),
         (8, [], ()),
     ],
 )
-def test_intra_op_shares(
-    threads: int, slots: list[torch.device], shares: tuple[int | None, ...]
-) -> None:
-    with mock.patch.object(torch, "get_num_threads", return_value=threads):
-        assert devices.intra_op_shares(slots) == shares
+def test_intra_op_shares(threads: int, slots: list[torch.device], shares: tuple[int, ...]) -> None:
+    assert devices.intra_op_shares(tuple(slots), threads) == shares
 
 
 @given(threads=st.integers(1, 64), slots=st.lists(st.sampled_from([CPU, *VIRTUAL]), max_size=9))
 def test_shares_use_all_threads_and_starve_no_slot(threads: int, slots: list[torch.device]) -> None:
-    with mock.patch.object(torch, "get_num_threads", return_value=threads):
-        shares = devices.intra_op_shares(slots)
-    assert [share is None for share in shares] == [device != CPU for device in slots]
-    on_cpu = [share for share in shares if share is not None]
+    shares = devices.intra_op_shares(tuple(slots), threads)
+    on_cpu = [share for share, device in zip(shares, slots, strict=True) if device == CPU]
+    assert all(
+        share == threads for share, device in zip(shares, slots, strict=True) if device != CPU
+    )
     assert sum(on_cpu) == (max(threads, len(on_cpu)) if on_cpu else 0)
     assert on_cpu == sorted(on_cpu, reverse=True)
     assert not on_cpu or on_cpu[0] - on_cpu[-1] <= 1

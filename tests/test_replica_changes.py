@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel.monitor import StepMonitor
-from dataparallel.threads.timeline import Timeline
+from dataparallel.threads.timeline import Listener, Timeline
 from tests.cluster import Cluster
 from tests.test_balance_memory import Narrow
 
@@ -229,10 +229,10 @@ def test_too_little_memory_afterwards() -> None:
 def test_timeline() -> None:
     timeline = Timeline([torch.device("cpu")] * 2)
     told: list[Any] = []
-    timeline.subscribe(on_devices=told.append)
+    timeline.subscribe(Listener(on_devices=told.append))
     timeline.use_devices([torch.device("cpu")], [1])
     assert told == [[1]]
-    timeline.unsubscribe(on_devices=told.append)
+    timeline.unsubscribe(Listener(on_devices=told.append))
     timeline.use_devices([torch.device("cpu")] * 3, [0, None, None])
     assert told == [[1]]
     assert len(timeline.now) == 3

@@ -29,7 +29,7 @@ import torch
 from dataparallel.devices import synchronize
 from dataparallel.monitor.clock import DeviceClock
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
-from dataparallel.threads.timeline import Phase, Span, Timeline
+from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
@@ -151,11 +151,14 @@ class StepAssembler:
         self._use_devices([None] * len(self._timeline.devices))
         self._step = _Step(time.perf_counter_ns())
         self._last_end = [self._step.begin] * len(self._devices)
-        self._timeline.subscribe(self._on_span, self._on_call, self._on_devices)
+        self._timeline.subscribe(self._listener())
 
     def stop(self) -> None:
         """Listen no more."""
-        self._timeline.unsubscribe(self._on_span, self._on_call, self._on_devices)
+        self._timeline.unsubscribe(self._listener())
+
+    def _listener(self) -> Listener:
+        return Listener(self._on_span, self._on_call, self._on_devices)
 
     def finish(self) -> None:
         """Listen no more; the step that is under way ends here if it has got anywhere."""

@@ -22,7 +22,7 @@ from dataparallel.monitor.run import RunState, describe_run, with_buckets
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
-from dataparallel.threads.timeline import Phase
+from dataparallel.threads.timeline import Listener, Phase
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class StepMonitor:
         self._started = 0.0
         self._info = describe_run(model)
         # What ends a monitor that is collected holds these; they may not hold the monitor.
-        self._devices_listener = _weakly(self._on_devices)
+        self._listener = Listener(on_devices=_weakly(self._on_devices))
         self._assembler = StepAssembler(
             model.timeline, None if on_step is None else _weakly(self._tell), keep=keep
         )
@@ -103,7 +103,7 @@ class StepMonitor:
         self._info = describe_run(self._model)
         self._totals = [{} for _ in self._model.timeline.devices]
         self._assembler.start()
-        self._model.timeline.subscribe(on_devices=self._devices_listener)
+        self._model.timeline.subscribe(self._listener)
         self._optimizers = OptimizerSpans(self._model.timeline, self._model)
         # Nobody may have left the with block that a notebook has entered by hand.
         self._end = weakref.finalize(self, _end, self._assembler, self._optimizers)
@@ -114,7 +114,7 @@ class StepMonitor:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._optimizers is None:
             return
-        self._model.timeline.unsubscribe(on_devices=self._devices_listener)
+        self._model.timeline.unsubscribe(self._listener)
         publisher, self._publisher = self._publisher, None
         self._optimizers = None
         self._end()

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -30,7 +30,6 @@ from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
-from dataparallel.threads.compile import CompiledCalls
 from dataparallel.threads.context import one_thread, refuse_transforms
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
@@ -56,7 +55,8 @@ class Runner:
         self._policy = policy
         self._timeline = timeline
         self._pools = WorkerPools()
-        self._compiled = CompiledCalls()
+        # The kinds of calls that compile nothing.
+        self._quiet_calls: set[Hashable] = set()
         self._pace = Pace()
         self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
         # Per thread the clones that its forward will use next, and whether others may have them
@@ -79,7 +79,7 @@ class Runner:
             calls,
             self.devices[: len(calls)],
             self._pools,
-            compiled=self._compiled,
+            quiet=self._quiet_calls,
             # The engine runs backward without the interpreter's lock.
             pace=self._pace if phase == "forward" else None,
             timeline=self._timeline,

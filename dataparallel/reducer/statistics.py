@@ -31,7 +31,7 @@ from torch import nn
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.comm.bucket_plan import BucketPlan
 from dataparallel.reducer.buckets import make_plan
-from dataparallel.threads.timeline import Span, Timeline
+from dataparallel.threads.timeline import Listener, Span, Timeline
 
 if TYPE_CHECKING:
     from dataparallel.reducer.reducer import Reducer
@@ -75,7 +75,7 @@ class Statistics:
         if number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0:
             self._sampled, self.due = number, number + 1
             self.measures, self._spans = True, []
-            self._timeline.subscribe(self._spans.append)
+            self._timeline.subscribe(Listener(self._spans.append))
         else:
             self.due = number + self._sample_rate - number % self._sample_rate
 
@@ -89,7 +89,7 @@ class Statistics:
     def abandon(self) -> None:
         """Forget the current iteration, which has failed."""
         self.measures = False
-        self._timeline.unsubscribe(self._spans.append)
+        self._timeline.unsubscribe(Listener(self._spans.append))
 
     def read(self) -> dict[str, int]:
         """What was measured, in nanoseconds; waits until the accelerators have come that far."""

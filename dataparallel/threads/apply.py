@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -32,9 +32,9 @@ from dataparallel.threads.workers import SecondaryError, Turns, WorkerPools
 
 T = TypeVar("T")
 
-# The pools of the function calls, and what they have compiled; each wrapper has its own.
+# The pools of the function calls, and which compile nothing; each wrapper has its own.
 _shared_pools = WorkerPools()
-_compiled = compiling.CompiledCalls()
+_quiet: set[Hashable] = set()
 
 
 def parallel_apply(
@@ -144,7 +144,7 @@ def apply_replicas(
     devices: Sequence[torch.device],
     pools: WorkerPools | None = None,
     *,
-    compiled: compiling.CompiledCalls | None = None,
+    quiet: set[Hashable] | None = None,
     pace: Pace | None = None,
     timeline: Timeline | None = None,
     phase: Phase = "forward",
@@ -156,7 +156,9 @@ def apply_replicas(
     concurrent = len(calls) > 1 and is_portable()
     may_compile: AbstractContextManager[compiling.ParallelCall | None] = contextlib.nullcontext()
     if compiling.lock.torchs is not None or torch_internals.is_anything_compiled():
-        may_compile = (compiled or _compiled).call(calls, len(set(devices)), concurrent=concurrent)
+        may_compile = compiling.compiled_call(
+            calls, len(set(devices)), _quiet if quiet is None else quiet, concurrent=concurrent
+        )
     if timeline is not None and not timeline.listeners:
         timeline = None
     with may_compile as compiles:
@@ -172,7 +174,8 @@ def apply_replicas(
         context = ThreadContext(devices)
         tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
         begin = time.perf_counter()
-        results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=meeting.abort)
+        release = functools.partial(meeting.close, "the call was interrupted")
+        results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
         if pace is not None and (compiles is None or not compiles.has_compiled):
             pace.took(time.perf_counter() - begin, in_turn=turns is not None)
         return results
@@ -199,22 +202,22 @@ class _Run(Generic[T]):
         device, compiles, turns = self.devices[index], self.compiles, self.turns
         timeline = self.timeline
         meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
-        failed = True
+        how = "failed"
         try:
             if turns is not None:
                 turns.wait(index, compiling.lock.is_held)
             with (
-                NO_SPAN if compiles is None else compiles.replica(),
+                NO_SPAN if compiles is None else compiling.lock.shared(compiles),
                 torch_internals.record_range(f"replica {index} on {device}"),
                 NO_SPAN if timeline is None else timeline.span(self.phase, index),
             ):
                 result = self.calls[index]()
-            failed = False
+            how = "returned"
             return result
         finally:
             if turns is not None:
                 turns.end(index)
-            self.meeting.leave(index, failed=failed)
+            self.meeting.close(f"replica {index} {how} without coming")
 
     def here(self, index: int) -> T:
         """Run one replica in the calling thread."""
@@ -238,6 +241,6 @@ def _waiting(timeline: Timeline | None, turns: Turns | None, index: int) -> Iter
         turns.end(index)
     with (
         NO_SPAN if timeline is None else timeline.span("idle", index),
-        compiling.lock.paused(),
+        compiling.lock.shared(None),
     ):
         yield

@@ -10,8 +10,7 @@ that wants the lock alone, or waits for other replicas, gives up its share meanw
 
 Whoever compiles in the thread of a replica gets torch's own random generators, since the compiler
 draws from them and restores their states. Backward is compiled together with forward: the threads
-of several devices may come to it at the same time. And torch's cache has as many times its entries
-as there are devices, since what is compiled for one device serves no other.
+of several devices may come to it at the same time.
 
 Note [Compiled one after another]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -34,6 +33,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,20 +66,16 @@ class CompileLock:
         self.timeout = 300.0
         #: Torch's own, once this stands in its place.
         self.torchs: Any = None
-        self._owner: threading.Thread | None = None
-        # Of the owner: how often it has taken the lock, and how it gives it back.
-        self._depth = 0
-        self._exits = contextlib.ExitStack()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all other threads, as in a forked child."""
+        """Forget all threads, as in a forked child, where they are gone."""
         self._changed = threading.Condition()
         #: The call of each thread that shares the lock.
         self._running: dict[threading.Thread, ParallelCall] = {}
-        if self._owner is not threading.current_thread():
-            self._owner = None
-        self._num_waiting = 0
+        # Who compiles, or waits only for replicas, and what ends each of its compilations.
+        self._owner: threading.Thread | None = None
+        self._ends: list[AbstractContextManager[None]] = []
 
     def install(self) -> None:
         """Stand in the place of torch's lock."""
@@ -93,81 +90,76 @@ class CompileLock:
                 self.torchs = torchs
 
     def is_held(self) -> bool:
-        """Whether some thread compiles now."""
-        # One that compiled may have died of an interrupt.
-        return self._owner is not None and self._owner.is_alive()
-
-    def share(self, call: ParallelCall) -> None:
-        """Share the lock: this thread runs a replica of a call."""
-        patience = time.monotonic() + _PATIENCE
-        with self._changed:
-            while self.is_held() or (self._num_waiting and time.monotonic() < patience):
-                self._changed.wait(_LOOK)
-            self._running[threading.current_thread()] = call
-
-    def give_up(self) -> ParallelCall | None:
-        """Let others have what this thread holds; returns the call for which it shared."""
-        thread = threading.current_thread()
-        with self._changed:
-            if self._owner is thread:
-                self._owner = None
-            self._changed.notify_all()
-            return self._running.pop(thread, None)
+        """Whether some thread compiles now: it waits for no replica any more."""
+        return self._is_wanted() and not self._sharing()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let others compile within a ``with`` block, in which this thread only waits."""
-        call = self.give_up() if threading.current_thread() in self._running else None
+    def shared(self, call: ParallelCall | None) -> Iterator[ParallelCall | None]:
+        """Share the lock within a ``with`` block, in which this thread runs a replica of a call.
+
+        With None the thread only waits for others, which may compile. Yields what it did before.
+        """
+        before = self._share(call)
         try:
-            yield
+            yield before
         finally:
+            self._share(before)
+
+    def _share(self, call: ParallelCall | None) -> ParallelCall | None:
+        patience = time.monotonic() + _PATIENCE
+        with self._changed:
+            before = self._running.pop(threading.current_thread(), None)
+            self._changed.notify_all()
             if call is not None:
-                self.share(call)
+                while self.is_held() or (self._is_wanted() and time.monotonic() < patience):
+                    self._changed.wait(_LOOK)
+                self._running[threading.current_thread()] = call
+            return before
 
     def __enter__(self) -> None:
         """Take the lock alone, to compile; may be nested."""
-        if self._owner is not threading.current_thread():
-            with contextlib.ExitStack() as stack:
-                call = self.give_up()
-                if call is not None:
-                    stack.callback(self.share, call)
-                stack.callback(self.give_up)
-                self._take_alone()
-                stack.enter_context(self.torchs)
-                if call is not None:
-                    stack.enter_context(call.compiling())
-                self._exits, self._depth = stack.pop_all(), 0
-        self._depth += 1
+        alone = self._alone()
+        alone.__enter__()
+        self._ends.append(alone)
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._exits.close()
+        self._ends.pop().__exit__(None, None, None)
 
-    def _take_alone(self) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        # An interrupt may come anywhere; each of these blocks ends all the same.
+        with self.shared(None) as call, self.torchs:
+            before = self._owner
+            try:
+                self._stop_replicas()
+                with contextlib.nullcontext() if call is None else call.compiling():
+                    yield
+            finally:
+                with self._changed:
+                    self._owner = before
+                    self._changed.notify_all()
+
+    def _stop_replicas(self) -> None:
         deadline = time.monotonic() + self.timeout
         with self._changed:
-            self._num_waiting += 1
-            try:
-                while self.is_held() or self._others():
-                    if self.is_held():
-                        deadline = time.monotonic() + self.timeout
-                    elif time.monotonic() > deadline:
-                        raise CompileTimeout(
-                            "torch.compile has to compile, and nothing may run meanwhile, but "
-                            f"within {self.timeout:.3g} s these threads did not stop: "
-                            f"{', '.join(self._others())}; replicas that wait for each other must "
-                            "do so through current_rendezvous()"
-                        )
-                    self._changed.wait(_LOOK)
-                self._owner = threading.current_thread()
-            finally:
-                self._num_waiting -= 1
+            self._owner = threading.current_thread()
+            while running := self._sharing():
+                if time.monotonic() > deadline:
+                    raise CompileTimeout(
+                        "torch.compile has to compile, and nothing may run meanwhile, but "
+                        f"within {self.timeout:.3g} s these threads did not stop: "
+                        f"{', '.join(running)}; replicas that wait for each other must do so "
+                        "through current_rendezvous()"
+                    )
+                self._changed.wait(_LOOK)
 
-    def _others(self) -> list[str]:
-        """The names of the threads that share the lock."""
-        self._running = {t: share for t, share in self._running.items() if t.is_alive()}
-        return sorted(thread.name for thread in self._running)
+    # A thread may have died of an interrupt.
+
+    def _is_wanted(self) -> bool:
+        return self._owner is not None and self._owner.is_alive()
+
+    def _sharing(self) -> list[str]:
+        return sorted(thread.name for thread in list(self._running) if thread.is_alive())
 
 
 #: Of this process.
@@ -179,65 +171,53 @@ if hasattr(os, "register_at_fork"):
 # --- calls in which something is compiled ----------------------------------------------------
 
 
+@dataclass(eq=False)
 class ParallelCall:
     """One call of several replicas in which compiled code may be called."""
 
-    def __init__(self, num_devices: int, in_turn: bool) -> None:
-        self._num_devices = num_devices
-        #: Whether the replicas are to run one after another.
-        self.in_turn = in_turn
-        #: Whether a replica came to compile.
-        self.has_compiled = False
-
-    @contextlib.contextmanager
-    def replica(self) -> Iterator[None]:
-        """Around a replica, in its thread."""
-        try:
-            lock.share(self)
-            yield
-        finally:
-            lock.give_up()
+    num_devices: int
+    #: Whether the replicas are to run one after another.
+    in_turn: bool
+    #: Whether a replica came to compile.
+    has_compiled: bool = False
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """While a replica compiles."""
         self.has_compiled = True
-        drawing = replica_random.drawing
-        # The key of the generators stays, as compiled code asks which keys are switched on.
-        before = drawing.switch(lambda device: None)
-        try:
-            with (
-                torch_internals.settings_of_compiler(self._num_devices),
-                torch_internals.first_calls_without_search(),
-                warnings.catch_warnings(),
-            ):
-                warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
-                yield
-        finally:
-            drawing.switch(*before)
+        with (
+            # The key of the generators stays, as compiled code asks which keys are switched on.
+            replica_random.drawing.using(lambda device: None),
+            torch_internals.settings_of_compiler(self.num_devices),
+            torch_internals.first_calls_without_search(),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
+            yield
 
 
-class CompiledCalls:
-    """Which calls of one owner compile nothing. See Note [Compiled one after another]."""
+@contextlib.contextmanager
+def compiled_call(
+    calls: Sequence[Callable[[], Any]],
+    num_devices: int,
+    quiet: set[Hashable],
+    *,
+    concurrent: bool,
+) -> Iterator[ParallelCall]:
+    """One call of the replicas, which run at the same time if they are ``concurrent``.
 
-    def __init__(self) -> None:
-        self._quiet: set[Hashable] = set()
-
-    @contextlib.contextmanager
-    def call(
-        self, calls: Sequence[Callable[[], Any]], num_devices: int, *, concurrent: bool
-    ) -> Iterator[ParallelCall]:
-        """One call of the replicas, which run at the same time if they are ``concurrent``."""
-        if lock.torchs is None:
-            lock.install()
-        kind = _kind_of(calls[0]) if concurrent else None
-        call = ParallelCall(num_devices, kind is not None and kind not in self._quiet)
-        with torch_internals.settings_of_calls_kept(), lock.paused():
-            yield call
-        if call.has_compiled:
-            self._quiet.discard(kind)
-        else:
-            self._quiet.add(kind)
+    ``quiet`` has the kinds of calls that compile nothing; see Note [Compiled one after another].
+    """
+    if lock.torchs is None:
+        lock.install()
+    kind = _kind_of(calls[0]) if concurrent else None
+    call = ParallelCall(num_devices, kind is not None and kind not in quiet)
+    with torch_internals.settings_of_calls_kept(), lock.shared(None):
+        yield call
+    if call.has_compiled:
+        quiet.discard(kind)
+    else:
+        quiet.add(kind)
 
 
 def _kind_of(call: Callable[[], Any]) -> Hashable:

@@ -98,18 +98,12 @@ def _settings(places: frozenset[torch.device]) -> tuple[_Setting, ...]:
     return (*_SETTINGS, *autocast)
 
 
-@functools.lru_cache(maxsize=64)
-def _shares(devices: tuple[torch.device, ...], num_threads: int) -> tuple[int, ...]:
-    """How many intra-op threads each replica may use."""
-    return tuple(share or num_threads for share in _devices.intra_op_shares(devices))
-
-
 class ThreadContext:
     """What each replica's thread has from the calling thread; its share of the CPU's threads."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._threads = _shares(self._devices, torch.get_num_threads())
+        self._threads = _devices.intra_op_shares(self._devices, torch.get_num_threads())
         self._draws = replica_random.ReplicaGenerators(self._devices)
         self._variables = contextvars.copy_context()
         places = frozenset(devices)
@@ -166,9 +160,8 @@ class ThreadContext:
                 if before != wanted:
                     use(wanted)
                     stack.callback(use, before)
-            switch = replica_random.drawing.switch
             draws = functools.partial(self._draws.generator, index, {})
-            stack.callback(switch, *switch(draws))
+            stack.enter_context(replica_random.drawing.using(draws))
             return call(*args)
 
     def _meant(self, mode: Any, device: torch.device) -> Any:

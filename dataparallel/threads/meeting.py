@@ -16,7 +16,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,13 +43,13 @@ class RendezvousTimeout(TimeoutError):
     """A replica did not come in time."""
 
 
-@dataclass(eq=False)
 class _Meeting:
     """One meeting: who has come, with what, and a result for each, or why there is none."""
 
-    key: Hashable
-    values: dict[int, Any] = field(default_factory=dict)
-    outcome: Any = None
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.values: dict[int, Any] = {}
+        self.outcome: Any = None
 
 
 class Rendezvous:
@@ -99,22 +99,20 @@ class Rendezvous:
             # Combining may take as long as it takes.
             self._changed.wait_for(lambda: index == 0 or meeting.outcome is not None)
         if meeting.outcome is None:
-            self._combine(meeting, combine)
-        if isinstance(meeting.outcome, BaseException):
+            outcome: Sequence[R] | Exception = RendezvousError(f"combine for {key!r} failed")
+            try:
+                outcome = combine([meeting.values[i] for i in range(self.num_replicas)])
+            finally:
+                with self._changed:
+                    self._end(meeting, outcome)
+        if isinstance(meeting.outcome, Exception):
             # One object raised in several threads would collect the tracebacks of all.
             raise type(meeting.outcome)(*meeting.outcome.args)
         result: R = meeting.outcome[index]
         return result
 
-    def leave(self, index: int, *, failed: bool) -> None:
-        """Tell that a replica will not come any more: it returned, or it failed."""
-        self._close(f"replica {index} {'failed' if failed else 'returned'} without coming")
-
-    def abort(self) -> None:
+    def close(self, why: str) -> None:
         """Release every replica that waits, with an error; later meetings fail at once."""
-        self._close("the call was interrupted")
-
-    def _close(self, why: str) -> None:
         with self._changed:
             # What failed after somebody had left most likely failed because of that.
             self._over = self._over or why
@@ -124,9 +122,7 @@ class Rendezvous:
     def _join(self, index: int, key: Hashable, value: Any) -> _Meeting:
         if self._over is not None:
             raise self._missed(key)
-        if self._meeting is None:
-            self._meeting = _Meeting(key)
-        meeting = self._meeting
+        meeting = self._meeting = self._meeting or _Meeting(key)
         assert index not in meeting.values, "a replica waits in its own thread"
         if meeting.key != key:
             text = f"came to the meeting {key!r} while {_replicas(meeting.values)} came to"
@@ -136,24 +132,7 @@ class Rendezvous:
         self._changed.notify_all()
         return meeting
 
-    def _combine(self, meeting: _Meeting, combine: Callable[[list[V]], Sequence[R]]) -> None:
-        outcome: Sequence[R] | RendezvousError
-        try:
-            outcome = combine([meeting.values[i] for i in range(self.num_replicas)])
-            if len(outcome) != self.num_replicas:
-                raise ValueError(
-                    f"combine for {meeting.key!r} returned {len(outcome)} results, "
-                    f"but there are {self.num_replicas} replicas; return one per replica"
-                )
-        except BaseException as error:
-            text = f"combine for {meeting.key!r} raised {type(error).__name__}: {error}"
-            outcome = RendezvousError(text)
-            raise
-        finally:
-            with self._changed:
-                self._end(meeting, outcome)
-
-    def _end(self, meeting: _Meeting, outcome: Sequence[Any] | BaseException) -> None:
+    def _end(self, meeting: _Meeting, outcome: Sequence[Any] | Exception) -> None:
         meeting.outcome = outcome
         self._meeting = None
         self._changed.notify_all()

@@ -37,9 +37,10 @@ restores the thread's dispatch keys, which switches the generator off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -146,23 +147,25 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 # --- which source this thread uses -----------------------------------------------------------
 
 
-_Drawing: TypeAlias = "tuple[Source | None, int | None, bool]"
-
-
 class _Local(threading.local):
     source: Source | None = None
-    #: The backward to whose node the source belongs.
-    task: int | None = None
 
-    def switch(
-        self, source: Source | None, task: int | None = None, included: bool = True
-    ) -> _Drawing:
-        """Draw from a source; returns what switches back, likewise."""
+    def use(self, source: Source) -> None:
+        """Draw from a source."""
+        self.source = source
+        torch_internals.include_key(_kernels().key, True)
+
+    @contextlib.contextmanager
+    def using(self, source: Source) -> Iterator[None]:
+        """Draw from a source within a ``with`` block."""
         key = _kernels().key
-        before = self.source, self.task, torch_internals.is_key_included(key)
-        self.source, self.task = source, task
-        torch_internals.include_key(key, included)
-        return before
+        before, included = self.source, torch_internals.is_key_included(key)
+        self.use(source)
+        try:
+            yield
+        finally:
+            self.source = before
+            torch_internals.include_key(key, included)
 
 
 #: What this thread draws from.
@@ -171,12 +174,9 @@ drawing = _Local()
 
 def current_source() -> Source | None:
     """The source in force in this thread, or ``None`` where the default generators are used."""
-    source = drawing.source
-    if source is None or not torch_internals.is_key_included(_kernels().key):
-        return None
-    # In a thread of the autograd engine, it may have been left behind by another node.
-    task = drawing.task
-    return source if task is None or task == torch_internals.current_graph_task_id() else None
+    # In a thread of the autograd engine, another node may have left its own behind.
+    is_used = drawing.source is not None and torch_internals.is_key_included(_kernels().key)
+    return drawing.source if is_used else None
 
 
 # --- operations draw from the source ---------------------------------------------------------
@@ -203,19 +203,18 @@ def _install() -> None:
     """See once that both have their effect in this torch; else results would depend on timing."""
     own = torch.Generator()
     unused = own.get_state()
-    before = drawing.switch(lambda device: own)
-    try:
-        with torch.DisableTorchFunction(), torch_internals.without_dispatch_modes():
-            torch.empty(1, device=_CPU).uniform_()
-            state = torch.get_rng_state()
-            if torch.equal(state, unused) or not torch.equal(state, own.get_state()):
-                raise RuntimeError(
-                    f"random operations of torch {torch.__version__} cannot be redirected to the "
-                    "generators of replicas; install one of torch 2.11 to 2.15, or a newer "
-                    "dataparallel"
-                )
-    finally:
-        drawing.switch(*before)
+    with (
+        drawing.using(lambda device: own),
+        torch.DisableTorchFunction(),
+        torch_internals.without_dispatch_modes(),
+    ):
+        torch.empty(1, device=_CPU).uniform_()
+        state = torch.get_rng_state()
+    if torch.equal(state, unused) or not torch.equal(state, own.get_state()):
+        raise RuntimeError(
+            f"random operations of torch {torch.__version__} cannot be redirected to the "
+            "generators of replicas; install one of torch 2.11 to 2.15, or a newer dataparallel"
+        )
 
 
 @functools.cache
@@ -319,12 +318,12 @@ def _current() -> torch.Generator:
 
 def _use_own_in_engine() -> None:
     """In a thread of the autograd engine, draw from a generator of its own until its node ends."""
-    task = torch_internals.current_graph_task_id()
+    is_backward = torch_internals.current_graph_task_id() != -1
     # Python knows the threads of the engine only as dummies, as it did not start them.
-    is_engine = task != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+    is_engine = is_backward and isinstance(threading.current_thread(), threading._DummyThread)
     if is_engine and current_source() is None:
         own = torch.Generator()
-        drawing.switch(lambda device: own if device == _CPU else None, task)
+        drawing.use(lambda device: own if device == _CPU else None)
 
 
 def _states_in_replica(

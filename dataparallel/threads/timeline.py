@@ -27,7 +27,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -96,16 +96,20 @@ class Span:
         for replica, before in zip(self.replicas, self._before, strict=True):
             timeline.now[replica] = before
         for listener in timeline.listeners:
-            listener(self)
+            if listener.on_span is not None:
+                listener.on_span(self)
 
 
-#: What a listener is called with; it must be quick and may come from any thread.
-Listener: TypeAlias = Callable[[Span], None]
-#: What is told when a forward begins: number of samples per replica, whether it computes gradients.
-CallListener: TypeAlias = Callable[[Sequence[int], bool], None]
-#: What is told when replicas are dropped or added: per replica which it was, None for a new one.
-DeviceListener: TypeAlias = Callable[[Sequence["int | None"]], None]
-_Subscriber: TypeAlias = "tuple[Listener | None, CallListener | None, DeviceListener | None]"
+class Listener(NamedTuple):
+    """Functions that a timeline calls, from any thread; they must be quick."""
+
+    #: With each span that ends.
+    on_span: Callable[[Span], None] | None = None
+    #: When a forward begins: number of samples per replica, whether it computes gradients.
+    on_call: Callable[[Sequence[int], bool], None] | None = None
+    #: When replicas are dropped or added: per replica which it was, None for a new one.
+    on_devices: Callable[[Sequence[int | None]], None] | None = None
+
 
 NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -114,32 +118,26 @@ class Timeline:
     """What the parts of one wrapper tell about their phases. See Note [Phases of a replica]."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._subscribers: tuple[_Subscriber, ...] = ()
-        #: Those of them who are told of spans.
         self.listeners: tuple[Listener, ...] = ()
-        self._place(devices)
+        self.use_devices(devices, ())
 
-    def _place(self, devices: Sequence[torch.device]) -> None:
+    def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
+        """Let the replicas be others, not while a span lasts; ``kept`` as for ``on_devices``."""
         self.devices = tuple(devices)
         #: Per replica the phase in which it is as the host sees it, and since when.
         self.now: list[tuple[Phase, int]] = [("idle", 0)] * len(self.devices)
-        self._everyone = tuple(range(len(self.devices)))
-        self._alone = tuple((replica,) for replica in self._everyone)
         #: Whether spans have events, since replicas are on accelerators.
         self.has_events = any(map(_devices.is_accelerator, self.devices))
-
-    def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
-        """Let the replicas be others, not while a span lasts; ``kept`` as in DeviceListener."""
-        self._place(devices)
-        for _, _, on_devices in self._subscribers:
-            if on_devices:
-                on_devices(kept)
+        for listener in self.listeners:
+            if listener.on_devices is not None:
+                listener.on_devices(kept)
 
     def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
         """The time of a ``with`` block is a phase of one replica, or of all of them."""
         if not self.listeners:
             return NO_SPAN
-        return Span(self, phase, self._everyone if replica is None else self._alone[replica])
+        everyone = tuple(range(len(self.devices)))
+        return Span(self, phase, everyone if replica is None else (replica,))
 
     def span_here(self, phase: Phase) -> AbstractContextManager[object]:
         """Like :meth:`span`, of the replica in whose thread this is; of all in another thread."""
@@ -155,32 +153,17 @@ class Timeline:
         if self.listeners:
             # A phase that an exception has ended may not have been told.
             self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
-        for _, on_call, _ in self._subscribers:
-            if on_call:
-                on_call(sizes, torch.is_grad_enabled())
+        for listener in self.listeners:
+            if listener.on_call is not None:
+                listener.on_call(sizes, torch.is_grad_enabled())
 
-    def subscribe(
-        self,
-        on_span: Listener | None = None,
-        on_call: CallListener | None = None,
-        on_devices: DeviceListener | None = None,
-    ) -> None:
-        """Tell from now on of spans that end, of forwards, and of replicas dropped or added."""
-        self._tell((*self._subscribers, (on_span, on_call, on_devices)))
+    def subscribe(self, listener: Listener) -> None:
+        """Call a listener from now on."""
+        self.listeners = (*self.listeners, listener)
 
-    def unsubscribe(
-        self,
-        on_span: Listener | None = None,
-        on_call: CallListener | None = None,
-        on_devices: DeviceListener | None = None,
-    ) -> None:
-        """Undo :meth:`subscribe` with the same arguments."""
-        left = (on_span, on_call, on_devices)
-        self._tell(tuple(one for one in self._subscribers if one != left))
-
-    def _tell(self, subscribers: tuple[_Subscriber, ...]) -> None:
-        self._subscribers = subscribers
-        self.listeners = tuple(on_span for on_span, _, _ in subscribers if on_span)
+    def unsubscribe(self, listener: Listener) -> None:
+        """Call it no more, or one that equals it."""
+        self.listeners = tuple(one for one in self.listeners if one != listener)
 
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
         """Per replica an event that happens when its device has come this far."""
@@ -192,25 +175,22 @@ class Timeline:
 
 
 def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
-    """Tell a timeline of the backward of what a forward returned, where no cut does."""
-    backward = _Backward(timeline)
-    for leaf in outputs:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.register_prehook(backward.begin)
+    """Tell a timeline of the backward of what a forward returned, where no cut does.
 
+    It begins with the first gradient and ends when the engine says so.
+    """
+    last = -1
 
-class _Backward:
-    """A backward that begins with the first gradient and ends when the engine says so."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._task = -1
-
-    def begin(self, grads: Any) -> None:
+    def begin(grads: Any) -> None:
+        nonlocal last
         task = torch_internals.current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            span = self._timeline.span("backward")
+        if task != last:
+            last = task
+            span = timeline.span("backward")
             span.__enter__()
             # Not called where the backward fails: then there is no span either.
             torch_internals.when_backward_ends(lambda: span.__exit__(None, None, None))
+
+    for leaf in outputs:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(begin)

@@ -11,7 +11,7 @@ import torch
 from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.clock import DeviceClock
 from dataparallel.monitor.record import StepRecord
-from dataparallel.threads.timeline import Phase, Span, Timeline
+from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 CPU = torch.device("cpu")
 MS = 1_000_000
@@ -366,7 +366,7 @@ def test_a_phase_that_is_not_known_is_named(run: Run) -> None:
 def test_a_span_can_be_told_by_hand() -> None:
     line = Timeline([CPU])
     found: list[Span] = []
-    line.subscribe(found.append)
+    line.subscribe(Listener(found.append))
     with line.span("input"):
         pass
     assert found[0].replicas == (0,) and not found[0].failed

@@ -16,9 +16,10 @@ from torch import nn
 
 import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
+from dataparallel.parallel import step
 from dataparallel.threads import timeline
 from dataparallel.threads.meeting import current_rendezvous
-from dataparallel.threads.timeline import PHASES, Span, Timeline
+from dataparallel.threads.timeline import PHASES, Listener, Span, Timeline
 from tests.optimizer_cases import apply_torchs
 
 WRAPPERS = [DataParallel, DistributedDataParallel]
@@ -31,11 +32,11 @@ def net() -> nn.Module:
 
 def spans_of(model: DataParallel[Any], step: Callable[[], Any]) -> list[Span]:
     found: list[Span] = []
-    model.timeline.subscribe(found.append)
+    model.timeline.subscribe(Listener(found.append))
     try:
         step()
     finally:
-        model.timeline.unsubscribe(found.append)
+        model.timeline.unsubscribe(Listener(found.append))
     return sorted(found, key=lambda span: span.begin)
 
 
@@ -116,9 +117,9 @@ def test_nothing_is_made_while_nobody_listens(
         raise AssertionError("a span was made")
 
     monkeypatch.setattr(timeline, "Span", refuse)
-    monkeypatch.setattr(timeline, "_Backward", refuse)
+    monkeypatch.setattr(step, "mark_backward", refuse)
     model(torch.ones(5, 6)).sum().backward()
-    model.timeline.subscribe(lambda span: None)
+    model.timeline.subscribe(Listener(lambda span: None))
     with pytest.raises(AssertionError, match="a span was made"):
         model(torch.ones(5, 6))
 
@@ -128,7 +129,7 @@ def test_results_are_the_same_while_somebody_listens(wrapper: Any) -> None:
     def gradients(listens: bool) -> list[torch.Tensor]:
         model = wrapper(net(), ["cpu", "cpu"])
         if listens:
-            model.timeline.subscribe(lambda span: None)
+            model.timeline.subscribe(Listener(lambda span: None))
         model(torch.linspace(-1, 1, 30).reshape(5, 6)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
@@ -159,7 +160,7 @@ def test_an_error_ends_a_span_as_failed() -> None:
 def test_a_backward_that_fails_leaves_the_next_one_alone() -> None:
     model = DataParallel(net(), ["cpu", "cpu"])
     found: list[Span] = []
-    model.timeline.subscribe(found.append)
+    model.timeline.subscribe(Listener(found.append))
     out = model(torch.ones(5, 6))
     handle = model.module[0].weight.register_hook(lambda grad: 1 / 0)  # type: ignore[index]
     with pytest.raises(ZeroDivisionError, match="division"):
@@ -185,7 +186,7 @@ def test_now_tells_the_phase_of_each_replica_while_it_lasts() -> None:
             return x
 
     model = DataParallel(Looking(), ["cpu", "cpu"])
-    model.timeline.subscribe(lambda span: None)
+    model.timeline.subscribe(Listener(lambda span: None))
     model(torch.ones(4, 2))
     assert seen == {0: "forward", 1: "forward"}
     assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
@@ -194,7 +195,7 @@ def test_now_tells_the_phase_of_each_replica_while_it_lasts() -> None:
 def test_a_wrapper_in_a_replica_of_another_one_tells_its_own_timeline() -> None:
     found: list[Span] = []
     inner = Timeline([torch.device("cpu")] * 2)
-    inner.subscribe(found.append)
+    inner.subscribe(Listener(found.append))
 
     def call() -> None:
         with inner.span_here("loss"):
@@ -224,7 +225,7 @@ def test_a_replica_that_waits_for_others_in_its_forward_is_idle() -> None:
             return x * meeting.exchange("sum", 1, lambda values: [sum(values)] * 2)
 
     model = DataParallel(Meeting(), ["cpu", "cpu"])
-    model.timeline.subscribe(lambda span: None)
+    model.timeline.subscribe(Listener(lambda span: None))
     spans = spans_of(model, lambda: model(torch.ones(4, 2)))
     (waited,) = (span for span in spans if span.phase == "idle")
     assert waited.replicas == (1,) and waited.end - waited.begin > 20_000_000
@@ -233,7 +234,7 @@ def test_a_replica_that_waits_for_others_in_its_forward_is_idle() -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_copies_of_a_wrapper_have_timelines_of_their_own(wrapper: Any) -> None:
     model = wrapper(net(), ["cpu", "cpu"])
-    model.timeline.subscribe(lambda span: None)
+    model.timeline.subscribe(Listener(lambda span: None))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.timeline is not model.timeline and not twin.timeline.listeners
         told = phases(spans_of(twin, partial(forward_and_backward, twin)))
@@ -253,15 +254,15 @@ def test_listeners_come_and_go() -> None:
     def call(sizes: Sequence[int], trains: bool) -> None:
         told.append(f"{sizes} {trains}")
 
-    line.subscribe(first)
-    line.subscribe(second, call)
+    line.subscribe(Listener(first))
+    line.subscribe(Listener(second, call))
     with line.span("forward"):
         pass
     line.call([4])
-    line.unsubscribe(first)
+    line.unsubscribe(Listener(first))
     with line.span("gather", 0):
         pass
-    line.unsubscribe(second, call)
+    line.unsubscribe(Listener(second, call))
     assert not line.listeners
     with line.span("loss"):
         pass

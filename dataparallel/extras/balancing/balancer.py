@@ -31,7 +31,7 @@ from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.optimizers import OptimizerSpans
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
-from dataparallel.threads.timeline import Span
+from dataparallel.threads.timeline import Listener, Span
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Balancer:
         self._assembler = StepAssembler(model.timeline, self.observe, every=self._at_once)
         self._optimizers = OptimizerSpans(model.timeline, model)
         self._assembler.start()
-        self._timeline.subscribe(self._on_span, on_devices=self._on_devices)
+        self._timeline.subscribe(self._listener())
         self._end = weakref.finalize(model, self._optimizers.remove)
         model._divide_by(self)
         if len(self._devices) == 1:
@@ -287,11 +287,14 @@ class Balancer:
 
     # --- life ------------------------------------------------------------------------------------
 
+    def _listener(self) -> Listener:
+        return Listener(self._on_span, on_devices=self._on_devices)
+
     def close(self) -> None:
         """Stop balancing: the wrapper divides batches evenly again. A second call does nothing."""
         if not self._end.alive:
             return
-        self._timeline.unsubscribe(self._on_span, on_devices=self._on_devices)
+        self._timeline.unsubscribe(self._listener())
         self._end()
         self._assembler.stop()
         model = self._model()
