@@ -20,11 +20,6 @@ class ContextHome(GradientHome):
         self._context = context
         self.context_id = context.id()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the context was released."""
-        return self._context.released()
-
     def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient of each parameter, None where there is none."""
         return [self._context.gradient(parameter) for parameter in parameters]

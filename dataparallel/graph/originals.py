@@ -45,11 +45,6 @@ class GradientHome:
     #: The id of the context that has the gradients; None for ``.grad``.
     context_id: int | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there will be no more gradients here."""
-        return False
-
     def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient of each parameter, None where there is none."""
         return [parameter.grad for parameter in parameters]

@@ -18,7 +18,8 @@ that somebody keeps shows later gradients, too, and the next round needs no new 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -30,6 +31,8 @@ from dataparallel.comm.local import sums_of
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import FIRST_BUCKET_BYTES, Options, TrainedParameters
+
+_grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: Of several parameters, one gradient each; None where there is none.
@@ -97,16 +100,14 @@ class Bucket:
 
     # --- the gradients of one replica ------------------------------------------------------------
 
-    def present(self, replica: int) -> bool:
-        """Whether each leaf that is trained has a gradient."""
+    def take(self, replica: int, *, whole: bool = False) -> Gradients:
+        """Take the gradients of one replica; nothing where some are to come and all are wanted."""
         leaves = self.leaves[replica]
-        return all([leaf.grad is not None or not leaf.requires_grad for leaf in leaves])
-
-    def take(self, replica: int) -> Gradients:
-        """The gradients of one replica; what comes afterwards is apart from them."""
-        grads: Gradients = []
-        for leaf in self.leaves[replica]:
-            grads.append(leaf.grad)
+        grads: Gradients = list(map(_grad_of, leaves))
+        missing = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is None]
+        if whole and any(map(_requires_grad, missing)):
+            return []
+        for leaf in leaves:
             leaf.grad = None
         return grads
 
@@ -135,47 +136,24 @@ class Bucket:
         return self.storage.flat
 
     def received(
-        self,
-        flat: torch.Tensor,
-        sums: Gradients,
-        used: Sequence[int],
-        late: Mapping[int, torch.Tensor],
-        *,
-        as_views: bool,
+        self, flat: torch.Tensor, sums: Gradients, used: Sequence[int], *, as_views: bool
     ) -> Gradients:
         """The gradients of the originals that any process has; the memory of ``sums`` is reused."""
         if self.storage is None:
-            result: Gradients = [flat if used[self.indices[0]] else None]
-        elif as_views:
-            if flat.data_ptr() != self.storage.flat.data_ptr():
-                self.storage.flat.copy_(flat)
-            pairs = zip(self.indices, self.storage.views, strict=True)
-            result = [view if used[index] else None for index, view in pairs]
-        else:
-            result = self._copied(self.storage.layout, flat, sums, used)
-        for position, index in enumerate(self.indices) if late else ():
-            grad = result[position]
-            if index in late and grad is not None and not grad.is_sparse:
-                # A view stays one.
-                grad.add_(late[index])
-            elif index in late:
-                result[position] = add(late[index], grad)
-        return result
-
-    def _copied(
-        self, layout: BucketLayout, flat: torch.Tensor, sums: Gradients, used: Sequence[int]
-    ) -> Gradients:
-        result: Gradients = []
-        into: Gradients = []
-        for original, own, view, index in zip(
-            self.originals, sums, layout.views_of(flat), self.indices, strict=True
-        ):
-            # Memory that is nobody else's can become ``.grad``; a view must be copied.
-            fits = own is not None and own.dtype == original.dtype and not own.is_sparse
-            into.append(own if fits and used[index] else None)
-            copied = used[index] and not fits
-            result.append(view.to(original.dtype, copy=True) if copied else into[-1])
-        kernels.unflatten(flat, into, views=layout)
+            return [flat if used[self.indices[0]] else None]
+        result: Gradients = list(self.storage.views)
+        for i, (original, own) in enumerate(zip(self.originals, sums, strict=True)):
+            if not used[self.indices[i]]:
+                result[i] = None
+            elif not as_views and own is not None and _fits(own, original):
+                # Memory that is nobody else's can become ``.grad``.
+                result[i] = own
+            elif not as_views:
+                result[i] = torch.empty_like(self.storage.views[i], dtype=original.dtype)
+        if not as_views:
+            kernels.unflatten(flat, result, views=self.storage.layout)
+        elif flat.data_ptr() != self.storage.flat.data_ptr():
+            self.storage.flat.copy_(flat)
         return result
 
 
@@ -278,6 +256,11 @@ def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def _fits(grad: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether the engine would have given a parameter such a gradient."""
+    return grad.dtype == original.dtype and not grad.is_sparse
 
 
 # --- the sum over replicas -----------------------------------------------------------------------

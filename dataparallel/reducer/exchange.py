@@ -12,8 +12,9 @@ In each round every rank launches one collective of fixed size, in the host's me
 parameters it used, which gradients came late, and whether something is not finite. Whether it is
 launched depends on nothing that another rank says. A rank that used all parameters needs no answer:
 it reads that at its next forward. These wait for it in backward: a rank with unused parameters,
-before it delivers them; and all ranks in the first round, with a communication hook, and once some
-gradient came late or from outside of the wrapper's forward, which all know from an earlier vote.
+before it delivers them; one with gradients that came after their bucket was sent; and all ranks in
+the first round and with a communication hook. Gradients that came late are in no sum where some
+rank did not wait. Then all raise, that one at its next forward.
 
 Note [Failures of a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -36,16 +37,16 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
+from dataparallel.comm.failures import failures_of, name_ranks
 from dataparallel.comm.link import Pending, ProcessLink, parent_group
 from dataparallel.errors import describe_names
-from dataparallel.reducer.buckets import Bucket, Gradients
+from dataparallel.reducer.buckets import Bucket, Gradients, MaybeTensor
 from dataparallel.reducer.options import Options
 from dataparallel.reducer.verify import gather_if_different
 
@@ -62,25 +63,18 @@ _DOING = {
 class Progress:
     """What a wrapper knows of its rounds; outlives reducers and links."""
 
-    def __init__(self) -> None:
-        #: How many rounds have given this process gradients.
-        self.num_rounds = 0
-        #: Whether all ranks wait for each vote, since gradients have come late in some rank.
-        self.waits = False
-        #: Why the replicas of the processes may differ; empty if they do not.
-        self.doubt = ""
+    #: How many rounds have given this process gradients.
+    num_rounds = 0
+    #: Why the replicas of the processes may differ; empty if they do not.
+    doubt = ""
 
     def compare(self, control: ProcessLink) -> None:
         """See whether all processes were given the same rounds; a collective call."""
-        said = gather_if_different(
-            [self.num_rounds, self.waits], control, what="how many steps were reduced"
-        )
-        if said is None:
-            return
-        self.waits = any(waits for _, waits in said)
-        last = max(number for number, _ in said)
-        ahead = [rank for rank, (number, _) in enumerate(said) if number == last]
-        behind = [rank for rank, (number, _) in enumerate(said) if number < last]
+        what = "how many steps were reduced"
+        said = gather_if_different(self.num_rounds, control, what=what) or [self.num_rounds]
+        last = max(said)
+        ahead = [rank for rank, number in enumerate(said) if number == last]
+        behind = [rank for rank, number in enumerate(said) if number < last]
         if behind:
             self.doubt = (
                 f"the gradients of step {last} were reduced in {name_ranks(ahead)}, which may have "
@@ -92,10 +86,6 @@ class Progress:
     def gave(self) -> None:
         """A round has given this process gradients."""
         self.num_rounds += 1
-
-    def late(self) -> None:
-        """Let all ranks wait for the votes from the next round on."""
-        self.waits = True
 
     def settle(self) -> None:
         """All processes have the same parameters, whatever there was before."""
@@ -194,12 +184,6 @@ class ReducerProcesses:
         if self._links:
             self.control.report(error, _DOING[kind], kind=kind)
 
-    def lost(self, names: Iterable[str]) -> CollectiveError:
-        """The error for gradients of another rank that this one has not reduced with it."""
-        error = late_error(names)
-        self.report(error, "late")
-        return CollectiveError(str(error), failure=self.control.failure)
-
 
 def late_error(names: Iterable[str]) -> RuntimeError:
     """The error where gradients came late in some ranks, and others did not wait for them."""
@@ -207,58 +191,55 @@ def late_error(names: Iterable[str]) -> RuntimeError:
         "these parameters got a gradient after their bucket was sent, and not in all processes: "
         f"{describe_names(names)}. The others did not wait for it, so it is in no sum. Use "
         "them outside of the wrapper's forward, or in checkpoints, in all processes, or in the "
-        "first step already, if only times zero; then all wait for such gradients in all steps"
+        "first step already, if only times zero; then their buckets wait for the end of backward"
     )
 
 
 # --- the vote --------------------------------------------------------------------------------
 
 
-class Answer(NamedTuple):
-    """What all ranks say together; of each parameter, whether it is so in any rank."""
+#: What ranks say of one parameter; the largest is what all of them say together. ``.grad`` held
+#: something that was sent; it got a gradient; it got one after its bucket was sent.
+HELD, CAME, LATE = 1, 2, 3
 
-    #: Whether it got a gradient.
-    came: list[int]
-    #: Whether ``.grad`` held something that was sent.
-    held: list[int]
-    #: Which gradients came after their bucket was sent.
-    late: list[int]
-    #: Whether some rank got gradients late, or from outside of the wrapper's forward.
-    outside: bool
-    #: Whether some rank has none that came late.
-    in_time: bool
+
+class Answer(NamedTuple):
+    """What all ranks say together."""
+
+    #: Per parameter, one of the above, or 0.
+    marks: bytes
+    #: Whether some rank does not wait for the answer.
+    some_left: bool
     nonfinite: bool
+
+    @property
+    def late(self) -> list[int]:
+        """The parameters with a gradient that came after its bucket was sent."""
+        return [index for index, mark in enumerate(self.marks) if mark == LATE]
+
+    @property
+    def lost(self) -> list[int]:
+        """Those of them that some rank did not wait for."""
+        return self.late if self.some_left else []
 
 
 class Vote:
     """The vote of one round, under way. See Note [The vote]."""
 
     def __init__(
-        self,
-        control: ProcessLink,
-        came: bytes,
-        held: bytes,
-        late: Collection[int],
-        *,
-        outside: bool,
-        nonfinite: bool,
+        self, control: ProcessLink, marks: bytearray, *, waits: bool, nonfinite: bool
     ) -> None:
-        self._count = len(came)
-        too_late = bytes([index in late for index in range(self._count)])
-        flags = bytes([outside, not late, nonfinite])
-        self._said = torch.frombuffer(bytearray(came + held + too_late + flags), dtype=torch.uint8)
-        self.is_read = False
+        said = marks + bytes([not waits, nonfinite])
+        self._said = torch.frombuffer(said, dtype=torch.uint8)
         self._pending = control.all_reduce(self._said, op="max", what="the vote of a round")
         _unread.add(self)
 
     def read(self) -> Answer:
         """Wait for the votes of all ranks."""
         self._pending.wait()
-        self.is_read = True
         _unread.discard(self)
-        n, said = self._count, self._said.tolist()
-        late = [index for index, is_late in enumerate(said[2 * n : 3 * n]) if is_late]
-        return Answer(said[:n], said[n : 2 * n], late, *map(bool, said[3 * n :]))
+        *marks, some_left, nonfinite = self._said.tolist()
+        return Answer(bytes(marks), bool(some_left), bool(nonfinite))
 
     def linger(self) -> None:
         """Let the other ranks get it, before this one closes its links."""
@@ -307,7 +288,7 @@ class Exchange:
     @property
     def must_wait(self) -> bool:
         """Whether no rank may end the round without the vote; the same in all ranks."""
-        return self.processes.progress.waits or self._hook is not None or not self._buckets
+        return self._hook is not None or not self._buckets
 
     @property
     def last(self) -> int:
@@ -359,19 +340,14 @@ class Exchange:
         """All buckets, reduced."""
         return [wait() for wait in self._sent]
 
-    def reduce_late(
-        self, late: Sequence[int], extra: dict[int, torch.Tensor], originals: Sequence[torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Reduce gradients that came after their bucket was sent, in some process."""
-        result: dict[int, torch.Tensor] = {}
-        for index in late:
-            total = torch.zeros_like(originals[index], requires_grad=False)
-            if index in extra and self._share:
-                total.add_(extra[index], alpha=self._share)
-            what = f"late gradients of parameter {index}"
-            self.processes.buckets.all_reduce(total, what=what).wait()
-            result[index] = total
-        return result
+    def reduce_late(self, index: int, own: MaybeTensor, original: torch.Tensor) -> torch.Tensor:
+        """Reduce a gradient that came after its bucket was sent, in some process."""
+        total = torch.zeros_like(original, requires_grad=False)
+        if own is not None and self._share:
+            total.add_(own, alpha=self._share)
+        what = f"late gradients of parameter {index}"
+        self.processes.buckets.all_reduce(total, what=what).wait()
+        return total
 
     # --- or failed -------------------------------------------------------------------------------
 

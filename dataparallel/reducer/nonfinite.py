@@ -27,12 +27,11 @@ import torch
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import chosen, listed
-from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Bucket, MaybeTensor
 
 if TYPE_CHECKING:
     from dataparallel.reducer.exchange import ReducerProcesses
-    from dataparallel.reducer.round import Round
+    from dataparallel.reducer.round import Accumulated, Round
 
 #: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
 #: processes raise :class:`NonFiniteGradients`.

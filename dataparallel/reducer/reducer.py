@@ -25,12 +25,11 @@ from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.optim.in_backward import refuse_accumulation
-from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets, Gradients
-from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote
+from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote, late_error
 from dataparallel.reducer.nonfinite import Guard
 from dataparallel.reducer.options import Options, TrainedParameters
-from dataparallel.reducer.round import Round
+from dataparallel.reducer.round import Accumulated, Round
 from dataparallel.reducer.statistics import Statistics
 from dataparallel.threads.timeline import NO_SPAN
 
@@ -63,10 +62,12 @@ class Reducer:
         self._user_hooks = originals.OriginalHooks(trained.parameters)
         self._beginning = threading.Lock()
         self._round: Round | None = None
-        # By the id of the distributed-autograd context in which they are; None for `.grad`.
-        self._accumulated: dict[int | None, Accumulated] = {}
+        # A sum over one process may be taken again.
+        several = processes is not None and processes.world_size > 1
+        summed = several and options.average == "none"
+        self._accumulated = Accumulated(trained.parameters, summed=summed)
         self._late: set[int] = set()
-        #: Per parameter, 1 if some replica of this process had a gradient in the last round.
+        #: Per parameter, whether some replica of this process had a gradient in the last round.
         self.used = bytearray(len(trained.names))
         self._used_first: bytes | None = None
         #: The order of arrival in the first round, as all processes agreed; empty before that.
@@ -144,8 +145,6 @@ class Reducer:
         """Read what all ranks have said about the last round; raises where one has failed in it."""
         if self._vote is None:
             return
-        assert self.processes is not None
-        was_read = self._vote.is_read
         try:
             answer = self._vote.read()
         except Exception:
@@ -153,10 +152,11 @@ class Reducer:
             raise
         # Not before: after Ctrl-C it is read again.
         self._vote = None
-        if answer.outside:
-            self.processes.progress.late()
-        if answer.late and not was_read:
-            raise self.processes.lost(self.trained.names[index] for index in answer.late)
+        if answer.lost:
+            assert self.processes is not None
+            error = late_error(self.trained.names[index] for index in answer.lost)
+            self.processes.report(error, "late")
+            raise CollectiveError(str(error), failure=self.processes.control.failure)
 
     def reduce(
         self,
@@ -189,11 +189,11 @@ class Reducer:
                     round_ = self._begin(task, outer, synchronize, weight)
             round_.enter(task, last=last)
             backward()
-            if round_.leave():
-                if round_.later:
-                    round_.pass_on()
-                else:
-                    self._end(round_)
+            if not round_.leave():
+                return [None] * len(self.used)
+            if round_.later:
+                return round_.pass_on()
+            self._end(round_)
             return round_.take_result()
         except BaseException as error:
             # Without a round of its own, that of another backward goes on.
@@ -202,14 +202,15 @@ class Reducer:
             raise
 
     def _begin(self, task: int, ending: Ending | None, synchronize: bool, weight: float) -> Round:
-        # What a process without data has not reduced yet stays its own.
-        accumulated = Accumulated(self.trained.parameters, summed=False)
-        if task != NO_TASK:
-            accumulated = self._accumulated_in(originals.passes.home())
+        accumulated, home = self._accumulated, originals.passes.home()
+        if task == NO_TASK or home is not originals.IN_GRAD:
+            # What a process without data has not reduced yet stays its own.
+            parameters, summed = self.trained.parameters, accumulated.summed
+            accumulated = Accumulated(parameters, summed=summed, home=home)
         if self._vote is not None and synchronize:
             self.read_vote()
         if self.options.optimizers is not None:
-            refuse_accumulation(accumulated.home, synchronized=synchronize)
+            refuse_accumulation(home, synchronized=synchronize)
         if self.order and not self.buckets.ordered:
             self._make_buckets()
         self._user_hooks.guard()
@@ -223,7 +224,7 @@ class Reducer:
             accumulated.before_unsynchronized()
         if self.guard is not None:
             some_stay = self.trained.num_reduced < len(self.trained.names)
-            in_grad = accumulated.home.context_id is None
+            in_grad = home is originals.IN_GRAD
             self.guard.begin(
                 accumulated,
                 # In a context where nothing is to be reduced there is no later round.
@@ -252,17 +253,6 @@ class Reducer:
             self._user_hooks.wait(True)
         return round_
 
-    def _accumulated_in(self, home: originals.GradientHome) -> Accumulated:
-        """What is accumulated in one place; what was in contexts that have ended is forgotten."""
-        kept = {key: each for key, each in self._accumulated.items() if not each.home.has_ended}
-        self._accumulated = kept
-        if home.context_id not in kept:
-            # A sum over one process may be taken again.
-            several = self.processes is not None and self.processes.world_size > 1
-            summed = several and self.options.average == "none"
-            kept[home.context_id] = Accumulated(self.trained.parameters, summed=summed, home=home)
-        return kept[home.context_id]
-
     def _end(self, round_: Round) -> None:
         """All gradients have come: reduce and deliver them."""
         round_.collect()
@@ -288,8 +278,7 @@ class Reducer:
             self.statistics.end()
         if round_.later:
             with torch.enable_grad():
-                came = round_.in_place - round_.without_gradient
-                self._user_hooks.delivered(came, round_.accumulated.home)
+                self._user_hooks.delivered(round_.in_place, round_.accumulated.home)
         if exchange is not None:
             # Nothing can fail any more.
             self._vote = round_.vote()

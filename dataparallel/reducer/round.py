@@ -34,12 +34,23 @@ everything is taken: what has not come by then is unused, and nobody has to say 
 A leaf is accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or
 when the wrapper was called several times before one backward. What comes after its bucket was taken
 is late: it is reduced at the end of the round, and from then on its bucket is left to the end.
+
+Note [Gradients from before a round]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A round reduces what its backward computes, and what ``.grad`` held before. That may be this
+process's own: from a backward under ``no_sync``, from one through the bare module, or written by
+the user. Or it is reduced already and the same in all processes; then it does no harm to send it
+again, since the average of equal parts is the part itself. This is torch's way.
+
+In a sum it does harm. So for ``average="none"`` only what a backward under ``no_sync`` has added is
+sent, as the difference to a copy of what was there before. If ``.grad`` was changed in another way
+since the last round, nobody knows what is to be sent, and that is an error. It is one, too, where a
+distributed-autograd context holds gradients already, since nobody remembers those.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -49,9 +60,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dataparallel import devices as _devices
+from dataparallel import torch_internals
+from dataparallel.errors import describe_names
 from dataparallel.graph.cut import NO_TASK, Ending
-from dataparallel.graph.originals import OriginalHooks
-from dataparallel.reducer.accumulated import Accumulated
+from dataparallel.graph.originals import IN_GRAD, GradientHome, OriginalHooks
 from dataparallel.reducer.buckets import (
     Bucket,
     Buckets,
@@ -61,14 +73,12 @@ from dataparallel.reducer.buckets import (
     local_sum,
     unshared,
 )
-from dataparallel.reducer.exchange import Vote, late_error
+from dataparallel.reducer.exchange import CAME, HELD, LATE, Exchange, Vote, late_error
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
 from dataparallel.threads.timeline import Timeline
-from dataparallel.torch_internals import record_range
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
-    from dataparallel.reducer.exchange import Exchange
 
 
 @dataclass(eq=False)
@@ -91,10 +101,8 @@ class Round:
     later: bool
     #: Parameters whose gradients came late, ever: their buckets are left to the end.
     late: set[int]
-    #: Parameters whose ``.grad`` has the result already.
+    #: Parameters that got a gradient in this round, in some process, and have it in ``.grad``.
     in_place: set[int] = field(default_factory=set)
-    #: Parameters that got no gradient in this round, in any process.
-    without_gradient: set[int] = field(default_factory=set)
     #: Why the round has failed; nothing is completed any more.
     failure: BaseException | None = None
 
@@ -116,26 +124,22 @@ class Round:
         # Whether buckets are taken as soon as they are complete.
         self._eager: bool | None = None
 
-        num_replicas = len(buckets.all[0].leaves)
-        # Per replica, the bucket that is taken next; then the bucket that is summed up next.
-        self._next, self._next_sum = [0] * num_replicas, 0
-        self._summing = threading.Lock()
-        # By replica and bucket.
-        self._taken: dict[tuple[int, int], Gradients] = {}
+        # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
+        self._taken: list[list[Gradients]] = [[] for _ in buckets.all[0].leaves]
+        self._num_summed, self._summing = 0, threading.Lock()
         # Those of the replicas' gradients, then others that the end is behind.
-        self._streams: list[_devices.Stream] = [None] * num_replicas
-        # By bucket, as long as they are of use.
-        self._sums: dict[int, Gradients] = {}
+        self._streams: list[_devices.Stream] = [None] * len(self._taken)
+        # By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
+        self._grads: Gradients = [None] * count
         # What ``.grad`` held: all of it until the end, and what of it is to be sent.
         self._aside: list[MaybeTensor] | None = None
         self._unreduced: dict[int, torch.Tensor] = {}
         # What came after its bucket was sent.
-        self._extra: dict[int, torch.Tensor] = {}
-        self._result: Gradients = [None] * count
-        #: Per parameter, 1 if some replica of this process has a gradient.
+        self._extra: dict[int, MaybeTensor] = {}
+        #: Per parameter, CAME if some replica of this process has a gradient, else 0.
         self.used = bytearray(count)
-        # Whether something came late, or from outside of the wrapper's forward.
-        self._outside = False
+        # The same of all processes, as far as this one has to know it.
+        self._marks: Sequence[int] = self.used
         self._vote: Vote | None = None
 
     # --- the cuts. See Note [Several cuts in one round] ------------------------------------------
@@ -176,9 +180,14 @@ class Round:
             if self.later:
                 self._aside = self._swap([None] * len(self.used))
 
-    def _swap(self, grads: Sequence[MaybeTensor]) -> list[MaybeTensor]:
+    def _swap(self, grads: Sequence[MaybeTensor]) -> Gradients:
         """Set the gradients of the originals; returns what they were."""
         return self.accumulated.home.swap(self.buckets.originals, grads)
+
+    def _put_back(self) -> Gradients:
+        """Let ``.grad`` be what it was; returns what has come there meanwhile."""
+        aside, self._aside = self._aside, None
+        return [] if aside is None else self._swap(aside)
 
     def leave(self) -> bool:
         """The backward of a cut has ended; returns whether that of all has."""
@@ -195,50 +204,45 @@ class Round:
         """Take what is complete on one replica; called by a sentinel."""
         if not self._eager or self.failure is not None:
             return
-        while self._next[replica] < self._first_left:
-            if not self.buckets.all[self._next[replica]].present(replica):
+        taken = self._taken[replica]
+        while len(taken) < self._first_left:
+            grads = self.buckets.all[len(taken)].take(replica, whole=True)
+            if not grads:
                 return
             self._streams[replica] = _devices.current_stream(device)
-            self._take_next(replica)
-
-    def _take_next(self, replica: int) -> None:
-        number = self._next[replica]
-        self._taken[replica, number] = self.buckets.all[number].take(replica)
-        self._next[replica] = number + 1
-        self._sum_complete()
+            taken.append(grads)
+            self._sum_complete()
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
-        for replica in range(len(self._next)):
-            while self._next[replica] < len(self.buckets.all):
-                self._take_next(replica)
+        for replica, taken in enumerate(self._taken):
+            for bucket in self.buckets.all[len(taken) :]:
+                taken.append(bucket.take(replica))
+                self._sum_complete()
         for stream in self._streams:
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
         for bucket, rows in self.buckets.take_late():
             for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
                 if grad is not None:
-                    self.late.add(index)
-                    self._add(index, grad, through=index in self._through)
+                    self._add_late(index, grad)
 
-    def _add(self, index: int, grad: torch.Tensor, *, through: bool = False) -> None:
+    def _add_late(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
-        bucket = self.buckets.of(index)
-        self.used[index] = 1
-        if through:
-            self._result[index] = add(self._result[index], grad)
-        elif bucket.number not in self._sums:
+        self.used[index] = CAME
+        if index not in self._through:
+            self.late.add(index)
+        was_sent = self.buckets.plan.bucket_of(index) < self._first_left
+        if was_sent and self.exchange is not None:
+            self._extra[index] = add(self._extra.get(index), grad)
+        elif was_sent and self.optimizers is not None:
             raise RuntimeError(
                 f"the parameter {self.buckets.names[index]} got a gradient after the optimizer had "
                 "taken its step in backward. Take the step after backward, or checkpoint with "
                 "use_reentrant=False"
             )
-        elif self.exchange is None or bucket.number >= self._first_left:
-            sums, position = self._sums[bucket.number], bucket.indices.index(index)
-            sums[position] = add(sums[position], grad)
         else:
-            before = self._extra.get(index)
-            self._extra[index] = grad if before is None else before + grad
+            self._grads[index] = add(self._grads[index], grad)
 
     # --- summed ----------------------------------------------------------------------------------
 
@@ -247,34 +251,34 @@ class Round:
 
         See Note [Order of collectives].
         """
-        while self._next_sum < min(self._next) and self._summing.acquire(blocking=False):
-            number = self._next_sum
+        while (number := self._num_summed) < min(map(len, self._taken)):
+            if not self._summing.acquire(blocking=False):
+                return
             # Another thread may have been at it before.
-            if number < min(self._next):
-                rows = [self._taken.pop((i, number)) for i in range(len(self._next))]
+            if number == self._num_summed:
+                rows = [taken[number] for taken in self._taken]
+                for taken in self._taken:
+                    taken[number] = []
                 self._complete(self.buckets.all[number], rows)
-                self._next_sum = number + 1
+                self._num_summed += 1
             # Not after an error: then nothing is sent any more.
             self._summing.release()
 
     def _complete(self, bucket: Bucket, rows: Sequence[Gradients]) -> None:
         with contextlib.ExitStack() as streams:
-            streams.enter_context(record_range(f"reduce {bucket.name}"))
+            streams.enter_context(torch_internals.record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
             for stream in self._streams:
                 if stream is not None:
                     streams.enter_context(_devices.use_stream(stream))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
-            sums = self._sums[bucket.number] = self._local_sum(bucket, rows)
-            for position, index in enumerate(bucket.indices):
-                if (grad := sums[position]) is not None:
-                    self.used[index] = 1
-                    if index in self._through:
-                        self._result[index] = add(self._result[index], grad)
-                        sums[position] = None
-                if index in self._unreduced:
-                    sums[position] = add(sums[position], self._unreduced[index])
+            for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
+                if grad is not None:
+                    self.used[index] = CAME
+                if index in self._unreduced and index not in self._through:
+                    grad = add(grad, self._unreduced[index])
+                self._grads[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
 
@@ -289,102 +293,95 @@ class Round:
 
     def _send(self, bucket: Bucket) -> None:
         """Send sums; where no other process waits for them, they may be used at once."""
-        sums = self._sums[bucket.number]
+        sums = list(map(self._grads.__getitem__, bucket.indices))
         if self.guard is not None:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
         if self.exchange is not None and bucket.reduces:
             self.exchange.send(bucket, sums)
-        elif self.optimizers is not None:
-            self._deliver(bucket, None, self.used)
+        else:
+            self._step(bucket)
 
-    def pass_on(self) -> None:
-        """Take what is for the engine first; other sums stay until the backward has ended."""
+    def pass_on(self) -> Gradients:
+        """What the engine is to have first; other sums stay until the backward has ended."""
         self._take_rest()
         devices = {bucket.home for bucket in self.buckets.all}
         self._streams += [_devices.current_stream(device) for device in devices]
+        passed: Gradients = [None] * len(self.used)
+        for index in self._through:
+            passed[index], self._grads[index] = self._grads[index], None
+        return passed
 
     def collect(self) -> None:
         """Take all that has come, from outside of the wrapper, too."""
         self._take_rest()
-        if self._aside is not None:
-            came, self._aside = self._swap(self._aside), None
-            for index, grad in enumerate(unshared(came)):
-                if grad is not None:
-                    if index not in self._through:
-                        self._outside = True
-                        self.late.add(index)
-                    self._add(index, grad.detach())
+        for index in self._through & self._unreduced.keys():
+            self._grads[index] = add(self._grads[index], self._unreduced[index])
+        for index, grad in enumerate(unshared(self._put_back())):
+            if grad is not None:
+                self._add_late(index, grad.detach())
 
     # --- received --------------------------------------------------------------------------------
 
     def receive(self) -> bool:
-        """Send what was held back, wait for all buckets, and deliver them.
+        """Send what was held back, and wait for all buckets.
 
         Returns whether all ranks say that something is not finite, where they have to say it.
         """
-        flats: list[torch.Tensor] = []
-        used: Sequence[int] = self.used
-        nonfinite = False
-        if self.exchange is not None:
-            with self.timeline.span("reduce across processes"):
-                flats, used, nonfinite = self._receive(self.exchange)
-        for bucket, flat in itertools.zip_longest(self.buckets.all, flats):
-            self._deliver(bucket, flat, used)
-        return nonfinite
-
-    def _receive(self, exchange: Exchange) -> tuple[list[torch.Tensor], list[int], bool]:
-        count = self.buckets.num_reduced
-        waits = exchange.must_wait or not self.buckets.ordered
-        votes = self.guard is not None and self.guard.votes
         for bucket in self.buckets.all[self._first_left :]:
             self._send(bucket)
-        flats = exchange.receive()
+        if self.exchange is None:
+            return False
+        with self.timeline.span("reduce across processes"):
+            flats = self.exchange.receive()
+            nonfinite = self._hear(self.exchange, flats)
+        for bucket, flat in zip(self.buckets.all, flats, strict=False):
+            sums = [self._grads[index] for index in bucket.indices]
+            # What is in a context has memory of its own, since contexts live side by side.
+            as_views = bucket.is_viewed and self.accumulated.home.context_id is None
+            grads = bucket.received(flat, sums, self._marks, as_views=as_views)
+            for index, grad in zip(bucket.indices, grads, strict=True):
+                self._grads[index] = add(self._extra.get(index), grad)
+            self._step(bucket)
+        return nonfinite
+
+    def _hear(self, exchange: Exchange, flats: Sequence[torch.Tensor]) -> bool:
+        """Read the vote where this rank needs it, and reduce what some rank has sent too late."""
+        votes = self.guard is not None and self.guard.votes
         if self.guard is not None:
             self.guard.look_at_sent(self._extra.items())
             self.guard.look_at_received(self.buckets.all, flats)
-        used = list(self.used)
-        if not (waits or votes or self._extra or 0 in used[:count]):
-            return flats, used, False
-        answer = self.vote().read()
-        if answer.late and answer.in_time and not (waits or votes):
-            exchange.processes.progress.late()
-            raise late_error(self.buckets.names[index] for index in answer.late)
-        used[:count] = [came or held for came, held in zip(answer.came, answer.held, strict=True)]
-        self.without_gradient = {i for i, came in enumerate(answer.came) if not came}
-        self._extra = exchange.reduce_late(answer.late, self._extra, self.buckets.originals)
-        self.late.update(self._extra)
-        return flats, used, answer.nonfinite
+        waits = exchange.must_wait or votes or not self.buckets.ordered
+        if not (waits or self._extra or 0 in self.used[: self.buckets.num_reduced]):
+            return False
+        answer = self.vote(waits=True).read()
+        if answer.lost:
+            raise late_error(self.buckets.names[index] for index in answer.lost)
+        self._marks = answer.marks + self.used[len(answer.marks) :]
+        for index in answer.late:
+            self.late.add(index)
+            original = self.buckets.originals[index]
+            self._extra[index] = exchange.reduce_late(index, self._extra.get(index), original)
+        return answer.nonfinite
 
-    def vote(self) -> Vote:
+    def vote(self, *, waits: bool = False) -> Vote:
         """The vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
             assert self.exchange is not None
-            count = self.buckets.num_reduced
-            self._vote = Vote(
-                self.exchange.processes.control,
-                bytes(self.used[:count]),
+            marks = self.used[: self.buckets.num_reduced]
+            for index in self._unreduced:
                 # It may have come from outside before the round began.
-                bytes([index in self._unreduced for index in range(count)]),
-                self._extra.keys(),
-                outside=self._outside or bool(self._extra),
-                nonfinite=self.guard is not None and self.guard.votes and self.guard.found(),
-            )
+                marks[index] = marks[index] or HELD
+            for index in self._extra:
+                marks[index] = LATE
+            found = self.guard is not None and self.guard.votes and self.guard.found()
+            control = self.exchange.processes.control
+            self._vote = Vote(control, marks, waits=waits, nonfinite=found)
         return self._vote
 
     # --- delivered -------------------------------------------------------------------------------
 
-    def _deliver(self, bucket: Bucket, flat: torch.Tensor | None, used: Sequence[int]) -> None:
-        """Let the gradients of a bucket be the result, or step with them."""
-        grads = self._sums.pop(bucket.number, None)
-        if grads is None:
-            # The optimizer has taken its step.
-            return
-        if flat is not None:
-            # What is in a context has memory of its own, since contexts live side by side.
-            as_views = bucket.is_viewed and self.accumulated.home.context_id is None
-            grads = bucket.received(flat, grads, used, self._extra, as_views=as_views)
-        for index, grad in zip(bucket.indices, grads, strict=True):
-            self._result[index] = grad
+    def _step(self, bucket: Bucket) -> None:
+        """Let optimizers in backward step with the gradients of a bucket."""
         if self.optimizers is not None:
             self.write(bucket.indices)
             with self.timeline.span("optimizer", 0):
@@ -393,7 +390,7 @@ class Round:
 
     def take_result(self) -> Gradients:
         """Leave it to the caller to add the results to ``.grad``."""
-        result, self._result = self._result, [None] * len(self.used)
+        result, self._grads = self._grads, [None] * len(self.used)
         return result
 
     @torch.no_grad()
@@ -403,7 +400,7 @@ class Round:
         originals = [self.buckets.originals[index] for index in indices]
         members = zip(indices, originals, home.read(originals), strict=True)
         for index, original, held in members:
-            grad, self._result[index] = self._result[index], None
+            grad, self._grads[index] = self._grads[index], None
             if grad is None:
                 continue
             if held is None:
@@ -416,7 +413,8 @@ class Round:
             else:
                 held.add_(grad)
             home.write(original, held)
-            self.in_place.add(index)
+            if self._marks[index] >= CAME:
+                self.in_place.add(index)
 
     def withdraw(self) -> None:
         """Deliver nothing after all, and let there be no gradients from before the round either."""
@@ -431,16 +429,96 @@ class Round:
         is_first, self.failure = self.failure is None, self.failure or error
         try:
             # All processes raise that one together.
-            tells = is_first and not isinstance(error, NonFiniteGradients)
-            if tells and self.exchange is not None:
+            together = isinstance(error, NonFiniteGradients)
+            if is_first and self.exchange is not None and not together:
                 self.exchange.abandon(error)
         finally:
             self.drop()
 
     def drop(self) -> None:
         """Forget all gradients of the round; ``.grad`` is as it was before."""
-        self._taken.clear()
+        for taken in self._taken:
+            taken.clear()
         self.buckets.take_late()
-        if self._aside is not None:
-            self._swap(self._aside)
-            self._aside = None
+        self._put_back()
+
+
+# --- gradients from before a round ---------------------------------------------------------------
+
+
+class Accumulated:
+    """Keeps apart the reduced and the unreduced part of gradients, which outlives rounds."""
+
+    def __init__(
+        self,
+        originals: Sequence[torch.nn.Parameter],
+        *,
+        summed: bool,
+        home: GradientHome = IN_GRAD,
+    ) -> None:
+        self._originals, self.home = originals, home
+        #: Whether processes' gradients are added up, so that it matters what is reduced.
+        self.summed = summed
+        # Where the last round has left each gradient, and its version.
+        self._left: dict[int, tuple[int, int]] = {}
+        # Of gradients that have an unreduced part, a copy of the reduced part.
+        self._reduced: dict[int, MaybeTensor] = {}
+
+    def _read(self) -> Gradients:
+        """The gradients; what the user has thrown away since is reduced no more."""
+        grads = self.home.read(self._originals)
+        for index, reduced in self._reduced.items():
+            grad = grads[index]
+            if reduced is not None and (grad is None or not _has_content(grad)):
+                self._reduced[index] = None
+        return grads
+
+    def before_unsynchronized(self) -> None:
+        """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
+        for index, grad in enumerate(self._read() if self.summed else ()):
+            if index not in self._reduced:
+                self._reduced[index] = None if grad is None else grad.clone()
+
+    def unreduced(self, names: Sequence[str]) -> dict[int, torch.Tensor]:
+        """What the gradients of the first parameters hold that is to be sent; new, or a view."""
+        grads = self._read()[: len(names)]
+        held = {index: grad.detach() for index, grad in enumerate(grads) if grad is not None}
+        if not self.summed:
+            return held
+        changed = [
+            names[index]
+            for index, grad in held.items()
+            if index not in self._reduced
+            and self._left.get(index) != _place(grad)
+            and _has_content(grad)
+        ]
+        if changed:
+            raise RuntimeError(
+                "the gradients of these parameters have changed since they were reduced: "
+                f"{describe_names(changed)}. With average='none' the processes' gradients are "
+                "added up, and nobody could tell what was changed outside of the wrapper's "
+                "backward from what is reduced already. Zero the gradients before the next "
+                "backward, or use average='processes'"
+            )
+        parts = {index: self._reduced[index] for index in held if index in self._reduced}
+        return {i: held[i] if part is None else held[i] - part for i, part in parts.items()}
+
+    def add_reduced(self, index: int, result: torch.Tensor) -> torch.Tensor:
+        """What a round has made of the unreduced part of a gradient, and the reduced part."""
+        reduced = self._reduced.get(index)
+        return result if reduced is None else result.add_(reduced)
+
+    def after_synchronized(self) -> None:
+        """Everything is reduced now."""
+        self._reduced.clear()
+        if self.summed:
+            grads = enumerate(self.home.read(self._originals))
+            self._left = {index: _place(grad) for index, grad in grads if grad is not None}
+
+
+def _has_content(grad: torch.Tensor) -> bool:
+    return bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
+
+
+def _place(grad: torch.Tensor) -> tuple[int, int]:
+    return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version
