@@ -602,14 +602,16 @@ def settings_of_calls_kept() -> AbstractContextManager[object]:
 # --- patches ---------------------------------------------------------------------------------
 
 
-def replace_compile_lock(lock: Any) -> Any:
-    """Have torch compile under another lock; returns its own.
-
-    See Note [Compiling alone] in ``threads/compile.py``.
-    """
+def compile_lock() -> Any:
+    """The lock under which torch compiles; Note [Compiling alone] in ``threads/compile.py``."""
     frames: Any = importlib.import_module("torch._dynamo.convert_frame")
-    torchs, frames.compile_lock = frames.compile_lock, lock
-    return torchs
+    return frames.compile_lock
+
+
+def replace_compile_lock(lock: Any) -> None:
+    """Have torch compile under another lock."""
+    frames: Any = sys.modules["torch._dynamo.convert_frame"]
+    frames.compile_lock = lock
 
 
 #: Have torch leave what it compiled for a function in the order in which it was compiled. It moves

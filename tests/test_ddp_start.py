@@ -93,7 +93,7 @@ def _group_made_later(rank: int, world_size: int, store: str) -> list[float]:
         found.append(gradient_of(alone))
         part = dist.new_group([0])
         if rank == 1:
-            with pytest.raises(TypeError, match=r"that are its members.* but got -100"):
+            with pytest.raises(TypeError, match=r"is a member.* but got -100"):
                 dp.DistributedDataParallel(nn.Linear(1, 1), ["cpu"], process_group=part)
         mesh = init_device_mesh("cpu", (world_size,))
         ours = dp.DistributedDataParallel(early.module, ["cpu"], device_mesh=mesh)

@@ -15,6 +15,8 @@ from dataparallel.threads.apply import apply_replicas, current_replica
 from dataparallel.threads.meeting import (
     Rendezvous,
     RendezvousError,
+    RendezvousKeyError,
+    RendezvousTimeout,
     current_rendezvous,
 )
 
@@ -195,7 +197,7 @@ def test_a_replica_that_comes_after_another_has_left_fails_at_once() -> None:
 
 def test_different_keys_at_the_same_time_are_both_named() -> None:
     def call() -> None:
-        with pytest.raises(RuntimeError, match="came to the meeting") as caught:
+        with pytest.raises(RendezvousKeyError) as caught:
             replicas(lambda: meet("first", 0), lambda: meet("second", 0), lambda: meet("first", 0))
         assert "'first'" in str(caught.value)
         assert "'second'" in str(caught.value)
@@ -208,7 +210,7 @@ def test_a_replica_that_does_not_come_in_time_is_named() -> None:
 
     def call() -> None:
         with pytest.raises(
-            TimeoutError, match=r"meeting for 'key': replica 1 did not come within 0.2 s"
+            RendezvousTimeout, match=r"meeting for 'key': replica 1 did not come within 0.2 s"
         ):
             replicas(lambda: meet("key", 0, timeout=0.2), lambda: ready.wait(1.0))
 
@@ -217,7 +219,7 @@ def test_a_replica_that_does_not_come_in_time_is_named() -> None:
 
 def test_replica_0_that_does_not_come_in_time_is_named() -> None:
     def call() -> None:
-        with pytest.raises(TimeoutError, match="replicas 0, 2 did not come"):
+        with pytest.raises(RendezvousTimeout, match="replicas 0, 2 did not come"):
             replicas(
                 lambda: time.sleep(0.8),
                 lambda: meet("key", 0, timeout=0.2),
@@ -273,7 +275,7 @@ def test_closing_releases_who_waits_and_who_comes_later() -> None:
 
 def test_a_caught_failure_leaves_no_meeting_open() -> None:
     def call() -> Any:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RendezvousKeyError):
             meet(("different", index()), 0)
         return meet("same", index(), lambda values: [sum(values)] * 2)
 

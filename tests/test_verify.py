@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -267,27 +266,19 @@ def test_each_device_is_read_once_for_all_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
-def test_what_cannot_be_compared_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    def special() -> dict[str, Tensor]:
-        return {
-            "a": torch.ones(2),
-            "sparse": torch.eye(2).to_sparse(),
-            "rows": torch.eye(2).to_sparse_csr(),
-            "meta": torch.empty(3, device="meta"),
-            "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-        }
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_sparse_tensors(convert: Callable[[Tensor], Tensor]) -> None:
+    values = torch.eye(2)
+    check_replicas({"t": convert(values)}, [{"t": convert(values)}])
+    for other in (values, convert(values * 2)):
+        with pytest.raises(ReplicaMismatch, match=r"'t': sparse_\w+ float32 .* 0; .*float32 of sh"):
+            check_replicas({"t": convert(values)}, [{"t": other}])
 
-    with caplog.at_level(logging.WARNING, "dataparallel"):
-        check_replicas(special(), [special()])
-    assert caplog.messages == [
-        "replicas are compared by dtype and shape alone in 'sparse' (sparse_coo float32 of shape "
-        "(2, 2)), 'rows' (sparse_csr float32 of shape (2, 2)), 'meta' (meta float32 of shape "
-        "(3,)) and 1 more"
-    ]
-    with pytest.raises(ReplicaMismatch, match=r"'sparse': sparse_coo float32 .* 0; float32 of sh"):
-        check_replicas(special(), [special() | {"sparse": torch.eye(2)}])
+
+def test_tensors_without_values_are_refused() -> None:
+    meta = {"t": torch.empty(3, device="meta")}
+    with pytest.raises(ValueError, match="must be strided and have values in memory, but tensor 0"):
+        check_replicas(meta, [meta])
 
 
 def test_tensors_that_wrap_others() -> None:

@@ -129,7 +129,7 @@ class Training:
             and self.processes is None
             and options.mixed_precision == MixedPrecision()
             and options.optimizers is None
-            and not options.nonfinite.looks
+            and options.nonfinite.action == "ignore"
         )
 
     def use_devices(self, model: DataParallel[Any]) -> None:
@@ -329,7 +329,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             deterministic=deterministic,
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
-            nonfinite=NonFinitePolicy(nonfinite),
+            nonfinite=NonFinitePolicy(chosen("nonfinite", nonfinite, get_args(NonFiniteAction))),
             init_sync=init_sync,
         )
         super().__init__(
@@ -473,10 +473,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if sends:
                 send_buffers(self.module, source, processes.buckets)
         if reduces:
-            statistics = training.reducer.statistics
-            number = next(statistics.numbers)
-            if number >= statistics.due:
-                statistics.begin(number)
+            training.reducer.statistics.begin()
         return training
 
     # --- what its users say ----------------------------------------------------------------------
@@ -537,8 +534,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         Args:
             state: What the hook is called with; for a name, the process group.
-            hook: ``hook(state, bucket)`` that returns a future of the bucket's content, or the name
-                of one; see :func:`dataparallel.reducer.comm_hooks.resolve_hook`.
+            hook: ``hook(state, bucket)`` that returns a future of the bucket's content; or
+                ``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or ``"noop"``.
 
         Raises:
             TypeError, ValueError: The hook cannot be one, or there is no process group; or it is

@@ -141,8 +141,6 @@ class ResolvedHook(NamedTuple):
             )
         with _located(given):
             future = self.function(self.state, given)
-            if not hasattr(future, "add_done_callback"):
-                raise TypeError(f"a hook returns a future, such as work.get_future(): {future!r}")
 
         def wait() -> torch.Tensor:
             what = f"the future of the communication hook {self.name}"
@@ -168,18 +166,7 @@ class ResolvedHook(NamedTuple):
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
-    """Find a hook by what the user passed, and check it.
-
-    Args:
-        hook: A function ``hook(state, bucket)``; or ``"allreduce"``, ``"fp16_compress"``,
-            ``"bf16_compress"`` or ``"noop"``; or torch's ``BuiltinCommHookType``.
-        state: What a function is called with; for a name, the process group. Default: None, which
-            stands for the default group.
-
-    Raises:
-        TypeError: It is not callable.
-        ValueError: There is no hook of that name.
-    """
+    """The hook that the user means: a function, a name or torch's ``BuiltinCommHookType``."""
     function: Any = hook if callable(hook) else _NAMED.get(str(getattr(hook, "name", hook)).lower())
     if function is None:
         kind = ValueError if isinstance(hook, str) else TypeError

@@ -6,27 +6,26 @@ NaN and infinity of any process are in a plain sum or average over all of them, 
 overflows: the results of a round decide, which are the same in every process. A communication hook
 may swallow a NaN, or give each process a result of its own, and what stays in one process is in no
 sum. Then each process says in the vote of the round whether something is not finite in what it has
-sent or received. Either way the host waits once for the devices, at the end of the round.
+sent or received. Either way the host waits once for the devices, at the end of the round. What a
+backward under ``no_sync()`` leaves is decided in the round that reduces it.
 
-The gradients of each replica are looked at before they are added up, since sums in place destroy
-the evidence: one norm for each. On an accelerator the host reads these norms only after it has
-found something. A backward under ``no_sync()`` is a part of the round that
-reduces what it leaves: it is decided there.
+The gradients of each replica are looked at before sums in place destroy the evidence: one norm for
+each, which the host reads on an accelerator only after it has found something.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
-from dataparallel.errors import chosen, listed
+from dataparallel.errors import listed
 from dataparallel.reducer.buckets import Bucket, MaybeTensor
 
 if TYPE_CHECKING:
@@ -51,40 +50,9 @@ class NonFiniteGradients(FloatingPointError):
 class NonFinitePolicy:
     """What one wrapper does about gradients that are not finite; outlives its reducers."""
 
-    action: NonFiniteAction = "ignore"
+    action: NonFiniteAction
     #: How many backwards were skipped so far.
     num_skipped: int = 0
-
-    def __post_init__(self) -> None:
-        chosen("nonfinite", self.action, get_args(NonFiniteAction))
-
-    @property
-    def looks(self) -> bool:
-        """Whether gradients are looked at."""
-        return self.action != "ignore"
-
-    def refuse_steps_in_backward(self) -> None:
-        """Raise a ValueError where gradients are looked at: optimizers step before that."""
-        if self.looks:
-            raise ValueError(
-                f"nonfinite={self.action!r} and optimizers in backward do not go together: some "
-                "parameters have taken their step when a gradient is found that is not finite; "
-                "leave nonfinite at 'ignore', or take the step after backward"
-            )
-
-    def act(self, text: str) -> None:
-        """Do what the user wants with what was found where: log and count, or raise an error."""
-        if self.action == "raise":
-            raise NonFiniteGradients(
-                f"{text}. No gradient of this step was kept, in no process, and .grad is None; all "
-                "can go on with the next step"
-            )
-        self.num_skipped += 1
-        _log.warning(
-            "%s. The step is skipped: .grad is None in all processes (skipped so far: %d)",
-            text,
-            self.num_skipped,
-        )
 
 
 class Guard:
@@ -112,12 +80,11 @@ class Guard:
         held = accumulated.home.read(self._originals)
         if all([grad is None for grad in held]):
             self._evidence.clear()
-        self._before = (
-            [] if stays else _looks(enumerate(held), "what .grad held before the backward")
-        )
         # What this process sends and receives, where it has to say; of parameters that stay in it
         # nothing is sent.
-        self._own = self._before.copy()
+        place = "what .grad held before the backward"
+        self._own = [] if stays else _looks(enumerate(held), place)
+        self._evidence += self._own
 
     def look_at_replica(self, replica: int, bucket: Bucket, grads: Sequence[MaybeTensor]) -> None:
         """Look at gradients of one replica."""
@@ -156,14 +123,27 @@ class Guard:
             return
         round_.withdraw()
         kinds = {index: kind for look in looks for index, kind in look.found()}
-        # A hook of the user may have repaired others; and what is a replica's is in .grad later.
-        found_in = self._named(evidence, kinds) or self._named(self._before, kinds)
-        told = found_in or self._named(looks, kinds)
+        # A hook of the user may have repaired others.
+        told = self._named([*evidence, *looks], kinds)
         gathered = [told]
         if self._processes is not None:
             control = self._processes.control
             gathered = control.all_gather_json(told, what="which gradients are not finite")
-        self._policy.act(_describe(gathered))
+        self._act(_describe(gathered))
+
+    def _act(self, text: str) -> None:
+        """Do what the user wants with what was found where: log and count, or raise an error."""
+        if self._policy.action == "raise":
+            raise NonFiniteGradients(
+                f"{text}. No gradient of this step was kept, in no process, and .grad is None; all "
+                "can go on with the next step"
+            )
+        self._policy.num_skipped += 1
+        _log.warning(
+            "%s. The step is skipped: .grad is None in all processes (skipped so far: %d)",
+            text,
+            self._policy.num_skipped,
+        )
 
     def _named(self, looks: Sequence[_Look], indices: Collection[int]) -> dict[str, str]:
         """By place, which of some gradients were not finite there."""
@@ -209,7 +189,8 @@ def _looks(members: Iterable[tuple[int, MaybeTensor]], place: str = _SUM) -> lis
     """Look at gradients, each with the index of its parameter, without waiting for a device."""
     groups: dict[tuple[object, ...], tuple[list[int], list[torch.Tensor]]] = {}
     for index, grad in members:
-        for part in () if grad is None else _parts(grad.detach()):
+        part = None if grad is None else _real(grad.detach())
+        if part is not None and part.numel():
             indices, parts = groups.setdefault((part.device, part.dtype), ([], []))
             indices.append(index)
             parts.append(part)
@@ -236,14 +217,7 @@ def _are_finite(looks: Sequence[_Look]) -> bool:
     return bool(together.isfinite().all())
 
 
-def _parts(grad: Any) -> Iterator[torch.Tensor]:
-    """The strided tensors of real numbers that a gradient consists of, if they have elements."""
-    if torch_internals.is_wrapper(grad):
-        for name in grad.__tensor_flatten__()[0]:
-            inner = getattr(grad, name)
-            if inner.is_floating_point() or inner.is_complex():
-                yield from _parts(inner)
-        return
+def _real(grad: torch.Tensor) -> torch.Tensor:
+    """The strided tensor of real numbers in which those of a gradient are."""
     numbers = torch_internals.sparse_values(grad) if grad.is_sparse else grad
-    if numbers.numel():
-        yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers

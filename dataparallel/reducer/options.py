@@ -109,8 +109,12 @@ class Options:
         sizes = caps if isinstance(caps, Sequence) else [caps or 0.0]
         if not sizes or min(sizes) < 0:
             raise ValueError(f"bucket_cap_mb is one size or several, in MiB, but got {caps!r}")
-        if self.optimizers is not None:
-            self.nonfinite.refuse_steps_in_backward()
+        if self.optimizers is not None and self.nonfinite.action != "ignore":
+            raise ValueError(
+                f"nonfinite={self.nonfinite.action!r} and optimizers in backward do not go "
+                "together: some parameters have taken their step when a gradient is found that is "
+                "not finite; leave nonfinite at 'ignore', or take the step after backward"
+            )
         if self.hook is None:
             return
         if self.process_group is None:
@@ -175,9 +179,8 @@ def find_group(group: Any, mesh: Any = None) -> dist.ProcessGroup | None:
         return default_group() if group is None else None
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            "process_group is a torch.distributed.ProcessGroup (such as that of "
-            "torch.distributed.new_group(), in the processes that are its members), None for the "
-            f"default group, or False for none, but got {group!r} of type {type(group).__name__}"
+            "process_group is a torch.distributed.ProcessGroup of which this process is a member, "
+            f"None for the default group, or False for none, but got {group!r}"
         )
     return group
 

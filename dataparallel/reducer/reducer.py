@@ -81,7 +81,7 @@ class Reducer:
         self.statistics = Statistics(timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
-        if options.nonfinite.looks:
+        if options.nonfinite.action != "ignore":
             self.guard = Guard(options.nonfinite, trained.parameters, trained.names, processes)
         self._make_buckets()
 

@@ -49,14 +49,12 @@ class Statistics:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._sample_rate = 100
-        #: The number of each iteration is taken from here, and it begins here from ``due`` on.
-        self.numbers = itertools.count(1)
-        self.due = 1
         #: Whether spans are recorded, until the round ends here.
         self.measures = False
+        # Of iterations, the current one and the last that was sampled.
+        self._number = self._sampled = 0
         #: What torch calls the iteration: the last that was sampled before the current one.
         self.reported = 0
-        self._sampled = 0
         self._num_sampled = 0
         self._spans: list[Span] = []
         self._samples: deque[list[Span]] = deque(maxlen=_KEPT)
@@ -65,26 +63,24 @@ class Statistics:
         """Sample one in so many iterations, from the next one on and after the first ten."""
         if sample_rate < 1:
             raise ValueError(f"one in 1 iterations is sampled, or in more, but got {sample_rate}")
-        self._sample_rate, self.due = sample_rate, 0
+        self._sample_rate = sample_rate
 
-    def begin(self, number: int) -> None:
-        """An iteration begins that may be sampled, or follows one that was."""
+    def begin(self) -> None:
+        """An iteration begins."""
+        if self.measures:
+            # There was no backward: what is known of the forward counts.
+            self.end()
+        self._number += 1
         self.reported = self._sampled
-        # If there was no backward, what is known of the forward counts.
-        self.end()
-        if number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0:
-            self._sampled, self.due = number, number + 1
-            self.measures, self._spans = True, []
+        if self._number <= _ALWAYS_SAMPLED or self._number % self._sample_rate == 0:
+            self._sampled, self.measures, self._spans = self._number, True, []
             self._timeline.subscribe(Listener(self._spans.append))
-        else:
-            self.due = number + self._sample_rate - number % self._sample_rate
 
     def end(self) -> None:
         """The round has ended; nothing more is measured in this iteration."""
-        if self.measures:
-            self._num_sampled += 1
-            self._samples.append(self._spans)
-            self.abandon()
+        self._num_sampled += 1
+        self._samples.append(self._spans)
+        self.abandon()
 
     def abandon(self) -> None:
         """Forget the current iteration, which has failed."""

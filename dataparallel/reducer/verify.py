@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,8 +18,6 @@ from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.reducer.options import Options, TrainedParameters, shared_tensors
 from dataparallel.torch_internals import is_wrapper
-
-_log = logging.getLogger("dataparallel")
 
 _Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -64,12 +61,7 @@ def verify_across_processes(
     """Refuse other options, parameters or buffers in another process; every process calls this."""
     tensors = shared_tensors(module, buffers=options.sends_buffers)
     sparse = dict(zip(trained.names, trained.sparse, strict=True))
-    own = {
-        repr(name): _parameter(tensor, sparse.get(name, False))
-        if isinstance(tensor, torch.nn.Parameter)
-        else _look(tensor)
-        for name, tensor in tensors.items()
-    }
+    own = {repr(name): _described(t, sparse.get(name, False)) for name, t in tensors.items()}
     own |= {
         "nonfinite": options.nonfinite.action,
         "communication hook": "none" if options.hook is None else "registered",
@@ -100,9 +92,11 @@ def verify_across_processes(
     )
 
 
-def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
-    """What must be the same for a parameter everywhere, so that its gradients can be added up."""
+def _described(tensor: torch.Tensor, sparse: bool) -> str:
+    """What must be the same everywhere: of a parameter, so that its gradients can be added up."""
     text = _look(tensor)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return text
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         # Those of dimensions in which there is a second element to step to.
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -113,16 +107,9 @@ def _parameter(tensor: torch.Tensor, sparse: bool) -> str:
 
 def _look(tensor: torch.Tensor) -> str:
     """What a tensor is apart from its values and its place in memory."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{_kind(tensor)}{dtype} of shape {tuple(tensor.shape)}"
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    """What a tensor is whose values cannot be compared bit for bit; empty where they can."""
-    if tensor.is_meta or tensor.is_quantized:
-        return "meta " if tensor.is_meta else "quantized "
-    layout = str(tensor.layout).removeprefix("torch.")
-    return "" if layout == "strided" else f"{layout} "
+    kinds = [tensor.dtype] if tensor.layout == torch.strided else [tensor.layout, tensor.dtype]
+    names = [str(kind).removeprefix("torch.") for kind in kinds]
+    return f"{' '.join(names)} of shape {tuple(tensor.shape)}"
 
 
 # --- bit for bit -----------------------------------------------------------------------------
@@ -134,14 +121,9 @@ def check_replicas(
     """Compare parameters and buffers over replicas and processes, bit for bit.
 
     Nothing but fingerprints leaves a device or a process as long as all are the same. Every process
-    calls this, and either all raise the same error or none does. Sparse and quantized tensors and
-    those of the meta device are compared by dtype and shape alone, and a log line names them.
+    calls this, and either all raise the same error or none does.
     """
-    parts = [parts_of(each) for each in (tensors, *replicas)]
-    skipped = [f"{name!r} ({_look(t)})" for name, t in parts[0].items() if _kind(t)]
-    if skipped:
-        _log.warning("replicas are compared by dtype and shape alone in %s", listed(skipped))
-    texts = _texts(parts)
+    texts = _texts([parts_of(each) for each in (tensors, *replicas)])
     # Where replicas are the same, processes may have different numbers of them.
     own = {str(number): each for number, each in enumerate(texts) if not number or each != texts[0]}
     gathered = [own]
@@ -179,16 +161,19 @@ def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
     """Per replica what each tensor is, with its fingerprint; a tensor of several is read once."""
     wanted: dict[torch.device, dict[int, torch.Tensor]] = {}
     for tensor in [tensor for each in replicas for tensor in each.values()]:
-        if not _kind(tensor):
-            wanted.setdefault(tensor.device, {})[id(tensor)] = tensor
+        wanted.setdefault(tensor.device, {})[id(tensor)] = tensor
     # All devices compute before the first is waited for.
-    computed = [fingerprint([t.detach() for t in each.values()]) for each in wanted.values()]
+    computed = [fingerprint(list(map(_dense, each.values()))) for each in wanted.values()]
     known = {
         key: f", fingerprint {number % 2**64:016x}"
         for tensors, numbers in zip(wanted.values(), computed, strict=True)
         for key, number in zip(tensors, numbers.tolist(), strict=True)
     }
     return [
-        {name: _look(tensor) + known.get(id(tensor), "") for name, tensor in each.items()}
+        {name: _look(tensor) + known[id(tensor)] for name, tensor in each.items()}
         for each in replicas
     ]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
