@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from dataparallel.collectives.batch_statistics import batch_norm, check_input, is_alone
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.replicas.clones import ModuleClones
+from dataparallel.replicas.clones import Counterparts, Parts
 from dataparallel.threads.apply import current_replica
 from dataparallel.threads.meeting import current_rendezvous
 from dataparallel.torch_internals import BatchNorm, untraced
 
 
-def synchronize(clones: ModuleClones, group: LocalGroup) -> None:
-    """Let the batch norm layers of some clones use the statistics of the whole batch.
+def synchronize(group: LocalGroup, parts: Parts, replicas: Sequence[Counterparts]) -> None:
+    """Let the batch norm layers of clones use the statistics of the whole batch.
 
     Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group.
 
     Args:
-        clones: Refreshed clones; the change lasts until their next refresh.
         group: The replicas that have the batch.
+        parts: Those of the original.
+        replicas: For each replica, from the id of an original module to its clone.
     """
-    for name, module in zip(clones.parts.names, clones.parts.modules, strict=True):
+    for name, module in zip(parts.names, parts.modules, strict=True):
         if isinstance(module, nn.DataParallel):
             raise TypeError(
                 f"cannot synchronize batch norm over the replicas of {name!r} "
@@ -41,13 +43,12 @@ def synchronize(clones: ModuleClones, group: LocalGroup) -> None:
                     f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "
                     "which has a forward of its own; use a layer of torch.nn, or another buffers="
                 )
-            layers = [replica[id(module)] for replica in clones.counterparts]
-            # Weak, since the layer is to hold this, and would hold itself through it.
-            forwards = [
-                functools.partial(_forward, weakref.ref(layer), group, f"batch norm {name!r}")
-                for layer in layers
-            ]
-            clones.override(module, "forward", forwards)
+            for replica in replicas:
+                layer = replica[id(module)]
+                # Weak, since the layer is to hold this, and would hold itself through it.
+                layer.__dict__["forward"] = functools.partial(
+                    _forward, weakref.ref(layer), group, f"batch norm {name!r}"
+                )
 
 
 @untraced

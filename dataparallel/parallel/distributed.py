@@ -55,8 +55,8 @@ from dataparallel.reducer.options import (
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas, verify_across_processes
-from dataparallel.replicas.clones import ModuleClones, check_placement, is_spread
-from dataparallel.replicas.values import ReplicaParameters, Sharing
+from dataparallel.replicas.clones import check_placement, is_spread
+from dataparallel.replicas.values import ReplicaParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -69,8 +69,6 @@ class Training:
 
     Attributes:
         processes: The links; None where there is no other process and no hook.
-        batch_group: Who has the batch of which ``"sync"`` takes the statistics; None for the
-            replicas of this process.
         direct: Whether the module itself runs: there is nothing to reduce.
     """
 
@@ -91,14 +89,14 @@ class Training:
         trained = set(self._trained.indices)
         self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
         self.processes: ReducerProcesses | None = None
-        self.batch_group: HybridGroup | None = None
+        self._batch_group: HybridGroup | None = None
         if group is not None and (options.world_size > 1 or options.hook):
             verify = functools.partial(verify_across_processes, module, self._trained, options)
             self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
             if policy == "sync":
-                self.batch_group = HybridGroup(group, options.timeout)
+                self._batch_group = HybridGroup(group, options.timeout)
         leaves = self._make_leaves(model.device_ids)
         self.reducer = Reducer(
             self._trained, leaves, options, self.processes, timeline=model.timeline
@@ -122,8 +120,7 @@ class Training:
             across_processes=self.processes is not None,
             timeline=model.timeline,
         )
-        sharing: Sharing = "none" if policy == "mean" and len(devices) > 1 else "first"
-        self.clones = ModuleClones(self._module, devices, sharing, leaves=self.leaves)
+        self.clones = model._runner.make_clones(self._module, self.leaves, self._batch_group)
         self.direct = (
             len(devices) == 1
             and self.processes is None
@@ -207,8 +204,8 @@ class Training:
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""
-        if self.batch_group is not None:
-            self.batch_group.close()
+        if self._batch_group is not None:
+            self._batch_group.close()
         self.reducer.close()
 
 

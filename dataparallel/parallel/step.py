@@ -24,17 +24,17 @@ from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
 from dataparallel.devices import is_accelerator
-from dataparallel.errors import listed
 from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
 from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
-from dataparallel.replicas.values import Sharing
+from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread, refuse_transforms
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
 
 if TYPE_CHECKING:
+    from dataparallel.collectives.hybrid_group import HybridGroup
     from dataparallel.parallel.data_parallel import DataParallel
     from dataparallel.parallel.distributed import Training
 
@@ -97,15 +97,25 @@ class Runner:
     ) -> list[Any]:
         """Replicas of a module for the first slots, up to date; to be used within :meth:`using`."""
         standing = training.clones if training and training.clones.module is module else None
-        # A mean is written to the original, which must not be what a replica saved for backward.
-        sharing: Sharing = "none" if self._policy == "mean" else "first"
-        clones = standing or self._take_idle(module) or ModuleClones(module, self.devices, sharing)
+        clones = standing or self._take_idle(module) or self.make_clones(module)
         replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
-        if self._policy == "sync":
-            group = None if training is None else training.batch_group
-            synchronize(clones, group or LocalGroup())
         self._lent[threading.get_ident()] = clones, standing is None
         return replicas
+
+    def make_clones(
+        self,
+        module: nn.Module,
+        leaves: ReplicaParameters | None = None,
+        group: HybridGroup | None = None,
+    ) -> ModuleClones:
+        """Clones whose buffers are treated as the policy says; ``group``: who has the batch."""
+        # A mean is written to the original, which must not be what a replica saved for backward.
+        is_mean = self._policy == "mean" and len(self.devices) > 1
+        dress = None
+        if self._policy == "sync":
+            dress = functools.partial(synchronize, group or LocalGroup())
+        sharing: Sharing = "none" if is_mean else "first"
+        return ModuleClones(module, self.devices, sharing, leaves=leaves, dress=dress)
 
     def _take_idle(self, module: nn.Module) -> ModuleClones | None:
         """Clones of a module that no forward uses, out of what several threads may take from."""
@@ -126,19 +136,7 @@ class Runner:
             return
         try:
             yield
-            written = clones.written_parameters()
-            if written:
-                raise RuntimeError(
-                    f"the forward changed parameters in place: {listed(written)}; replicas run "
-                    "at the same time and would each change their own copy, so change parameters "
-                    "outside of forward, or make them buffers"
-                )
-            created = clones.created_parameters() if len(sizes) > 1 else []
-            if created:
-                raise RuntimeError(
-                    f"the forward created parameters: {listed(created)}; each replica would "
-                    "have its own, so call the module once with an example before wrapping it"
-                )
+            clones.check()
             if self._policy == "mean" and len(self.devices) > 1:
                 clones.merge_buffers(functools.partial(mean_buffer, sizes))
             clones.commit()

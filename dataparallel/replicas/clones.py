@@ -15,9 +15,10 @@ Where parameters have edges to the originals, the objects are new at each forwar
 of an earlier forward may still need the old ones as they were: activation checkpointing runs a
 clone's forward again in backward. Where they are leaves, which stay the same, the objects stay, as
 with the bare module. They are filled again only if something has changed: an attribute, parameter,
-buffer or submodule of the original or of a clone is another object than before, an empty container,
-such as a table of hooks, is not empty any more, or a module is of another class. Modules with
-attributes that lead to tensors or modules are filled anew each time.
+buffer or submodule of the original or of a clone is another object than before, a container that
+held nothing but numbers and names, such as an empty table of hooks, holds something else, or a
+module is of another class. Modules with attributes that may lead to tensors or modules are filled
+anew each time.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ import torch
 from torch import nn
 
 from dataparallel import torch_internals
-from dataparallel.devices import DeviceLike, is_accelerator, parse_devices
+from dataparallel.devices import DeviceLike, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 #: Where a module keeps its named parts.
-REGISTRIES = ("_parameters", "_buffers", "_modules")
+REGISTRIES = ("_parameters", "_modules", "_buffers")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 #: From the id of an original tensor or module to its counterpart.
 Counterparts: TypeAlias = Mapping[int, Any]
@@ -71,48 +72,43 @@ class Parts:
     def __init__(self, root: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         self.names: list[str] = []
-        #: Per module, the names of attributes that may lead to a tensor or a module.
-        self.references: list[list[str]] = []
-        parameters: dict[int, torch.Tensor] = {}
-        buffers: dict[int, torch.Tensor] = {}
-        seen: set[int] = set()
-        pending: list[tuple[str, nn.Module]] = [("", root)]
-        while pending:
-            name, module = pending.pop()
-            if id(module) in seen:
-                continue
+        for name, module in root.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(
                     f"cannot replicate {name or 'the module itself'!r} ({type(module).__name__}): "
                     "scripted modules hold on to their own parameters, so a clone cannot have "
                     "others; wrap the module before it is scripted, or use torch.compile"
                 )
-            seen.add(id(module))
-            attributes = module.__dict__
             self.modules.append(module)
             self.names.append(name)
-            for registry, found in (("_parameters", parameters), ("_buffers", buffers)):
-                found.update((id(t), t) for t in attributes[registry].values() if t is not None)
-            self.references.append(
-                [n for n, value in attributes.items() if n not in REGISTRIES and may_refer(value)]
-            )
-            prefix = name and f"{name}."
-            children = reversed(attributes["_modules"].items())
-            pending.extend((prefix + key, child) for key, child in children if child is not None)
+        tables = _tables(self.modules)
+        parameters, buffers = (
+            {id(t): t for t in _joined(map(dict.values, some)) if t is not None}
+            for some in (tables[1::4], tables[3::4])
+        )
         self.parameters = list(parameters.values())
         self.buffers = [buffer for key, buffer in buffers.items() if key not in parameters]
         self._registered = parameters.keys() | buffers.keys()
-        #: Indices of the modules with references.
-        self.intricate = [index for index, names in enumerate(self.references) if names]
+        #: By the index of a module, the attributes of it that may lead to a tensor or a module.
+        self.references: dict[int, list[str]] = {}
+        plain: list[Any] = []
+        for index, attributes in enumerate(tables[::4]):
+            for name, value in attributes.items():
+                if name not in REGISTRIES and may_refer(value):
+                    self.references.setdefault(index, []).append(name)
+                elif isinstance(value, (dict, list, set)) and name not in REGISTRIES:
+                    plain.append(value)
+        self._plain = _contents(list(filter(None, plain)))
         self._kinds = list(map(type, self.modules))
-        tables = _tables(self.modules)
-        values = _joined(map(dict.values, tables[::4]))
-        # A container without entries cannot refer to anything.
-        self._look = _Look(tables, [v for v in values if isinstance(v, (dict, list, set))])
+        self._look = _Look(tables, plain)
 
     def are_current(self) -> bool:
         """Whether the module consists of the same parts as then, in all of its tables."""
-        return list(map(type, self.modules)) == self._kinds and self._look.is_same()
+        return (
+            list(map(type, self.modules)) == self._kinds
+            and self._look.is_same()
+            and _OPAQUE.issuperset(map(type, _joined(self._plain)))
+        )
 
     def loose_tensors(self) -> list[torch.Tensor]:
         """Tensors that are in plain attributes now, neither parameters nor buffers."""
@@ -123,9 +119,9 @@ class Parts:
                 found[id(part)] = part
             return part
 
-        for module, names in zip(self.modules, self.references, strict=True):
+        for index, names in self.references.items():
             for name in names:
-                substitute(module.__dict__[name], note)
+                substitute(self.modules[index].__dict__[name], note)
         return list(found.values())
 
 
@@ -210,7 +206,7 @@ def replicate(
 
 
 class ModuleClones:
-    """The clones of one module: refresh, their forwards, commit if all is well, release.
+    """The clones of one module: refresh, their forwards, check and commit if all is well, release.
 
     Args:
         module: The original.
@@ -219,6 +215,9 @@ class ModuleClones:
             the original's device.
         leaves: The parameters of the clones, in the order of ``module.parameters()``. Default:
             tensors with gradient edges to the originals, new at each forward.
+        dress: Called with the parts of the original, and for each replica from the id of an
+            original part to its counterpart, after clones were filled: it may give clones
+            attributes of their own.
     """
 
     def __init__(
@@ -228,16 +227,17 @@ class ModuleClones:
         buffer_sharing: Sharing = "first",
         *,
         leaves: ReplicaParameters | None = None,
+        dress: Callable[[Parts, Sequence[Counterparts]], None] | None = None,
     ) -> None:
         self.module = module
         self._devices = tuple(devices)
-        self._leaves = leaves
+        self._leaves, self._dress = leaves, dress
         self._parameters = Values(devices) if leaves is None else leaves.values
         self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
         self._num_replicas = 0
-        # Whether a forward has begun whose end nobody has told.
-        self._is_forward = False
+        # Whether a forward has begun whose end nobody has told, and one has assigned to its clone.
+        self._is_forward = self._is_touched = False
         self._parts: Parts | None = None
         self._drop()
 
@@ -245,24 +245,28 @@ class ModuleClones:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
         self._counterparts: list[dict[int, Any]] = []
-        # Per replica whose writes matter, all tables; of replica 0 also copies from before the
-        # forward, four for each module.
-        self._clone_looks: list[_Look] = []
-        self._before: list[dict[str, Any]] = []
-        self._touched: bool | None = None
+        # Per replica whose writes matter, two: the tables of its clones before the forward but for
+        # those of buffers, and these.
+        self._looks: list[_Look] = []
 
     # --- before a forward ------------------------------------------------------------------------
 
     def follow(self) -> bool:
         """Find out what the module consists of now; with leaves, at the begin of each forward."""
-        if self._parts is None or not self._parts.are_current():
-            self._drop()
-            self._parts = None
-            parts = Parts(self.module)
-            if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
-                _refuse_replaced(self.module)
-                return False
-            self._parts = parts
+        if self._parts is not None and self._parts.are_current():
+            return True
+        self._drop()
+        self._parts = None
+        parts = Parts(self.module)
+        if self._leaves is not None and not self._leaves.stands_for(parts.parameters):
+            if not all(isinstance(parameter, nn.Parameter) for parameter in parts.parameters):
+                raise RuntimeError(
+                    "torch.func.functional_call has replaced parameters of the wrapped module, but "
+                    "DistributedDataParallel trains its own copies of them; call it on the bare "
+                    "module (.module of the wrapper), or wrap that in DataParallel"
+                )
+            return False
+        self._parts = parts
         return True
 
     def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
@@ -270,9 +274,13 @@ class ModuleClones:
         self.release()
         if self._leaves is None or self._parts is None:
             self.follow()
-        self._num_replicas = num_replicas
-        parts = self.parts
-        indices: Sequence[int] = parts.intricate
+        if self._parts is None:
+            raise RuntimeError(
+                "parameters of the wrapped module were replaced while its forward was being "
+                "prepared; replace them between two forwards"
+            )
+        self._num_replicas, parts = num_replicas, self._parts
+        indices: Iterable[int] = parts.references
         if not self._filled:
             home = self._devices[0]
             # One replica that is trained may be on several devices itself.
@@ -287,30 +295,24 @@ class ModuleClones:
                 {id(module): object.__new__(type(module)) for module in parts.modules}
                 for _ in range(count)
             ]
-        self._give_tensors(detach=detach)
+        self._give_tensors(parts, detach=detach)
         for index in indices:
-            module, names = parts.modules[index], parts.references[index]
+            module, names = parts.modules[index], parts.references.get(index, ())
             for replica in self._counterparts:
                 fill(module, replica[id(module)], names, replica)
-        self._filled = self._leaves is not None
-        if indices or parts.buffers or not self._before:
-            self._note_tables()
-        self._touched = None
-        self._is_forward = True
-        return list(map(itemgetter(id(self.module)), self.counterparts))
-
-    def _note_tables(self) -> None:
-        self._clone_looks, self._before = [], []
-        for replica in self._counterparts[: 1 if self._leaves is None else None]:
-            clones = [replica[id(module)] for module in self.parts.modules]
-            tables = _tables(clones)
-            self._clone_looks.append(_Look(tables, _joined(map(_hooks, map(vars, clones)))))
-            self._before = self._before or list(map(dict.copy, tables))
+        if indices:
+            if self._dress is not None:
+                self._dress(parts, self._counterparts)
+            self._looks = []
+            for replica in self._counterparts[: 1 if self._leaves is None else None]:
+                self._looks += _looks_at([replica[id(module)] for module in parts.modules])
+        self._filled, self._is_forward = self._leaves is not None, True
+        return [replica[id(self.module)] for replica in self._counterparts[:num_replicas]]
 
     # --- tensors of the replicas -----------------------------------------------------------------
 
-    def _give_tensors(self, *, detach: bool) -> None:
-        parts, training, count = self.parts, self.module.training, len(self._counterparts)
+    def _give_tensors(self, parts: Parts, *, detach: bool) -> None:
+        training, count = self.module.training, len(self._counterparts)
         now = training != self._was_training
         self._was_training = training
         values = self._parameters.update(parts.parameters, count, now=now)
@@ -319,7 +321,7 @@ class ModuleClones:
         elif not self._filled:
             for replica, leaves in zip(self._counterparts, self._leaves.rows, strict=True):
                 replica.update(zip(map(id, parts.parameters), leaves, strict=True))
-        if training and is_accelerator(self._devices[0]):
+        if training:
             # A forward that trains writes buffers, some layers of torch without a trace.
             self._buffers.forget()
             self._loose.forget()
@@ -327,8 +329,8 @@ class ModuleClones:
             values = self._buffers.update(parts.buffers, count, now=now)
             self._set(parts.buffers, values, detach=detach)
             if self._filled:
-                self._set_buffers()
-        if parts.intricate:
+                self._set_buffers(parts)
+        if parts.references:
             # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there,
             # and one that a forward computed belongs to the graph of that forward.
             home = self._devices[0]
@@ -353,35 +355,39 @@ class ModuleClones:
             replica.update(zip(keys, values[number], strict=True))
             replica.update(zip([keys[i] for i in chosen], aliases[number], strict=True))
 
-    def _set_buffers(self) -> None:
+    def _set_buffers(self, parts: Parts) -> None:
         """Put the buffers of this forward into clones that are filled."""
-        for module in self.parts.modules:
+        for module in parts.modules:
             buffers = module._buffers
             for replica in self._counterparts if buffers else ():
-                table = replica[id(module)]._buffers
-                for name, buffer in buffers.items():
-                    table[name] = None if buffer is None else replica[id(buffer)]
+                found = map(replica.get, map(id, buffers.values()))
+                replica[id(module)]._buffers.update(zip(buffers, found, strict=True))
+        for look in self._looks[1::2]:
+            look.note()
 
     # --- after a forward -------------------------------------------------------------------------
 
-    def written_parameters(self) -> list[str]:
-        """Names of the parameters that a replica has written since :meth:`refresh`."""
+    def check(self) -> None:
+        """Raise a RuntimeError if replicas wrote parameters in their forward, or made some."""
         written = set(map(id, self._parameters.written()))
-        if not written:
-            return []
-        return [name for name, p in self.module.named_parameters() if id(p) in written]
-
-    def created_parameters(self) -> list[str]:
-        """Names of the parameters that the forward of replica 0 has made."""
-        if not self._is_touched():
-            return []
-        first = self._counterparts[0]
-        known = set(map(id, first.values()))
-        return [
-            name
-            for name, parameter in first[id(self.module)].named_parameters()
-            if id(parameter) not in known and parameter.is_leaf
-        ]
+        if written:
+            names = [name for name, p in self.module.named_parameters() if id(p) in written]
+            raise RuntimeError(
+                f"the forward changed parameters in place: {listed(names)}; replicas run at the "
+                "same time and would each change their own copy, so change parameters outside of "
+                "forward, or make them buffers"
+            )
+        self._is_touched = not all(map(_Look.is_same, self._looks))
+        if self._is_touched and self._num_replicas > 1:
+            first = self._counterparts[0]
+            known = set(map(id, first.values()))
+            named = first[id(self.module)].named_parameters()
+            created = [name for name, p in named if id(p) not in known and p.is_leaf]
+            if created:
+                raise RuntimeError(
+                    f"the forward created parameters: {listed(created)}; each replica would have "
+                    "its own, so call the module once with an example before wrapping it"
+                )
 
     @torch.no_grad()
     def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
@@ -390,13 +396,15 @@ class ModuleClones:
         Batch norm on the CPU writes its statistics without counting a version, so values that
         differ count, too: replicas whose buffers are merged have them in memory of their own.
         """
-        written = set(map(id, self._buffers.written() if self.parts.buffers else ()))
+        assert self._parts is not None
+        replicas = self._counterparts[: self._num_replicas]
+        written = set(map(id, self._buffers.written()))
         changed: list[tuple[torch.Tensor, list[Any]]] = []
-        for module in self.parts.modules:
+        for module in self._parts.modules:
             for name, original in module._buffers.items():
-                tables = [replica[id(module)]._buffers for replica in self.counterparts]
+                tables = [replica[id(module)]._buffers for replica in replicas]
                 values = [table.get(name) for table in tables]
-                given: list[Any] = [replica.get(id(original)) for replica in self.counterparts]
+                given: list[Any] = [replica.get(id(original)) for replica in replicas]
                 if all(v is not None and v is not g for v, g in zip(values, given, strict=True)):
                     tables[0][name] = merge(values)
                 elif original is not None and (
@@ -407,24 +415,17 @@ class ModuleClones:
         for original, given in changed:
             original.copy_(merge(given))
 
-    def override(self, module: nn.Module, name: str, values: Sequence[Any]) -> None:
-        """Give clones of ``module`` an attribute, one value each, until the next refresh."""
-        for replica, value in zip(self.counterparts, values, strict=True):
-            replica[id(module)].__dict__[name] = value
-        self._before_of(self.parts.modules.index(module))[0][name] = values[0]
-
     def commit(self) -> None:
         """Assign to the originals what replica 0 has assigned to itself."""
-        modules = self.parts.modules
-        indices = range(len(modules)) if self._is_touched() else self.parts.intricate
-        if indices:
-            forward = self._counterparts[0]
-            everything = (*self.parts.parameters, *self.parts.buffers, *modules)
-            back = {id(forward[id(part)]): part for part in everything}
-            for index in indices:
-                module = modules[index]
-                take_back(module, forward[id(module)], self._before_of(index), back)
-        if self._touched:
+        if self._is_touched:
+            first, parts = self._counterparts[0], self._parts
+            assert parts is not None
+            tables, buffers = (look.before() for look in self._looks[:2])
+            everything = (*parts.parameters, *parts.buffers, *parts.modules)
+            back = {id(first[id(part)]): part for part in everything}
+            for i, module in enumerate(parts.modules):
+                before = (*tables[3 * i : 3 * i + 3], buffers[i])
+                take_back(module, first[id(module)], before, back)
             # What the original was is not kept: it may have led to the graph of another forward.
             self._filled, self._parts = False, None
         self._is_forward = False
@@ -437,41 +438,6 @@ class ModuleClones:
             self._is_forward = self._filled = False
         if not self._filled:
             self._drop()
-
-    @property
-    def counterparts(self) -> list[dict[int, Any]]:
-        """Per replica, from the id of an original part to the replica's."""
-        return self._counterparts[: self._num_replicas]
-
-    @property
-    def parts(self) -> Parts:
-        """The parts of the original, as :meth:`follow` has found them last."""
-        if self._parts is None:
-            raise RuntimeError(
-                "parameters of the wrapped module were replaced while its forward was being "
-                "prepared; replace them between two forwards"
-            )
-        return self._parts
-
-    def _is_touched(self) -> bool:
-        """Whether a clone whose writes matter has other attributes than before its forward."""
-        if self._touched is None:
-            self._touched = not all(map(_Look.is_same, self._clone_looks))
-        return self._touched
-
-    def _before_of(self, index: int) -> list[dict[str, Any]]:
-        return self._before[4 * index : 4 * index + 4]
-
-
-def _refuse_replaced(module: nn.Module) -> None:
-    """Say what to do where ``torch.func.functional_call`` has put tensors for the parameters."""
-    replaced = [n for n, p in module.named_parameters() if not isinstance(p, nn.Parameter)]
-    if replaced:
-        raise RuntimeError(
-            f"torch.func.functional_call has replaced parameters of the wrapped module "
-            f"({listed(replaced)}), but DistributedDataParallel trains its own copies of them; "
-            "call it on the bare module (.module of the wrapper), or wrap that in DataParallel"
-        )
 
 
 def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
@@ -492,10 +458,15 @@ class _Look:
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], others: Iterable[Any] = ()) -> None:
-        self._filled = list(filter(None, tables))
+        self._tables, self._filled = tables, list(filter(None, tables))
         self._empty = list(itertools.filterfalse(None, itertools.chain(tables, others)))
+        self.note()
+
+    def note(self) -> None:
+        """From now on they are as they are now; none was empty that is filled."""
         self._names = list(_joined(self._filled))
         self._values = list(_joined(map(dict.values, self._filled)))
+        self._sizes = list(map(len, self._tables))
 
     def is_same(self) -> bool:
         """Whether the same objects have the same names as before."""
@@ -505,6 +476,19 @@ class _Look:
             and list(_joined(self._filled)) == self._names
             and all(map(is_, _joined(map(dict.values, self._filled)), self._values))
         )
+
+    def before(self) -> list[dict[str, Any]]:
+        """What the tables were."""
+        entries = zip(self._names, self._values, strict=True)
+        return [dict(itertools.islice(entries, size)) for size in self._sizes]
+
+
+def _looks_at(clones: Sequence[nn.Module]) -> tuple[_Look, _Look]:
+    """What clones are before a forward, which may also fill their empty tables of hooks."""
+    tables = _tables(clones)
+    buffers = _Look(tables[3::4])
+    del tables[3::4]
+    return _Look(tables, _joined(map(_hooks, map(vars, clones)))), buffers
 
 
 def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
@@ -517,7 +501,7 @@ def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
 
 
 def fill(
-    module: nn.Module, clone: nn.Module, references: list[str], counterparts: Counterparts
+    module: nn.Module, clone: nn.Module, references: Sequence[str], counterparts: Counterparts
 ) -> None:
     """Give a clone the attributes of its original, with the replica's own parts in them."""
     attributes = module.__dict__.copy()
@@ -525,11 +509,8 @@ def fill(
         attributes[name] = with_counterparts(attributes[name], counterparts)
     for registry in REGISTRIES:
         parts = attributes[registry]
-        if parts:
-            found = [None if part is None else counterparts[id(part)] for part in parts.values()]
-            attributes[registry] = dict(zip(parts, found, strict=True))
-        else:
-            attributes[registry] = {}
+        found = map(counterparts.get, map(id, parts.values()))
+        attributes[registry] = dict(zip(parts, found, strict=True))
     for name in torch_internals.MODULE_HOOKS:
         # So that the hooks that a forward registers in one replica do not run in the others.
         if not attributes.get(name):
@@ -563,8 +544,10 @@ def may_refer(value: Any) -> bool:
     """Whether :func:`substitute` could find a part in ``value``; quick, and never wrongly False."""
     if type(value) in _OPAQUE:
         return False
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        return bool(value)
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(may_refer, value))
+    if isinstance(value, (dict, list, set)):
+        return not _OPAQUE.issuperset(map(type, _joined(_contents([value]))))
     if isinstance(value, types.FunctionType):
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         closes = value.__closure__ is not None or bool(value.__dict__)
@@ -572,6 +555,11 @@ def may_refer(value: Any) -> bool:
     return isinstance(
         value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
     )
+
+
+def _contents(containers: Sequence[Any]) -> list[Any]:
+    """Views of what some dicts, lists and sets hold, keys and values."""
+    return [*containers, *[one.values() for one in containers if isinstance(one, dict)]]
 
 
 def substitute(
