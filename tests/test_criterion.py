@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.parallel.loss import Part, Weight, arguments, prepare
+from dataparallel.parallel.loss import Loss, Part, Weight, arguments
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -34,10 +34,10 @@ def combined(
     sizes: list[int],
     weight: Weight | None = None,
 ) -> Tensor:
-    prepared = prepare(criterion, weight)
+    prepared = Loss(criterion, weight)
     chunks = [torch.split(value, sizes) for value in (output, *args)]
     parts = [
-        prepared.local(chunk[0], chunk[1:], {}, samples=size)
+        prepared.local(prepared.criterion, chunk[0], chunk[1:], {}, size)
         for size, chunk in zip(sizes, zip(*chunks, strict=True), strict=True)
     ]
     return prepared.combine(parts, CPU)
@@ -55,11 +55,11 @@ def test_the_users_criterion_is_not_changed() -> None:
 
 def test_a_clone_of_the_criterion_computes_the_part() -> None:
     clone = nn.CrossEntropyLoss(weight=CLASS_WEIGHT * 2)
-    prepared = prepare(nn.CrossEntropyLoss(weight=CLASS_WEIGHT))
+    prepared = Loss(nn.CrossEntropyLoss(weight=CLASS_WEIGHT))
     assert isinstance(prepared.module, nn.CrossEntropyLoss)
-    assert prepare(F.mse_loss).module is None
+    assert Loss(F.mse_loss).module is None
     output, target = logits(4, CLASSES), torch.tensor([0, 1, 3, 4])
-    part = prepared.local(output, (target,), {}, samples=4, replica=clone)
+    part = prepared.local(clone, output, (target,), {}, 4)
     assert part.denominator == 2 * CLASS_WEIGHT[target].sum()
     torch.testing.assert_close(part.numerator, clone(output, target) * part.denominator)
 
@@ -68,11 +68,11 @@ def test_keyword_tensors_of_a_function_follow_the_chunk_to_its_device() -> None:
     function = functools.partial(F.cross_entropy, weight=CLASS_WEIGHT)
     device = torch.device("virtual:1")
     output, target = logits(4, CLASSES), labels(4)
-    part = prepare(function).local(output.to(device), (target.to(device),), {}, samples=4)
+    part = Loss(function).local(function, output.to(device), (target.to(device),), {}, 4)
     assert part.numerator.device == device
     assert isinstance(part.denominator, Tensor)
     assert part.denominator.device == device
-    loss = prepare(function).combine([part], CPU)
+    loss = Loss(function).combine([part], CPU)
     torch.testing.assert_close(loss, function(output, target))
 
 
@@ -120,9 +120,9 @@ def test_unreduced_losses_are_concatenated_along_the_batch() -> None:
     output, target = logits(2, 3, 7), logits(2, 3, 7)
     criterion = nn.MSELoss(reduction="none")
     for dim in (2, -1):
-        prepared = prepare(criterion, dim=dim)
+        prepared = Loss(criterion, dim=dim)
         parts = [
-            prepared.local(y, (t,), {}, samples=y.size(-1))
+            prepared.local(prepared.criterion, y, (t,), {}, y.size(-1))
             for y, t in zip(output.tensor_split([4], -1), target.tensor_split([4], -1), strict=True)
         ]
         torch.testing.assert_close(prepared.combine(parts, CPU), criterion(output, target))
@@ -139,12 +139,16 @@ def test_a_batch_that_weighs_nothing_has_no_loss() -> None:
     [
         (None, ValueError, "what masked_mean divides its loss by is not known"),
         (3, ValueError, "cannot be weighted with weight=3; pass weight="),
-        (lambda output, target: -1, ValueError, "finite and not negative, but is -1.0"),
-        (lambda output, target: float("nan"), ValueError, "finite and not negative, but is nan"),
+        (lambda output, target: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
+        (
+            lambda output, target: float("nan"),
+            ValueError,
+            "finite and not negative, but that of .* is nan",
+        ),
         (
             lambda output, target: target,
             TypeError,
-            "must return a number for each chunk: .*element",
+            "a weight is a number, but that of weight= is not: .*element",
         ),
     ],
 )
@@ -157,8 +161,8 @@ def test_weights_that_make_no_sense(weight: Any, error: type[Exception], message
 
 
 def first_part(criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Part:
-    prepared = prepare(criterion)
-    return prepared.local(args[0], args[1:], kwargs, samples=2)
+    prepared = Loss(criterion)
+    return prepared.local(prepared.criterion, args[0], args[1:], kwargs, 2)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +233,14 @@ def test_shapes_and_types_that_cannot_be_divided(
 
 
 def test_criteria_that_cannot_be_prepared() -> None:
-    with pytest.raises(ValueError, match="what 'mse' divides its loss by is not known"):
-        prepare("mse")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="what str divides its loss by is not known"):
+        Loss("mse")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="MSELoss knows its denominator itself"):
-        prepare(nn.MSELoss(), weight="samples")
+        Loss(nn.MSELoss(), weight="samples")
     with pytest.raises(ValueError, match=r"one of .*, but is 'avg'"):
-        prepare(nn.MSELoss(reduction="avg"))
+        Loss(nn.MSELoss(reduction="avg"))
     with pytest.raises(ValueError, match="is not known"):
-        prepare(functools.partial(F.mse_loss, logits(2)))
+        Loss(functools.partial(F.mse_loss, logits(2)))
     with pytest.raises(TypeError, match=r"must return a 0-d tensor, but returned shape \(2,\)"):
         combined(lambda output: output, logits(2), (), [2], "samples")
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel.parallel.loss import prepare
+from dataparallel.parallel.loss import Loss
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -52,9 +52,9 @@ def combined(
     sizes: list[int],
     axis: int = 0,
 ) -> Tensor:
-    prepared = prepare(criterion)
+    prepared = Loss(criterion)
     parts = [
-        prepared.local(part.output, part.args, part.kwargs, samples=size)
+        prepared.local(criterion, part.output, part.args, part.kwargs, size)
         for size, part in zip(sizes, chunks(batch, sizes, axis), strict=True)
     ]
     return prepared.combine(parts, CPU)
@@ -264,7 +264,7 @@ def test_batchmean_divides_by_all_samples(log_target: bool) -> None:
     criterion = nn.KLDivLoss(reduction="batchmean", log_target=log_target)
     assert_same(criterion, Batch(logits(7, 2, 3), (unit(7, 2, 3),)), [4, 1, 2])
     with pytest.raises(ValueError, match="the batch is dimension 1"):
-        prepare(criterion, dim=1)
+        Loss(criterion, dim=1)
 
 
 def test_every_loss_module_of_torch_is_known_or_refused_by_name() -> None:
@@ -279,7 +279,7 @@ def test_every_loss_module_of_torch_is_known_or_refused_by_name() -> None:
     public -= {nn.NLLLoss2d, getattr(nn, "LinearCrossEntropyLoss", None)}
     assert public <= tested
     with pytest.raises(ValueError, match="what AdaptiveLogSoftmaxWithLoss divides"):
-        prepare(nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2]))
+        Loss(nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2]))
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch is older than it")
@@ -375,11 +375,11 @@ def test_a_subclass_is_known_as_long_as_it_keeps_the_forward() -> None:
     for other in (Scaled(), Called()):
         name = type(other).__name__
         with pytest.raises(ValueError, match=f"what {name} divides its loss by is not known"):
-            prepare(other)
+            Loss(other)
     patched = nn.MSELoss()
     patched.forward = lambda input, target: input.sum()  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="what MSELoss divides its loss by is not known"):
-        prepare(patched)
+        Loss(patched)
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,13 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
 @pytest.mark.parametrize(
     ("scalars", "error", "match"),
     [
-        (lambda x: x, TypeError, r"scalars= must return a number for each chunk: .*element"),
-        (lambda x: -1, ValueError, "finite and not negative, but is -1.0"),
-        (lambda x: float("nan"), ValueError, "finite and not negative, but is nan"),
+        (lambda x: x, TypeError, r"a weight is a number, but that of .*scalars= is not: .*element"),
+        (lambda x: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
+        (lambda x: float("nan"), ValueError, "finite and not negative, but that of .* is nan"),
         (
             lambda x: None if x[0, 0] else 1,
             TypeError,
-            "must return a number for each chunk: .*NoneType",
+            "a weight is a number, but that of .*scalars= is not: .*NoneType",
         ),
         (lambda: 1, TypeError, "takes 0 positional arguments but 1 was given"),
     ],

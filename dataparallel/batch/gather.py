@@ -252,13 +252,16 @@ def _refuse_mean(scalars: ScalarsOption) -> None:
 
 
 def read_weight(what: str, found: Any) -> float:
-    """The weight of a chunk, from what the caller's function ``what`` returned; may wait for it."""
+    """A weight, from what the caller gave for ``what``; may wait for its device."""
     try:
         weight = float(found.detach() if isinstance(found, Tensor) else found)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{what} must return a number for each chunk: {error}") from error
+        raise TypeError(f"a weight is a number, but that of {what} is not: {error}") from error
     if not 0 <= weight < math.inf:
-        raise ValueError(f"the weight of a chunk is finite and not negative, but is {weight}")
+        raise ValueError(
+            f"a weight is finite and not negative, but that of {what} is {weight}; pass a number "
+            "of samples, labels or tokens"
+        )
     return weight
 
 

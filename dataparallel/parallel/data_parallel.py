@@ -31,7 +31,6 @@ from dataparallel.batch.gather import (
 )
 from dataparallel.batch.scatter import (
     BatchSplitter,
-    ChunkSizesOf,
     ScatterPlan,
     execute,
     move,
@@ -47,7 +46,7 @@ from dataparallel.devices import (
 from dataparallel.errors import chosen
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
-from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments, prepare
+from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments
 from dataparallel.parallel.step import Call, Chunks, Runner
 from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
@@ -149,8 +148,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
         self.module = module
-        # The children of the wrapper, while torch is kept from loading them again.
-        self._loaded: dict[str, nn.Module | None] = {}
         hooks: Any = self
         hooks.register_state_dict_post_hook(DataParallel._finish_state)
         hooks.register_load_state_dict_post_hook(DataParallel._finish_load)
@@ -167,12 +164,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.scalars = scalars
         self.in_dims = dict(in_dims or {})
         self.out_dims = out_dims
-        self.timeline = Timeline(devices)
-        self._runner = Runner(devices, self.buffer_policy, self.timeline)
-        self._splitter: BatchSplitter | None = None
+        self._begin_life()
         self._spread = self._MAY_SPREAD and len(devices) == 1 and is_spread(module)
         if not self._spread:
             place(module, devices)
+
+    def _begin_life(self) -> None:
+        """Make what no copy takes over."""
+        self.timeline = Timeline(self.device_ids)
+        self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
+        self._splitter: BatchSplitter | None = None
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -232,8 +233,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if len(devices) == 1:
             device = None if self._spread else devices[0]
             return self._counted([move(inputs, device)], [move(dict(kwargs), device)])
-        chunk_sizes = None if self._splitter is None else self._splitter.chunk_sizes
-        plan = self._plan(inputs, kwargs, len(devices), chunk_sizes)
+        plan = self._plan(inputs, kwargs, len(devices))
         if plan.batch_size is None and (inputs or kwargs):
             raise ValueError(
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
@@ -244,11 +244,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return Chunks(own, named, plan.sizes, shared=shared)
 
     def _plan(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        num_slots: int,
-        chunk_sizes: ChunkSizesOf | None = None,
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], num_slots: int
     ) -> ScatterPlan:
         in_dims: dict[str | int, Any] | None = None
         if self.in_dims:
@@ -256,6 +252,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
+        divides = self._splitter is not None and num_slots > 1
+        chunk_sizes = self._splitter.chunk_sizes if divides else None
         return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
 
     def _counted(self, args: Sequence[Any], kwargs: Sequence[Any]) -> Chunks:
@@ -350,7 +348,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ValueError: ``weight`` is missing for an unknown criterion; or as :meth:`forward`.
         """
         args, kwargs = arguments(inputs)
-        loss = prepare(criterion, weight, self.dim)
+        loss = Loss(criterion, weight, self.dim)
         record = torch.autograd.profiler.record_function("DataParallel.loss")
         with record, self._begin(loss) as call:
             result: Tensor = step.run(self, call, args, {**kwargs, TARGETS: targets})
@@ -404,7 +402,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._loaded, self._modules = self._modules, {}
 
     def _finish_load(self, _: Any) -> None:
-        self._modules, self._loaded = self._loaded, {}
+        self._modules = self._loaded
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -418,10 +416,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return getattr(module, name)
 
     # --- other replicas --------------------------------------------------------------------------
-
-    # How many replicas divide a batch changes nothing but rounding, so they may come and go between
-    # steps. The originals and the optimizer's state are on the first device; the others hold only
-    # what can be made from them.
 
     def drop_replica(self, index: int) -> None:
         """Train with one replica less from the next forward on; the others take its samples.
@@ -498,9 +492,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._splitter = None
-        self.timeline = Timeline(self.device_ids)
-        self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
+        self._begin_life()
 
 
 def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ buckets of one wrapper.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import kernels, torch_internals
-from dataparallel.batch.gather import ScalarsOption
+from dataparallel.batch.gather import ScalarsOption, read_weight
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
@@ -361,7 +360,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             forward_sync_buffers=forwards,
             optimizers=left if left.found else None,
         )
-        self._begin_life()
         processes = self._training.processes
         if processes is not None:
             processes.connect()
@@ -370,7 +368,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 send_states(self.module, 0, processes.buckets, buffers=sends)
 
     def _begin_life(self) -> None:
-        """Make what no copy takes over."""
+        super()._begin_life()
         self._forwards, self._progress = RLock(), Progress()
         #: Whether the backward of the next forward is reduced over processes.
         self.require_backward_grad_sync = True
@@ -428,8 +426,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             if reduces:
                 weight, self._weight = self._weight, None
                 outer = torch_internals.active_torch_wrapper()
-                if outer is not None:
-                    _refuse_outer(outer, self)
+                # At the end of backward it would write zeros over the gradients that this wrapper
+                # delivers, which its hooks do not see. Where it sends nothing, it does not.
+                sends = outer is not None and outer.process_group.size() > 1
+                if sends and any(part is self for part in outer.modules()):
+                    raise RuntimeError(
+                        "torch's DistributedDataParallel is around this wrapper, and would set all "
+                        "gradients to zero; leave that one out, since this wrapper reduces "
+                        "gradients over the processes itself. accelerate adds it in prepare(): "
+                        "call accelerator.prepare_model(model, evaluation_mode=True) for the "
+                        "model. Lightning adds it with strategy='ddp'"
+                    )
             training = self._ready(reduces=reduces)
             counts = self.options.average == "samples" and self.options.world_size > 1
             weighs = counts and reduces and weight is None
@@ -510,12 +517,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             raise ValueError(
                 f"a weight counts with average='samples', but this wrapper has {average!r}"
             )
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(
-                f"a weight must be finite and not negative, but got {weight}; pass the number of "
-                "samples or tokens of this process"
-            )
-        self._weight = float(weight)
+        self._weight = read_weight("set_weight()", weight)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
@@ -818,10 +820,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             state.pop(name, None)
         return {**state, "options": replace(self.options, hook=None)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._begin_life()
-
 
 def _default_devices(
     module: nn.Module, group: dist.ProcessGroup | None
@@ -848,19 +846,4 @@ def _check_alone(options: Options) -> None:
             "would train by itself; call dp.init_process_group() before the module is wrapped, "
             "in every process, or pass process_group=False to train separately in each of "
             "them: nothing is reduced or compared between them then"
-        )
-
-
-def _refuse_outer(outer: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:
-    """Raise a RuntimeError in the forward of a ``DistributedDataParallel`` of torch around this.
-
-    Its hooks on the parameters do not see the gradients that this wrapper delivers. At the end of
-    backward it writes what it has seen over them: zeros. In a single process it does not.
-    """
-    if outer.process_group.size() > 1 and any(part is model for part in outer.modules()):
-        raise RuntimeError(
-            "torch's DistributedDataParallel is around this wrapper, and would set all gradients "
-            "to zero; leave that one out, since this wrapper reduces gradients over the processes "
-            "itself. accelerate adds it in prepare(): call accelerator.prepare_model(model, "
-            "evaluation_mode=True) for the model. Lightning adds it with strategy='ddp'"
         )

@@ -14,7 +14,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -160,28 +159,50 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (value,), {}
 
 
-@dataclass(frozen=True)
 class Loss:
-    """The forward and the loss of one batch; made by :func:`prepare`."""
+    """The loss of one batch; for its arguments see ``DataParallel.loss``."""
 
-    criterion: Callable[..., Any]
-    reduction: str
-    dim: int
-    #: What the criterion divides by; None for one that is not known.
-    rule: Rule | None
-    #: What a chunk of such a criterion counts.
-    weight: Weight | None
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The criterion as a module, whose clones replicas want; ``None`` for a function."""
-        return self.criterion if isinstance(self.criterion, nn.Module) else None
+    def __init__(
+        self, criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0
+    ) -> None:
+        name, rule = _name_of(criterion), _rule_of(criterion)
+        self.criterion, self._rule, self._weight, self._dim = criterion, rule, weight, dim
+        #: The criterion as a module, whose clones replicas want; None for a function.
+        self.module = criterion if isinstance(criterion, nn.Module) else None
+        self._reduction = "weighted"
+        if rule is None:
+            if weight == "samples" or callable(weight):
+                return
+            raise ValueError(
+                f"what {name} divides its loss by is not known, so the losses of the chunks cannot "
+                f'be weighted with weight={weight!r}; pass weight="samples" if it is a mean over '
+                "samples, or a function of its arguments that returns what it divides by, for "
+                "example weight=lambda output, target: (target != -100).sum(). Known are the "
+                "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
+                "keywords"
+            )
+        if weight is not None:
+            raise ValueError(
+                f"{name} knows its denominator itself, so weight={weight!r} has no meaning; "
+                "leave it out, or wrap the criterion in a function of your own"
+            )
+        is_partial = isinstance(criterion, functools.partial)
+        keywords = criterion.keywords if is_partial else vars(criterion)
+        self._reduction = reduction = keywords.get("reduction", "mean")
+        known = ("mean", "sum", "none", *(["batchmean"] if rule.function is F.kl_div else []))
+        if reduction not in known:
+            raise ValueError(f"the reduction of {name} is one of {known}, but is {reduction!r}")
+        if reduction == "batchmean" and dim != 0:
+            raise ValueError(
+                f"reduction='batchmean' divides by the size of dimension 0, but the batch is "
+                f"dimension {dim}; use reduction='sum' and divide the loss"
+            )
 
     def __call__(
         self,
         timeline: Timeline,
         replica: nn.Module,
-        criterion: nn.Module | None,
+        criterion: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         samples: int,
@@ -191,20 +212,18 @@ class Loss:
         targets, named = arguments(own.pop(TARGETS))
         output = replica(*args, **own)
         with timeline.span_here("loss"):
-            return self.local(output, targets, named, samples=samples, replica=criterion)
+            return self.local(criterion, output, targets, named, samples)
 
     def local(
         self,
+        criterion: Callable[..., Any],
         output: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        *,
         samples: int,
-        replica: nn.Module | None = None,
     ) -> Part:
         """What one replica contributes, from its output."""
-        criterion = self.criterion if replica is None else replica
-        if self.rule is None:
+        if self._rule is None:
             return self._weighted(criterion, output, args, kwargs, samples)
         name = _name_of(criterion)
         if not isinstance(output, Tensor):
@@ -215,7 +234,7 @@ class Loss:
         compute, named = _unreduced(criterion, output, args, kwargs)
         shape, target = tuple(output.shape), list(named.values())[1]
         aligned = not isinstance(target, Tensor) or target.dim() in (0, output.dim())
-        if self.rule.broadcasts and not aligned:
+        if self._rule.broadcasts and not aligned:
             raise ValueError(
                 f"{name} would compare every output of shape {shape} with every target of shape "
                 f"{tuple(target.shape)}, across samples; give both the same dimensions"
@@ -227,14 +246,14 @@ class Loss:
                 "needs a batch dimension; and size_average= and reduce= are not supported, use "
                 f"functools.partial({name}, reduction=...)"
             )
-        if self.reduction == "none":
+        if self._reduction == "none":
             return Part(losses, None, losses.dtype)
         dtype = losses.dtype
         # That of "batchmean"; a sum is not divided.
         denominator: Tensor | float = output.size(0)
-        if self.reduction == "mean":
-            denominator = self.rule.denominator(losses, named)
-            if self.rule.function is F.ctc_loss:
+        if self._reduction == "mean":
+            denominator = self._rule.denominator(losses, named)
+            if self._rule.function is F.ctc_loss:
                 # It divides each loss by the length of its target first.
                 lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
                 losses = losses / lengths.clamp_min(1)
@@ -249,8 +268,8 @@ class Loss:
         samples: int,
     ) -> Part:
         weight: float = samples
-        if callable(self.weight):
-            weight = read_weight("weight=", self.weight(output, *args, **kwargs))
+        if callable(self._weight):
+            weight = read_weight("weight=", self._weight(output, *args, **kwargs))
         if weight == 0:
             # The loss of a chunk without weight is often 0/0; even times zero it would be NaN.
             return Part(torch.zeros(()), 0, None)
@@ -263,56 +282,22 @@ class Loss:
     def combine(self, parts: Sequence[Part], device: torch.device) -> Tensor:
         """Turn the contributions of the replicas, in their order, into the loss of the batch."""
         numerators = [part.numerator.to(device) for part in parts]
-        if self.reduction == "none":
+        if self._reduction == "none":
             dims = numerators[0].dim()
-            return torch.cat(numerators, self.dim if -dims <= self.dim < dims else 0)
+            return torch.cat(numerators, self._dim if -dims <= self._dim < dims else 0)
         dtypes = [part.dtype for part in parts if part.dtype is not None]
         if not dtypes:
             raise ValueError("weight= is zero for every chunk of the batch, so there is no loss")
         total: Tensor = functools.reduce(torch.add, numerators)
-        if self.reduction != "sum":
+        if self._reduction != "sum":
             denominators = [_moved(part.denominator, device) for part in parts]
             total = total / functools.reduce(operator.add, denominators)
         return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
-def prepare(criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0) -> Loss:
-    """Find out what a criterion divides by; see the arguments of ``DataParallel.loss``."""
-    name, rule = _name_of(criterion), _rule_of(criterion)
-    if rule is None:
-        if weight != "samples" and not callable(weight):
-            raise ValueError(
-                f"what {name} divides its loss by is not known, so the losses of the chunks cannot "
-                f'be weighted with weight={weight!r}; pass weight="samples" if it is a mean over '
-                "samples, or a function of its arguments that returns what it divides by, for "
-                "example weight=lambda output, target: (target != -100).sum(). Known are the "
-                "losses of torch.nn and torch.nn.functional, and functools.partial of those with "
-                "keywords"
-            )
-        return Loss(criterion, "weighted", dim, None, weight)
-    if weight is not None:
-        raise ValueError(
-            f"{name} knows its denominator itself, so weight={weight!r} has no meaning; "
-            "leave it out, or wrap the criterion in a function of your own"
-        )
-    keywords = criterion.keywords if isinstance(criterion, functools.partial) else vars(criterion)
-    reduction = keywords.get("reduction", "mean")
-    known = ("mean", "sum", "none", *(["batchmean"] if rule.function is F.kl_div else []))
-    if reduction not in known:
-        raise ValueError(f"the reduction of {name} is one of {known}, but is {reduction!r}")
-    if reduction == "batchmean" and dim != 0:
-        raise ValueError(
-            f"reduction='batchmean' divides by the size of dimension 0, but the batch is "
-            f"dimension {dim}; use reduction='sum' and divide the loss"
-        )
-    return Loss(criterion, reduction, dim, rule, None)
-
-
 def _name_of(criterion: Callable[..., Any]) -> str:
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
-    if isinstance(function, nn.Module):
-        return type(function).__name__
-    return getattr(function, "__name__", repr(function))
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -243,7 +243,7 @@ def _run_replicas(
             with guarded:
                 outputs = model.parallel_apply(replicas, args, kwargs)
         else:
-            criteria: Sequence[Any] = [loss.module] * len(args)
+            criteria: Sequence[Any] = [loss.criterion] * len(args)
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
             each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
