@@ -127,6 +127,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     _SHOWN_OPTIONS: frozenset[str] = frozenset()
     # Whether a single replica may be on several devices itself.
     _MAY_SPREAD = False
+    # What belongs to one wrapper alone, and a copy makes anew.
+    _NOT_COPIED: tuple[str, ...] = ("_runner", "timeline", "_splitter")
 
     def __init__(
         self,
@@ -252,8 +254,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
-        divides = self._splitter is not None and num_slots > 1
-        chunk_sizes = self._splitter.chunk_sizes if divides else None
+        splitter = self._splitter if num_slots > 1 else None
+        chunk_sizes = None if splitter is None else splitter.chunk_sizes
         return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
 
     def _counted(self, args: Sequence[Any], kwargs: Sequence[Any]) -> Chunks:
@@ -263,11 +265,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             size = None
             try:
                 size = self._plan(own, named, 1).batch_size
-            except (TypeError, ValueError) as error:
-                fault = str(error)
-            else:
                 if size is None and (own or named):
                     fault = nothing_to_split((*own, *named.values()))
+            except (TypeError, ValueError) as error:
+                fault = str(error)
             sizes.append(1 if size is None else size)
         return Chunks(args, kwargs, tuple(sizes), fault)
 
@@ -486,9 +487,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._runner.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_runner"], state["timeline"], state["_splitter"]
-        return state
+        return {k: value for k, value in vars(self).items() if k not in self._NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -59,9 +59,6 @@ from dataparallel.replicas.values import ReplicaParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: What belongs to one wrapper alone, and a copy makes anew.
-_NOT_COPIED = ("_made", "_forwards", "_block", "_progress", torch_internals.JOIN_CONFIG)
-
 
 class Training:
     """What one module is trained with, as it is now; making it communicates with nobody.
@@ -254,8 +251,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
-        output_device, dim, buffers, scalars, in_dims, out_dims: See
-            :class:`DataParallel`.
+        output_device, dim, buffers, scalars, in_dims, out_dims: See :class:`DataParallel`.
 
     Attributes:
         reducer: The reducer, see :class:`dataparallel.reducer.reducer.Reducer`.
@@ -273,6 +269,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         *("sends_buffers", "forward_sync_buffers", "init_sync"),
     }
     _MAY_SPREAD = True
+    _NOT_COPIED = (*DataParallel._NOT_COPIED, "_made", "_forwards", "_block")
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
     # The block of `join()` under way, or the last one.
@@ -364,8 +361,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if processes is not None:
             processes.connect()
             if options.init_sync:
-                sends = self.options.sends_buffers
-                send_states(self.module, 0, processes.buckets, buffers=sends)
+                send_states(self.module, 0, processes.buckets, buffers=self.options.sends_buffers)
 
     def _begin_life(self) -> None:
         super()._begin_life()
@@ -425,11 +421,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             reduces = synchronizes and torch.is_grad_enabled()
             if reduces:
                 weight, self._weight = self._weight, None
-                outer = torch_internals.active_torch_wrapper()
                 # At the end of backward it would write zeros over the gradients that this wrapper
-                # delivers, which its hooks do not see. Where it sends nothing, it does not.
-                sends = outer is not None and outer.process_group.size() > 1
-                if sends and any(part is self for part in outer.modules()):
+                # delivers, which its hooks do not see. In a single process it does not.
+                outer = torch_internals.active_torch_wrapper()
+                if outer and outer.process_group.size() > 1 and self in outer.modules():
                     raise RuntimeError(
                         "torch's DistributedDataParallel is around this wrapper, and would set all "
                         "gradients to zero; leave that one out, since this wrapper reduces "
@@ -438,10 +433,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                         "model. Lightning adds it with strategy='ddp'"
                     )
             training = self._ready(reduces=reduces)
-            counts = self.options.average == "samples" and self.options.world_size > 1
-            weighs = counts and reduces and weight is None
+            if not reduces or self.options.average != "samples" or self.options.world_size == 1:
+                # Nobody asks what the chunks count.
+                weight = 1.0
             try:
-                yield Call(training, weight, weighs=weighs, synchronize=synchronizes, loss=loss)
+                yield Call(training, weight, synchronize=synchronizes, loss=loss)
             except BaseException as error:
                 if reduces and not isinstance(error, torch_internals.StopRecomputation):
                     training.tell(error)
@@ -626,8 +622,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             return
         self._progress.settle()
         self._change(process_group=find_group(process_group), separate=False)
-        if self._training.processes is not None:
-            self._training.processes.connect()
 
     _update_process_group = update_process_group
 
@@ -715,7 +709,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if processes is None or not enable:
             return nullcontext()
         divides = divide_by_initial_world_size
-        self._block = JoinBlock(self, divides=divides, step=step, is_own=True)
+        self._block = JoinBlock(self, divides=divides, step=step)
         return self._block.run(throws=throw_on_early_termination)
 
     def _note_forward(self, *, reduces: bool) -> None:
@@ -815,10 +809,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         # See Note [Copies of a wrapper].
-        state = super().__getstate__()
-        for name in _NOT_COPIED:
-            state.pop(name, None)
-        return {**state, "options": replace(self.options, hook=None)}
+        return {**super().__getstate__(), "options": replace(self.options, hook=None)}
 
 
 def _default_devices(

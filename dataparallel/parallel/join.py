@@ -17,9 +17,6 @@ What a round gave is in ``.grad`` of a joined process, too, until all have joine
 optimizer's step there needs it: ``step``, or an optimizer that joins with the model, as torch's
 ``ZeroRedundancyOptimizer``, where the process has to make the step of its own shard. Afterwards
 ``.grad`` is what it was.
-
-Parameters are made equal at the end, but the state of an optimizer is not: nothing but its own
-steps brings the momentum of a process that has joined to where that of the others is.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from dataparallel import torch_internals
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.parallel.buffers import send_buffers, send_states
-from dataparallel.reducer.exchange import ReducerProcesses
 
 if TYPE_CHECKING:
     from dataparallel.parallel.distributed import DistributedDataParallel
@@ -48,10 +44,7 @@ def _source(said: Sequence[int]) -> int:
 
 
 class JoinBlock(JoinHook):
-    """What one wrapper does in a block of ``join()``. See Note [A process that has joined].
-
-    ``is_own`` tells our block, whose waits say who is missing, from one of torch's ``Join``.
-    """
+    """What one wrapper does in a block of ``join()``. See Note [A process that has joined]."""
 
     def __init__(
         self,
@@ -59,18 +52,18 @@ class JoinBlock(JoinHook):
         *,
         divides: bool,
         step: Callable[[], object] | None,
-        is_own: bool = False,
     ) -> None:
         # The wrapper has this block, and is not to be kept by it.
         self._model: Any = weakref.proxy(model)
-        self._divides, self._step, self._is_own = divides, step, is_own
+        self._divides, self._step = divides, step
+        # Whether this is our block, not one of torch's `Join`.
+        self._is_own = False
         # What was in `.grad` when this process joined.
         self._kept: dict[nn.Parameter, Tensor | None] = {}
 
     @property
-    def _processes(self) -> ReducerProcesses:
-        processes: ReducerProcesses = self._model._training.processes
-        return processes
+    def _processes(self) -> Any:
+        return self._model._training.processes
 
     def _say(self, number: int) -> list[int]:
         """What each process says of one forward; a collective call.
@@ -86,6 +79,7 @@ class JoinBlock(JoinHook):
     @contextlib.contextmanager
     def run(self, *, throws: bool) -> Iterator[None]:
         """The protocol of torch's ``Join`` with one wrapper, with waits that say who is missing."""
+        self._is_own = True
         torch_internals.set_join(self._model, enable=True, throws=throws)
         try:
             yield

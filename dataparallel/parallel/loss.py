@@ -50,10 +50,6 @@ def _total(losses: Tensor) -> Tensor:
 # --- torch's own criteria --------------------------------------------------------------------
 
 
-def _elements(losses: Tensor, named: Mapping[str, Any]) -> Tensor | float:
-    return losses.numel()
-
-
 def _element_weights(losses: Tensor, named: Mapping[str, Any]) -> Tensor | float:
     weight = named.get("weight")
     return losses.numel() if weight is None else _total(weight)
@@ -77,8 +73,8 @@ class Rule(NamedTuple):
     function: Callable[..., Tensor]
     #: Whether output and target of other shapes are broadcast silently.
     broadcasts: bool = False
-    #: What the mean divides by, from the losses and the arguments by name.
-    denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float] = _elements
+    #: What the mean divides by, from the losses and the arguments by name; None: their number.
+    denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
 
 
 _RULES: dict[type[nn.Module], Rule] = {
@@ -186,9 +182,10 @@ class Loss:
                 f"{name} knows its denominator itself, so weight={weight!r} has no meaning; "
                 "leave it out, or wrap the criterion in a function of your own"
             )
-        is_partial = isinstance(criterion, functools.partial)
-        keywords = criterion.keywords if is_partial else vars(criterion)
-        self._reduction = reduction = keywords.get("reduction", "mean")
+        options = vars(criterion)
+        if isinstance(criterion, functools.partial):
+            options = criterion.keywords
+        self._reduction = reduction = options.get("reduction", "mean")
         known = ("mean", "sum", "none", *(["batchmean"] if rule.function is F.kl_div else []))
         if reduction not in known:
             raise ValueError(f"the reduction of {name} is one of {known}, but is {reduction!r}")
@@ -252,7 +249,8 @@ class Loss:
         # That of "batchmean"; a sum is not divided.
         denominator: Tensor | float = output.size(0)
         if self._reduction == "mean":
-            denominator = self._rule.denominator(losses, named)
+            find = self._rule.denominator
+            denominator = losses.numel() if find is None else find(losses, named)
             if self._rule.function is F.ctc_loss:
                 # It divides each loss by the length of its target first.
                 lengths = torch.as_tensor(named["target_lengths"], device=losses.device)

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# One for the model, and some for criteria and for forwards that run at the same time.
-_MAX_IDLE = 8
-
 
 class Runner:
     """The clones and the worker threads of one wrapper; calls may be nested, and in threads."""
@@ -58,7 +55,8 @@ class Runner:
         # The kinds of calls that compile nothing.
         self._quiet_calls: set[Hashable] = set()
         self._pace = Pace()
-        self._idle: deque[ModuleClones] = deque(maxlen=_MAX_IDLE)
+        # Of the model, and some of criteria and of forwards that run at the same time.
+        self._idle: deque[ModuleClones] = deque(maxlen=8)
         # Per thread the clones that its forward will use next, and whether others may have them
         # afterwards. Users, too, get replicas from `replicate`, maybe without any forward.
         self._lent: dict[int, tuple[ModuleClones, bool]] = {}
@@ -169,10 +167,8 @@ class Call:
 
     #: What the wrapper is trained with; None without a reducer.
     training: Training | None = None
-    #: What this process counts in an average; None adds up its chunks.
-    weight: float | None = None
-    #: Whether it matters what its chunks count.
-    weighs: bool = False
+    #: What this process counts in an average over samples; None adds up its chunks.
+    weight: float | None = 1.0
     #: Whether the backward is reduced over processes.
     synchronize: bool = True
     #: What each replica computes from its output, if anything.
@@ -229,7 +225,7 @@ def _run_replicas(
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
         scalars, counts = join_scalars(
-            model.scalars if loss is None else "stack", *chunks[:4], weighs=call.weighs
+            model.scalars if loss is None else "stack", *chunks[:4], weighs=call.weight is None
         )
         args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
