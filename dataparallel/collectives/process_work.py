@@ -57,8 +57,8 @@ class ProcessWork:
         "_checks",
         "_device",
         "_finish",
+        "_generation",
         "_group",
-        "_known",
         "_operation",
         "_sent_on",
         "_sequence",
@@ -91,7 +91,7 @@ class ProcessWork:
         self._checks = checks_of(group)
         self._sequence = self._checks.number
         # Who has failed before may go on nevertheless, and is expected here.
-        self._known = self._checks.failures.failure
+        self._generation = self._checks.failures.generation
         self._started = time.monotonic()
         try:
             work = start(async_op=True)
@@ -130,7 +130,7 @@ class ProcessWork:
         failures = self._checks.failures
         try:
             while not wait_briefly(self._work, self._sent_on, SLICE):
-                if failures.while_waiting() not in (None, self._known):
+                if self._generation in failures.ends or failures.while_waiting() is not None:
                     error = self._error(None)
                     self._checks.give_up(error)
                     raise error
@@ -151,4 +151,4 @@ class ProcessWork:
         return f"{self._operation} of {what} (collective {self._sequence}) for {name!r}"
 
     def _error(self, reason: str | None) -> CollectiveError | CollectiveTimeout:
-        return self._checks.failures.explain(self._where(), self._started, reason)
+        return self._checks.failures.explain(self._where(), self._started, self._generation, reason)

@@ -17,8 +17,11 @@ Note [Generations]
 After a failure ranks may have left collectives at different points. So a failure ends all links
 over the group, and the next link belongs to a new generation, which has a record of its own. A
 generation has ended when its record is in the store, so all ranks that meet to make a link agree
-on the first one that has none. Where processes destroy their group and make it again, the store
-may still have what they wrote before; each counts its lives there, and names begin with that.
+on the first one that has none. A rank that fails again before it has new links ends one more
+generation. So each rank raises once for each, and when they meet, all have left out the same steps.
+However often an error is told, it ends one generation: it carries the names of the groups that know
+of it. Where processes destroy their group and make it again, the store may still have what they
+wrote before; each counts its lives there, and names begin with that.
 
 Note [Names of links]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -44,8 +47,8 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,10 +65,10 @@ T = TypeVar("T")
 
 #: Seconds between two looks at the record, and at Ctrl-C.
 SLICE = 0.2
-# Seconds that a store may take to answer a look, to take a record, and at the start.
-_LOOK, _WRITE, _STARTING = 1.0, 2.0, 15.0
-# Seconds that a rank waits for the others to write where they are: after a failure, at a timeout.
-_GRACE, _GRACE_AT_TIMEOUT = 0.8, 0.4
+# Seconds that a store may take to answer: after a failure, and where links are made.
+_ANSWER, _STARTING = 2.0, 15.0
+# Seconds that a rank waits for the others to write where they are.
+_GRACE = 0.8
 # Between two looks at who has come or written.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # A traceback travels through a store that is not made for long texts.
@@ -186,7 +189,6 @@ class OwnStore:
         self._original: Any = store
         self._own: Store | None = None
         self._turn = threading.Lock()
-        self._is_silent = False
 
     def ask(self, request: Callable[[Store], T], seconds: float) -> T:
         """What ``request`` returns; a TimeoutError if that takes longer. Can be interrupted."""
@@ -198,20 +200,15 @@ class OwnStore:
                 try:
                     self._own = self._own or self._original.clone()
                     answer.set_result(request(self._own))
-                    self._is_silent = False
                 except Exception as error:
                     answer.set_exception(error)
                 finally:
                     self._turn.release()
 
-        if self._is_silent and seconds <= _WRITE:
-            # Who asks again does not wait for as long again.
-            seconds = SLICE
         interpreter_end.run_beside(run, "dataparallel-request")
         try:
             return answer.result(seconds)
         except concurrent.futures.TimeoutError:
-            self._is_silent = True
             raise TimeoutError(f"no answer within {seconds:.2g} s") from None
 
 
@@ -234,8 +231,7 @@ class Failures:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
-        #: That of the links which are made now, and why generations have ended.
-        self.generation = 1
+        #: Why generations have ended: all before the one of the links that are made now.
         self.ends: dict[int, Failure] = {}
         self._links: tuple[weakref.ref[ProcessLink], ...] = ()
         self._num_made: Counter[str] = Counter()
@@ -249,11 +245,12 @@ class Failures:
             return life
 
         self._life = self.ask(begin)
+        self._name = f"{group.group_name}/{self._life}"
 
     @property
-    def failure(self) -> Failure | None:
-        """Why this generation has ended, as far as it is known here."""
-        return self.ends.get(self.generation)
+    def generation(self) -> int:
+        """That of the links which are made now, as far as it is known here."""
+        return len(self.ends) + 1
 
     def ask(self, request: Callable[[Store], T], seconds: float = _STARTING) -> T:
         """What a request of the store returns."""
@@ -274,40 +271,44 @@ class Failures:
         host, pid, _ = self._process
         return Failure(self.ranks[self.rank], host, pid, kind, doing, message, trace)
 
-    def _key(self, kind: str) -> str:
-        return f"{kind}/{self._life}.{self.generation}"
+    def _key(self, kind: str, generation: int) -> str:
+        return f"{kind}/{self._life}.{generation}"
 
     # --- links -----------------------------------------------------------------------------------
 
     def meet(self, purpose: str, timeout: float) -> tuple[str, int, int]:
         """Wait until every rank wants a link; returns its name, its generation and its number.
 
-        Connecting then waits for nobody. Enters a new generation if this one has ended.
+        Connecting then waits for nobody.
         """
         where = f"the making of the process group {purpose!r}"
-        started, pause, known, name = time.monotonic(), _SHORTEST_PAUSE, self.failure, ""
+        started, pause, generation = time.monotonic(), _SHORTEST_PAUSE, 0
+        known = dict(self.ends)
+        for ended, failure in known.items():
+            # The others have to leave it, too, and the store may not have answered before.
+            self.ask(self._record(failure, ended))
         while True:
-            while (failure := self._gone() or self.while_waiting()) is not None:
+            if self._gone() is not None:
+                raise self.explain(where, started, self.generation)
+            self.while_waiting()
+            for ended, failure in list(self.ends.items()):
                 # A connection may break because this rank has closed a link, to make a new one.
-                concerns = failure.is_cause or (name and failure.kind == "timed out")
-                if failure.is_final or (concerns and failure is not known):
-                    # The record of this generation may be of an earlier failure.
-                    final = failure if failure.is_final else None
-                    raise self.explain(where, started, cause=final)
-                # The others have to leave it, too.
-                self.ask(self._record(failure))
-                self.generation, name = self.generation + 1, ""
-                self._num_made.clear()
-            if not name:
-                self._num_made[purpose] += 1
-                generation, number = self.generation, self._num_made[purpose]
-                name = f"{purpose}/{self._life}.{generation}.{number}"
+                concerns = failure.is_cause or (generation and failure.kind == "timed out")
+                if failure.is_final or (concerns and ended not in known):
+                    raise self.explain(where, started, ended)
+            known |= self.ends
+            if generation != self.generation:
+                generation = self.generation
+                key = self._key(purpose, generation)
+                self._num_made[key] += 1
+                number = self._num_made[key]
+                name = f"{key}.{number}"
             if self.ask(functools.partial(self._come, name)):
                 # Remembers all processes, for when the store may be gone.
                 self._gone()
                 return name, generation, number
             if time.monotonic() - started > timeout:
-                raise self.explain(where, started, timed_out=True)
+                raise self.explain(where, started, generation, timed_out=True)
             # A wait of the store itself could not be interrupted.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -329,31 +330,36 @@ class Failures:
 
     def _end(self, generation: int, failure: Failure) -> None:
         """A generation has ended: close its links, which ends the waits of the neighbors."""
-        if generation not in self.ends:
-            self.ends[generation] = failure
-            for reference in self._links:
-                if (link := reference()) is not None and link.failure is not None:
-                    link.give_up()
+        is_news = generation not in self.ends
+        self.ends[generation] = failure
+        for reference in self._links if is_news else ():
+            if (link := reference()) is not None and link.failure is not None:
+                link.give_up()
 
     # --- looking ---------------------------------------------------------------------------------
 
     def while_waiting(self) -> Failure | None:
-        """Called in each pause of a wait: why nobody should wait any more; None if all is well."""
-        if self.failure is not None or len(self.ranks) == 1:
-            return self.failure
+        """Called in each pause of a wait: what has ended this generation; None if nothing has.
+
+        The next call looks for what has ended the next one.
+        """
+        if len(self.ranks) == 1:
+            return None
         # When the answer comes, another thread may have entered the next generation.
-        generation, key = self.generation, self._key("failed")
+        generation = self.generation
+        key = self._key("failed", generation)
         try:
-            (record,) = self.ask(lambda store: _read(store, [key]), _LOOK)
+            (record,) = self.ask(lambda store: _read(store, [key]), _ANSWER)
         except CollectiveTimeout:
             # Silence is no failure: the wait goes on until its own time is over.
             return None
         except CollectiveError as error:
             # Those that wait for others than rank 0 can go on without a store.
             return error.failure if 0 in self.ranks else None
-        if record is not None:
-            self._end(generation, Failure(**record))
-        return self.failure
+        if record is None:
+            return None
+        self._end(generation, Failure(**record))
+        return self.ends[generation]
 
     def _gone(self) -> Failure | None:
         """Another rank of the group whose process is no longer there."""
@@ -362,8 +368,9 @@ class Failures:
             keys = [f"process/{self._life}/{i}" for i in unknown]
             # The store may be gone, too.
             with contextlib.suppress(CollectiveFailure):
-                found = zip(unknown, self.ask(lambda store: _read(store, keys), _LOOK), strict=True)
-                self._processes |= {i: process for i, process in found if process is not None}
+                found = self.ask(lambda store: _read(store, keys), _ANSWER)
+                pairs = zip(unknown, found, strict=True)
+                self._processes |= {i: process for i, process in pairs if process is not None}
         for i, (host, pid, space) in self._processes.items():
             if i != self.rank and space and space == self._process[2] and _has_ended(pid):
                 return Failure(self.ranks[i], host, pid, "ended", "", "has ended")
@@ -379,9 +386,12 @@ class Failures:
         kind: str = "raised",
         generation: int | None = None,
     ) -> None:
-        """Let all ranks raise because of an error here. Returns within seconds in any case."""
+        """Let all ranks raise because of an error here. Returns within seconds in any case.
+
+        ``generation`` is that in which the error arose; the current one if there are no links yet.
+        """
         generation = self.generation if generation is None else generation
-        if generation != self.generation or self.failure is not None or len(self.ranks) == 1:
+        if self.is_told(error) or generation in self.ends or len(self.ranks) == 1:
             return
         failure = error.failure if isinstance(error, CollectiveFailure) else None
         if failure is None:
@@ -390,12 +400,22 @@ class Failures:
             short = trace if len(trace) <= _LONGEST else f"... {trace[-_LONGEST:]}"
             failure = self._here(kind, doing, message[:_LONGEST], short)
         with contextlib.suppress(CollectiveFailure):
-            failure = self.ask(self._record(failure), _WRITE)
+            failure = self.ask(self._record(failure, generation), _ANSWER)
         self._end(generation, failure)
 
-    def _record(self, failure: Failure) -> Callable[[Store], Failure]:
-        """Writes why this generation ends, unless another rank was first; answers what is there."""
-        key, text = self._key("failed"), json.dumps(asdict(failure))
+    def is_told(self, error: BaseException) -> bool:
+        """Whether the group knows of an error, or of one that it came from; it does from now on."""
+        chain = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+            chain.append(cause)
+        told = any(self._name in vars(each).get("dataparallel_told", ()) for each in chain)
+        # Python's own errors take no weak references, and one that is kept keeps tensors.
+        vars(error).setdefault("dataparallel_told", []).append(self._name)
+        return told
+
+    def _record(self, failure: Failure, generation: int) -> Callable[[Store], Failure]:
+        """Writes why a generation ends, unless another rank was first; answers what is there."""
+        key, text = self._key("failed", generation), json.dumps(asdict(failure))
         return lambda store: Failure(**json.loads(store.compare_set(key, "", text)))
 
     # --- a wait that has failed ------------------------------------------------------------------
@@ -404,14 +424,14 @@ class Failures:
         self,
         where: str,
         started: float,
+        generation: int,
         reason: str | None = None,
         *,
         timed_out: bool = False,
-        cause: Failure | None = None,
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a wait that has failed, or was given up. All ranks raise then.
 
-        ``reason`` is what the backend says; ``cause`` is known to have ended the wait.
+        ``reason`` is what the backend says.
         """
         seconds = time.monotonic() - started
         if reason is not None and ("timed out" in reason.lower() or "timeout" in reason.lower()):
@@ -419,58 +439,58 @@ class Failures:
             reason, timed_out = None, True
         kind = "timed out" if timed_out else "waiting"
         mine = self._here(kind, where, reason or "another did not come")
-        recorded, others = self._exchange(mine)
-        cause = cause or recorded
+        cause, others = self._exchange(mine, generation)
+        head = f"rank {mine.rank}: {where} over {len(self.ranks)} processes"
+        error: CollectiveError | CollectiveTimeout
+        if cause.is_cause:
+            text = f"{head} was given up after {seconds:.3g} s: {cause}"
+            error = CollectiveError(text, cause)
+        else:
+            is_late = any(other.kind == "timed out" for other in others.values())
+            event = "did not complete within" if is_late else "failed after"
+            found = "; ".join(self._places(mine, others))
+            text = f"{head} {event} {seconds:.3g} s: {found}; {_REMEDY}"
+            if reason is not None:
+                text = f"{text}. The backend said: {reason}"
+            error = (CollectiveTimeout if is_late else CollectiveError)(text)
+        self.is_told(error)
         # The same rank may have ended the links over other groups: they are made anew, too.
         for failures in list(_known.values()):
-            failures.while_waiting()
-        head = f"rank {mine.rank}: {where} over {len(self.ranks)} processes"
-        if cause.is_cause:
-            return CollectiveError(f"{head} was given up after {seconds:.3g} s: {cause}", cause)
-        found = []
+            if failures is not self and failures.while_waiting() is not None:
+                failures.is_told(error)
+        return error
+
+    def _places(self, mine: Failure, others: Mapping[int, Failure]) -> Iterator[str]:
+        """Where the other ranks are, as far as they have said it."""
         for i, rank in enumerate(self.ranks):
             if i not in others:
-                found.append(f"rank {rank} did not come")
-            elif others[i].doing != where:
-                found.append(f"rank {rank} is at {others[i].doing}")
+                yield f"rank {rank} did not come"
+            elif others[i].doing != mine.doing:
+                yield f"rank {rank} is at {others[i].doing}"
             elif i != self.rank:
-                found.append(f"rank {rank} came and gave up, too")
-        is_late = any(other.kind == "timed out" for other in others.values())
-        event = "did not complete within" if is_late else "failed after"
-        text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}; {_REMEDY}"
-        if reason is not None:
-            text = f"{text}. The backend said: {reason}"
-        return (CollectiveTimeout if is_late else CollectiveError)(text)
+                yield f"rank {rank} came and gave up, too"
 
-    def _exchange(self, mine: Failure) -> tuple[Failure, dict[int, Failure]]:
+    def _exchange(self, mine: Failure, generation: int) -> tuple[Failure, dict[int, Failure]]:
         """Write where this rank is, and the record; returns the cause, and where all ranks are."""
-        generation, key, text = self.generation, self._key("report"), json.dumps(asdict(mine))
+        key, text = self._key("report", generation), json.dumps(asdict(mine))
         keys = [f"{key}/{i}" for i in range(len(self.ranks))]
-        cause, found = self.while_waiting() or self._gone() or mine, {self.rank: mine}
+        cause, found = self.ends.get(generation) or self._gone() or mine, {self.rank: mine}
         try:
-            self.ask(lambda store: store.set(keys[self.rank], text), _WRITE)
-            cause = self.ask(self._record(cause), _WRITE)
+            self.ask(lambda store: store.set(keys[self.rank], text), _ANSWER)
+            cause = self.ask(self._record(cause, generation), _ANSWER)
             self._end(generation, cause)
-            grace = _GRACE_AT_TIMEOUT if mine.kind == "timed out" else _GRACE
-            deadline = time.monotonic() + grace
-            while not cause.is_cause:
-                texts = enumerate(self.ask(lambda store: _read(store, keys), _WRITE))
+            deadline = time.monotonic() + _GRACE
+            while not cause.is_cause and len(found) < len(keys) and time.monotonic() < deadline:
+                time.sleep(_LONGEST_PAUSE)
+                texts = enumerate(self.ask(lambda store: _read(store, keys), _ANSWER))
                 found |= {i: Failure(**text) for i, text in texts if text is not None}
                 # A process closes its connections before it has ended.
                 cause = self._gone() or cause
-                if len(found) == len(keys) or time.monotonic() > deadline:
-                    break
-                time.sleep(_LONGEST_PAUSE)
         except CollectiveFailure as error:
-            self._end(generation, cause)
-            assert error.failure is not None, "the store does not answer"
-            if cause.is_cause:
-                also = f"rank {mine.rank} {error.failure.message}"
-                cause = replace(cause, message=f"{cause.message}; {also}")
-            else:
+            if not cause.is_cause and error.failure is not None:
                 cause = error.failure
         # Who asks the links later learns what was found out since.
-        self.ends[generation] = cause
+        self._end(generation, cause)
         return cause, found
 
 
@@ -515,9 +535,13 @@ def report(error: BaseException, doing: str, group: dist.ProcessGroup | None = N
     for each in list(torch_internals.world().pg_map):
         ours = each.size() == 1 or each in _inherited or each.group_desc.startswith(OWN)
         if not ours and members.issuperset(dist.get_process_group_ranks(each)):
-            # Whoever can't be told finds the connections closed.
-            with contextlib.suppress(CollectiveFailure, RuntimeError):
+            try:
                 failures_of(each).report(error, doing)
+            except CollectiveFailure:
+                # All groups have one store. Whoever can't be told finds the connections closed.
+                return
+            except RuntimeError:
+                continue
 
 
 @contextlib.contextmanager

@@ -194,7 +194,7 @@ class ProcessLink:
         except RuntimeError as error:
             text = f"rank {dist.get_rank()} could not connect to {name_ranks(self._failures.ranks)}"
             lost = CollectiveError(f"{text} for {self.name!r}: {error}")
-            self._failures.report(lost, f"the making of the link for {purpose!r}")
+            self.report(lost, f"the making of the link for {purpose!r}")
             raise lost from error
         self._finalizer = weakref.finalize(self, _release, self._holder)
         # At exit all connections end anyway.
@@ -254,10 +254,12 @@ class ProcessLink:
     ) -> CollectiveError | CollectiveTimeout:
         """The error for a collective that failed; from now on the link is broken in all ranks."""
         with self._failing:
-            if self._error or self._failures.generation != self._generation:
+            if self._error:
                 return self._unusable()
             timed_out |= time.monotonic() - started >= self.timeout
-            error = self._failures.explain(where, started, reason, timed_out=timed_out)
+            error = self._failures.explain(
+                where, started, self._generation, reason, timed_out=timed_out
+            )
             self._error = str(error)
         return error
 
@@ -279,11 +281,13 @@ class ProcessLink:
                 raise self.failed(pending.where, pending.started, reason)
 
     def _unusable(self) -> CollectiveError:
-        return CollectiveError(
+        error = CollectiveError(
             f"the link for {self._purpose!r} is broken; make a new one in every process, or start "
             f"the processes again. Why: {self.broken}",
             self.failure,
         )
+        self._failures.is_told(error)
+        return error
 
     # --- collectives -----------------------------------------------------------------------------
 

@@ -67,14 +67,24 @@ class Progress:
     num_rounds = 0
     #: Why the replicas of the processes may differ; empty if they do not.
     doubt = ""
+    # The wrapper's first link, whose name tells it from other wrappers in all processes.
+    _name = ""
 
     def compare(self, control: ProcessLink) -> None:
         """See whether all processes were given the same rounds; a collective call."""
-        what = "how many steps were reduced"
-        said = gather_if_different(self.num_rounds, control, what=what) or [self.num_rounds]
-        last = max(said)
-        ahead = [rank for rank, number in enumerate(said) if number == last]
-        behind = [rank for rank, number in enumerate(said) if number < last]
+        what, own = "how many steps were reduced", [self._name, self.num_rounds]
+        names, numbers = zip(*gather_if_different(own, control, what=what) or [own], strict=True)
+        if len(set(names)) > 1:
+            came = (f"rank {rank} with {name or 'a new one'}" for rank, name in enumerate(names))
+            raise RuntimeError(
+                f"the processes have come with different wrappers: {'; '.join(came)} (a wrapper is "
+                "named by its first link). Run the forwards of several wrappers in the same order "
+                "in every process"
+            )
+        self._name = self._name or control.name
+        last = max(numbers)
+        ahead = [rank for rank, number in enumerate(numbers) if number == last]
+        behind = [rank for rank, number in enumerate(numbers) if number < last]
         if behind:
             self.doubt = (
                 f"the gradients of step {last} were reduced in {name_ranks(ahead)}, which may have "

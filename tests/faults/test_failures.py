@@ -206,3 +206,70 @@ def test_a_rank_that_ends_is_named_although_another_had_raised(cluster: Cluster)
     for texts in results:
         assert isinstance(texts, list), str(texts)
         assert all(f"rank {FAILS} (" in text and "has ended" in text for text in texts), texts
+
+
+def fail_in_steps(
+    rank: int, world_size: int, faults: list[tuple[int, int, str]]
+) -> dict[int, float]:
+    """By step, the gradient: the number of the step, where all ranks were in it."""
+    model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=5.0)
+    found = {}
+    for number in range(7):
+        how = {place for who, when, place in faults if (who, when) == (rank, number)}
+        model.module.where, model.module.how = "forward" if "forward" in how else "", "raised"
+        try:
+            with dp.telling_failures("a test"):
+                if "between steps" in how:
+                    fail("raised")
+                if "backward" in how:
+                    model.module.where = "backward"
+                arguments = () if "arguments" in how else (torch.full((1, 4), float(number)),)
+                model.zero_grad()
+                model(*arguments).sum().backward()
+        except (ZeroDivisionError, CollectiveError, TypeError, ValueError):
+            continue
+        found[number] = model.module.linear.weight.grad[0, 0].item()
+    return found
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(0, 2, "forward"), (0, 3, "between steps")],
+        [(0, 2, "backward"), (0, 3, "between steps"), (0, 4, "arguments")],
+        [(0, 2, "between steps"), (1, 2, "between steps"), (1, 3, "between steps")],
+        [(0, 2, "forward"), (1, 3, "between steps"), (0, 3, "arguments")],
+    ],
+)
+def test_ranks_stay_in_step_when_one_fails_again(
+    cluster: Cluster, faults: list[tuple[int, int, str]]
+) -> None:
+    failed = {number for _, number, _ in faults}
+    right = {number: float(number) for number in range(7) if number not in failed}
+    assert cluster.run(fail_in_steps, 2, faults, timeout=30.0) == [right, right]
+
+
+def swap_wrappers(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    """What is caught when rank 1 takes another wrapper first; then the gradients of both."""
+    models = [dp.DistributedDataParallel(Fails(), ["cpu"], timeout=5.0) for _ in range(2)]
+    for model in models:
+        model(torch.ones(1, 4)).sum().backward()
+    models[0].module.where, models[0].module.how = "forward" if rank == 0 else "", "raised"
+    with contextlib.suppress(ZeroDivisionError, CollectiveError):
+        models[0](torch.ones(1, 4)).sum().backward()
+    models[0].module.where = ""
+    texts, sums = [], []
+    with pytest.raises(RuntimeError, match="different wrappers") as caught:
+        models[rank](torch.ones(1, 4)).sum().backward()
+    texts.append(str(caught.value))
+    for number, model in enumerate(models, start=1):
+        model.zero_grad()
+        model(torch.full((1, 4), float(number))).sum().backward()
+        sums.append(model.module.linear.weight.grad[0, 0].item())
+    return texts, sums
+
+
+def test_two_wrappers_do_not_meet_in_another_order_after_a_failure(cluster: Cluster) -> None:
+    for texts, sums in cluster.run(swap_wrappers, 2, timeout=30.0):
+        assert "rank 0 with control/1.1.1; rank 1 with control/1.1.2" in texts[0]
+        assert sums == [1.0, 2.0]
