@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from dataparallel import compute_bucket_assignment_by_size
-from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
+from dataparallel.comm.bucket_plan import plan_buckets
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -114,30 +114,20 @@ def test_what_the_assignment_refuses(args: tuple[Any, ...], message: str) -> Non
 
 def planned(sizes: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
     """The buckets of parameters that have these bytes (float32 or another dtype)."""
-    return list(plan(sizes, **options).buckets)
-
-
-def plan(sizes: Sequence[Any], **options: Any) -> BucketPlan:
     pairs = [size if isinstance(size, tuple) else (size, F32) for size in sizes]
     given = [tensor(size // dtype.itemsize, dtype) for size, dtype in pairs]
-    return plan_buckets(given, **{"first_bytes": 8, "cap_bytes": 20, **options})
+    return [*map(tuple, plan_buckets(given, **{"first_bytes": 8, "cap_bytes": 20, **options}))]
 
 
-def test_one_parameter() -> None:
-    assert plan([4]) == BucketPlan(buckets=((0,),), bytes=(4,))
-
-
-def test_the_record() -> None:
-    made = plan([8, 8, 16, 16, 4], expect_sparse=[False, True, False, False, False])
-    assert made == BucketPlan(buckets=((4,), (2, 3), (1,), (0,)), bytes=(4, 32, 8, 8))
-    assert [made.bucket_of(index) for index in range(5)] == [3, 2, 1, 1, 0]
-    with pytest.raises(AttributeError, match="cannot assign to field"):
-        made.bytes = ()  # type: ignore[misc]
+def test_sparse_gradients_are_alone() -> None:
+    sparse = [False, True, False, False, False]
+    assert planned([8, 8, 16, 16, 4], expect_sparse=sparse) == [(4,), (2, 3), (1,), (0,)]
 
 
 @pytest.mark.parametrize(
     ("sizes", "buckets"),
     [
+        ([4], [(0,)]),
         # Filled from the first parameter on with 8, 20, 20, .. bytes, launched from the last one.
         ([4] * 3, [(2,), (0, 1)]),
         ([4] * 13, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
@@ -211,13 +201,12 @@ def test_properties_of_a_plan(
         expect_sparse=expect_sparse,
         order=order if known else None,
     )
-    assert sorted(index for bucket in made.buckets for index in bucket) == sorted(order)
+    assert sorted(index for bucket in made for index in bucket) == sorted(order)
     arrival = order if known else list(reversed(range(len(given))))
-    ends = [max(arrival.index(index) for index in bucket) for bucket in made.buckets]
+    ends = [max(arrival.index(index) for index in bucket) for bucket in made]
     assert ends == sorted(ends)
-    for bucket, size in zip(made.buckets, made.bytes, strict=True):
-        sizes = [given[i].numel() * given[i].element_size() for i in bucket]
-        assert size == sum(sizes)
+    for bucket in made:
+        sizes = [given[i].nbytes for i in bucket]
         assert len({(given[i].dtype, given[i].device) for i in bucket}) == 1
         sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
         assert sparse == [True] or not any(sparse)
@@ -232,4 +221,4 @@ def test_plan_from_the_registration_order_is_that_of_torchs_wrapper(
     given, (cap, *_), expect_sparse, _ = args
     buckets, _ = torchs(given, [first, cap] if first < cap else [cap], expect_sparse)
     made = plan_buckets(given, first_bytes=first, cap_bytes=cap, expect_sparse=expect_sparse)
-    assert made.buckets == tuple(map(tuple, reversed(buckets)))
+    assert made == buckets[::-1]

@@ -14,10 +14,8 @@ parameter on and their list is then reversed; afterwards to the first.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -126,24 +124,6 @@ def compute_bucket_assignment_by_size(
     return [bucket.indices for bucket in buckets], [bucket.limit for bucket in buckets]
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Buckets in the order in which they are launched. See Note [Order of buckets]."""
-
-    #: Indices of parameters, bucket by bucket; each index is in exactly one.
-    buckets: tuple[tuple[int, ...], ...]
-    #: Per bucket, the bytes of its parameters.
-    bytes: tuple[int, ...]
-
-    @functools.cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
-
-    def bucket_of(self, index: int) -> int:
-        """The number of the bucket that has the parameter ``index``."""
-        return self._numbers[index]
-
-
 def plan_buckets(
     parameters: Sequence[torch.Tensor],
     *,
@@ -152,9 +132,10 @@ def plan_buckets(
     expect_sparse: Sequence[bool] = (),
     order: Sequence[int] | None = None,
     parts: Sequence[Collection[int]] = (),
-) -> BucketPlan:
-    """Decide which gradients are reduced together. See Note [Order of buckets].
+) -> list[list[int]]:
+    """Which gradients are reduced together, in the order of launching: each index is in one bucket.
 
+    See Note [Order of buckets].
     ``first_bytes`` is the smaller limit, and is not used where ``cap_bytes`` lists the limits.
     ``order`` is that in which gradients arrive, if it is known. ``parts`` have buckets of their
     own, which are launched one part after another.
@@ -172,7 +153,4 @@ def plan_buckets(
         members = [(index, parameters[index]) for index in sequence if index in part]
         found = fill(members, limits, sparse)
         buckets += sorted(found, key=lambda bucket: max(when[index] for index in bucket.indices))
-    return BucketPlan(
-        buckets=tuple(tuple(bucket.indices) for bucket in buckets),
-        bytes=tuple(sum(parameters[i].nbytes for i in bucket.indices) for bucket in buckets),
-    )
+    return [bucket.indices for bucket in buckets]

@@ -48,7 +48,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 #: Seconds between two looks at the record, and at Ctrl-C.
 SLICE = 0.2
 # Seconds that a store may take to answer: after a failure, and where links are made.
-_ANSWER, _STARTING = 2.0, 15.0
+_ANSWER, _STARTING = 1.0, 15.0
 # Seconds that a rank waits for the others to write where they are.
 _GRACE = 0.8
 # Between two looks at who has come or written.
@@ -283,10 +283,7 @@ class Failures:
         """
         where = f"the making of the process group {purpose!r}"
         started, pause, generation = time.monotonic(), _SHORTEST_PAUSE, 0
-        known = dict(self.ends)
-        for ended, failure in known.items():
-            # The others have to leave it, too, and the store may not have answered before.
-            self.ask(self._record(failure, ended))
+        known = set(self.ends)
         while True:
             if self._gone() is not None:
                 raise self.explain(where, started, self.generation)
@@ -296,7 +293,7 @@ class Failures:
                 concerns = failure.is_cause or (generation and failure.kind == "timed out")
                 if failure.is_final or (concerns and ended not in known):
                     raise self.explain(where, started, ended)
-            known |= self.ends
+            known.update(self.ends)
             if generation != self.generation:
                 generation = self.generation
                 key = self._key(purpose, generation)
@@ -349,7 +346,7 @@ class Failures:
         generation = self.generation
         key = self._key("failed", generation)
         try:
-            (record,) = self.ask(lambda store: _read(store, [key]), _ANSWER)
+            (record,) = self.ask(lambda store: _read(store, [key]), SLICE)
         except CollectiveTimeout:
             # Silence is no failure: the wait goes on until its own time is over.
             return None
@@ -443,15 +440,13 @@ class Failures:
         head = f"rank {mine.rank}: {where} over {len(self.ranks)} processes"
         error: CollectiveError | CollectiveTimeout
         if cause.is_cause:
-            text = f"{head} was given up after {seconds:.3g} s: {cause}"
-            error = CollectiveError(text, cause)
+            error = CollectiveError(f"{head} was given up after {seconds:.3g} s: {cause}", cause)
         else:
             is_late = any(other.kind == "timed out" for other in others.values())
             event = "did not complete within" if is_late else "failed after"
-            found = "; ".join(self._places(mine, others))
-            text = f"{head} {event} {seconds:.3g} s: {found}; {_REMEDY}"
-            if reason is not None:
-                text = f"{text}. The backend said: {reason}"
+            found = [*self._places(mine, others), _REMEDY]
+            text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}"
+            text += "" if reason is None else f". The backend said: {reason}"
             error = (CollectiveTimeout if is_late else CollectiveError)(text)
         self.is_told(error)
         # The same rank may have ended the links over other groups: they are made anew, too.
@@ -487,8 +482,9 @@ class Failures:
                 # A process closes its connections before it has ended.
                 cause = self._gone() or cause
         except CollectiveFailure as error:
-            if not cause.is_cause and error.failure is not None:
-                cause = error.failure
+            assert error.failure is not None, "the store does not answer"
+            text = f"{cause.message}; rank {mine.rank} {error.failure.message}"
+            cause = replace(cause, message=text) if cause.is_cause else error.failure
         # Who asks the links later learns what was found out since.
         self._end(generation, cause)
         return cause, found

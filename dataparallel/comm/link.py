@@ -114,7 +114,8 @@ class Pending:
         self.link.wait_in_slices(self.where, self.started, wait)
         target, self.target = self.target, None
         if target is not None:
-            _deliver(self.sent, target)
+            with torch.no_grad():
+                target.copy_(self.sent)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -145,17 +146,6 @@ class Pending:
         except RuntimeError:
             return None
         return result
-
-
-@torch.no_grad()
-def _deliver(sent: torch.Tensor, tensor: torch.Tensor) -> None:
-    if sent.device == tensor.device or sent.layout != torch.strided:
-        tensor.copy_(sent)
-        return
-    # From memory that isn't pinned, so this blocks: for the one copy, not for what the current
-    # stream computes meanwhile.
-    with _devices.use_stream(_devices.copy_stream(tensor.device)):
-        tensor.copy_(sent)
 
 
 class ProcessLink:

@@ -303,13 +303,6 @@ def sums_of(
     None counts for nothing, and is the sum of nothing. With ``in_place`` a dense sum is written
     over the first term of its column if that is on the device.
     """
-    plain = [
-        type(term) is torch.Tensor and term.layout is torch.strided and term.device == target
-        for column in columns
-        for term in column
-    ]
-    if len(plain) > len(columns) and all(plain):
-        return _add(columns, target, in_place)
     sums: list[torch.Tensor | None] = [None] * len(columns)
     # What is added in one call is on the same devices in each row.
     together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}
@@ -344,7 +337,8 @@ def sums_of(
             group = [given[i] for i in members]
             if apart and len(group) > 1:
                 flat = [_pack(row) for row in zip(*group, strict=True)]
-                (total,) = _add([flat], target, in_place=False)
+                # What was packed is nobody's yet.
+                (total,) = _add([flat], target, in_place=True)
                 totals = _unpack(total, [column[0] for column in group])
             else:
                 totals = _add(group, target, in_place=in_place and alone < 0)
@@ -361,7 +355,7 @@ def _add(
     totals: list[torch.Tensor] = []
     is_new = False
     # One copy at a time is queued and then added: each overlaps with the addition before it, and no
-    # more than two of them are alive. The sum takes the memory of a copy where it can.
+    # more than two of them are alive.
     for row in map(list, zip(*columns, strict=True)):
         arrives = row[0].device != target
         if arrives:
@@ -372,10 +366,6 @@ def _add(
                 totals = [term.to(type_of_sum(term, count)) for term in row]
         elif is_new:
             foreach_add_(totals, row)
-        elif arrives and all(map(_fits, totals, row)):
-            # Addition commutes, so that this is first + second in the last bit too.
-            foreach_add_(row, totals)
-            totals, is_new = row, True
         else:
             totals, is_new = list(foreach_add(totals, row)), True
     for i, (column, total) in enumerate(zip(columns, totals, strict=True)):
@@ -384,12 +374,6 @@ def _add(
             over = in_place and first.device == target
             totals[i] = first.copy_(total) if over else total.to(first.dtype)
     return totals
-
-
-def _fits(total: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a copy has the memory that a sum would have."""
-    is_dense_sum = total.layout == torch.strided and total.dtype == copy.dtype
-    return is_dense_sum and total.stride() == copy.stride()
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:

@@ -125,7 +125,8 @@ def with_buckets(model: DataParallel[Any], info: RunInfo) -> RunInfo:
     """With the buckets as they are now: they are made anew after the first backward."""
     if not isinstance(model, DistributedDataParallel):
         return info
-    sizes = model.reducer.buckets.plan.bytes
+    buckets = model.reducer.buckets.all
+    sizes = [sum(parameter.nbytes for parameter in bucket.originals) for bucket in buckets]
     return dataclasses.replace(info, num_buckets=len(sizes), bucket_bytes=max(sizes, default=0))
 
 

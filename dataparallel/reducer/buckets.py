@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.comm.bucket_plan import BucketPlan, plan_buckets
+from dataparallel.comm.bucket_plan import plan_buckets
 from dataparallel.comm.local import sums_of
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
@@ -185,20 +185,22 @@ class Buckets:
             )
         self.all = [
             Bucket(number, indices, trained, leaves, options, reduces=indices[0] < reduced)
-            for number, indices in enumerate(self.plan.buckets)
+            for number, indices in enumerate(self.plan)
         ]
+        #: By parameter, the number of its bucket.
+        self.number_of = {i: bucket.number for bucket in self.all for i in bucket.indices}
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
 
     def of(self, index: int) -> Bucket:
         """The bucket of a parameter."""
-        return self.all[self.plan.bucket_of(index)]
+        return self.all[self.number_of[index]]
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Which leaves tell of their gradients: all that are trained while no order is known, then
         the last of each bucket."""
-        trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan.buckets]
+        trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
     def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
@@ -229,7 +231,7 @@ def make_plan(
     order: Sequence[int] | None,
     *,
     sends: bool,
-) -> BucketPlan:
+) -> list[list[int]]:
     """The plan of all buckets: delayed parameters come late, and what stays local comes last."""
     local = set(range(trained.num_reduced, len(trained.names)))
     late = {i for i, name in enumerate(trained.names) if name in options.delayed} - local

@@ -114,7 +114,7 @@ class Round:
         # not known yet. Nothing is stepped where a gradient may still come from outside.
         self._first_left = 0
         if self.exchange is not None and buckets.ordered:
-            left = map(buckets.plan.bucket_of, self._through | self.late)
+            left = map(buckets.number_of.__getitem__, self._through | self.late)
             self._first_left = min([self.exchange.last, *left])
         elif not (self.exchange or self.later):
             self._first_left = len(buckets.all)

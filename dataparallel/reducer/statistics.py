@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
-from dataparallel.comm.bucket_plan import BucketPlan
 from dataparallel.reducer.buckets import make_plan
 from dataparallel.threads.timeline import Listener, Span, Timeline
 
@@ -193,9 +192,10 @@ def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
     count = reducer.trained.num_reduced
     cap = options.bucket_bytes(sends=sends)
 
-    def sizes(plan: BucketPlan) -> str:
-        pairs = zip(plan.buckets, plan.bytes, strict=True)
-        return _text(size for bucket, size in pairs if bucket[0] < count)
+    def sizes(plan: list[list[int]]) -> str:
+        parameters = reducer.trained.parameters
+        reduced = (bucket for bucket in plan if bucket[0] < count)
+        return _text(sum(parameters[i].nbytes for i in bucket) for bucket in reduced)
 
     found: dict[str, LoggingValue] = {
         "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
@@ -203,7 +203,7 @@ def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
         "has_rebuilt_buckets": int(reducer.buckets.ordered),
     }
     if reducer.buckets.ordered:
-        rebuilt = [" ".join(map(str, bucket)) for bucket in plan.buckets if bucket[0] < count]
+        rebuilt = [" ".join(map(str, bucket)) for bucket in plan if bucket[0] < count]
         found |= {
             "prev_iteration_grad_ready_order_indices": _text(i for i in reducer.order if i < count),
             "rebuilt_bucket_sizes": sizes(plan),
@@ -211,7 +211,7 @@ def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
         }
     if reducer.num_rounds:
         pairs = zip(reducer.trained.parameters[:count], reducer.used, strict=False)
-        found["num_buckets_reduced"] = sum(bucket[0] < count for bucket in plan.buckets)
+        found["num_buckets_reduced"] = sum(bucket[0] < count for bucket in plan)
         found["unused_parameter_size"] = sum(p.nbytes for p, used in pairs if not used)
     if reducer.can_set_static_graph is not None:
         found["can_set_static_graph"] = int(reducer.can_set_static_graph)
