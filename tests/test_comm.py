@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from dataparallel import comm, virtual
+from dataparallel import comm, devices, virtual
 from dataparallel.comm import local
 from tests.comm_cases import (
     DTYPES,
@@ -52,29 +50,14 @@ def test_broadcast_shares_memory_on_one_device() -> None:
     assert first.tolist() == [0, 0]
 
 
-def test_broadcast_into_out() -> None:
-    tensor = make((2, 3), torch.float32, "virtual:0")
-    out = [torch.empty(2, 3, device=device) for device in MIXED]
-    results = comm.broadcast(tensor, out=out)
-    assert all(a is b for a, b in zip(results, out, strict=True))
-    assert all(same(t, tensor, device) for t, device in zip(out, MIXED, strict=True))
+def test_broadcast_to_all_accelerators() -> None:
+    copies = comm.broadcast(torch.ones(2))
+    assert [copy.device for copy in copies] == list(devices.accelerators())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "by either devices or out"),
-        (
-            {"devices": ["cpu"], "out": [torch.empty(2)]},
-            "by either devices or out",
-        ),
-        ({"devices": ["virtual:9"]}, r"'virtual:9' does not exist; .*virtual:0.*cpu"),
-        ({"out": [torch.empty(3)]}, r"out has shape \(3,\), and its content \(2,\)"),
-    ],
-)
-def test_broadcast_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        comm.broadcast(torch.ones(2), **arguments)
+def test_broadcast_refuses_devices_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"'virtual:9' does not exist; .*virtual:0.*cpu"):
+        comm.broadcast(torch.ones(2), ["virtual:9"])
 
 
 @pytest.mark.parametrize("buffer_size", [1, 500, 10485760])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, OwnStore
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of
 from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 
@@ -307,27 +307,23 @@ def lose_the_store(rank: int, world_size: int, port: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - started
 
 
-class StuckStore:
-    """A store that does not answer before it is told to."""
-
-    def __init__(self) -> None:
-        self.answer = threading.Event()
-
-    def clone(self) -> StuckStore:
-        self.answer.wait(20)
-        return self
-
-
-def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
-    stuck: Any = StuckStore()
-    store = OwnStore(stuck)
-    started = time.monotonic()
+def ask_behind_a_request_that_is_stuck(rank: int, world_size: int) -> tuple[list[str], float, int]:
+    assert dist.group.WORLD is not None
+    failures, stuck = failures_of(dist.group.WORLD), threading.Event()
+    started, texts = time.monotonic(), []
     for _ in range(2):
-        with pytest.raises(TimeoutError, match=r"no answer within 0.2 s"):
-            store.ask(lambda connected: 3, 0.2)
-    assert time.monotonic() - started < 5
-    stuck.answer.set()
-    assert store.ask(lambda connected: 5, 20.0) == 5
+        with pytest.raises(CollectiveTimeout) as caught:
+            failures.ask(lambda store: stuck.wait(20), 0.2)
+        texts.append(str(caught.value))
+    seconds = time.monotonic() - started
+    stuck.set()
+    return texts, seconds, failures.ask(lambda store: 5, 20.0)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(cluster: Cluster) -> None:
+    ((texts, seconds, answer),) = cluster.run(ask_behind_a_request_that_is_stuck, 1)
+    assert all("(no answer within 0.2 s)" in text for text in texts)
+    assert seconds < 5 and answer == 5
 
 
 def test_a_store_that_is_gone_is_told(cluster: Cluster) -> None:

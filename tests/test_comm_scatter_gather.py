@@ -9,7 +9,6 @@ import torch
 
 from dataparallel import comm
 from tests.comm_cases import (
-    make,
     same,
 )
 
@@ -41,23 +40,6 @@ def test_scatter_of_an_empty_batch_is_one_chunk(slots: list[str]) -> None:
     assert same(chunk, torch.empty(3, 0, 2), slots[0])
 
 
-def test_scatter_into_out_and_gather_into_out() -> None:
-    tensor = make((5, 2), torch.complex64, "virtual:1")
-    devices = ["cpu", "virtual:1", "virtual:0"]
-    out = [
-        torch.empty(n, 2, dtype=torch.complex64, device=d)
-        for n, d in zip((2, 0, 3), devices, strict=True)
-    ]
-    assert comm.scatter(tensor, out=out)[2] is out[2]
-    for chunk, model, device in zip(
-        out, torch.split(tensor.cpu(), [2, 0, 3]), devices, strict=True
-    ):
-        assert same(chunk, model, device)
-    whole = torch.empty(5, 2, dtype=torch.complex64, device="virtual:3")
-    assert comm.gather(out, out=whole) is whole
-    assert same(whole, tensor, "virtual:3")
-
-
 def test_gather_promotes_dtypes_and_keeps_channels_last(slots: list[str]) -> None:
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     parts = [image.to(slots[0]), image.double().to(slots[1])]
@@ -81,15 +63,10 @@ def test_gather_stacks_tensors_without_dimensions(slots: list[str]) -> None:
         (lambda t: comm.scatter(t, ["cpu"] * 2, [1, 2]), r"has 4 along dim 0, but got \(1, 2\)"),
         (lambda t: comm.scatter(t, ["cpu"] * 2, [5, -1]), r"but got \(5, -1\)"),
         (lambda t: comm.scatter(t, ["cpu"] * 2, [4]), r"each of the 2 devices .* \(4,\)"),
-        (lambda t: comm.scatter(t, ["cpu"], out=[t]), "leave out devices and chunk_sizes"),
-        (lambda t: comm.scatter(t, chunk_sizes=[4], out=[t]), "leave out devices and chunk_sizes"),
-        (lambda t: comm.scatter(t, out=[t[:, 0]]), "have 4|shape"),
         (lambda t: comm.gather([]), "at least one tensor"),
         (lambda t: comm.gather([t, t[:, :1]]), r"tensor 1 has shape \(4, 1\) and .* \(4, 2\)"),
         (lambda t: comm.gather([t, t[0]]), r"tensor 1 has shape \(2,\) and"),
         (lambda t: comm.gather([t], 3), "dim 3 is out of range"),
-        (lambda t: comm.gather([t], destination="cpu", out=t), "leave out destination"),
-        (lambda t: comm.gather([t, t], out=t), r"out has shape \(4, 2\), .* \(8, 2\)"),
         (lambda t: comm.gather([t], destination="virtual:8"), "'virtual:8' does not exist"),
     ],
 )

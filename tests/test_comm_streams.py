@@ -114,18 +114,6 @@ def test_order_of_a_copy_between_devices(queued: list[str]) -> None:
     ]
 
 
-def test_a_chunk_is_ready_on_the_stream_that_is_given() -> None:
-    with virtual.strict_mode():
-        stream = torch.Stream("virtual:1")
-        _, chunk = comm.scatter(
-            queued_work("virtual:0"), ["cpu", "virtual:1"], streams=[None, stream]
-        )
-        with stream:
-            doubled = chunk * 2
-        stream.synchronize()
-        assert values(doubled) == {2}
-
-
 def test_order_of_a_gather_of_several_devices(queued: list[str]) -> None:
     parts = [torch.ones(1, device=f"virtual:{i}") for i in (1, 2, 1)]
     comm.gather(parts, destination="virtual:1")

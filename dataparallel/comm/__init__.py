@@ -1,7 +1,8 @@
 """Moving tensors between the devices of one process, without autograd.
 
-The functions have the names, arguments and results of ``torch.nn.parallel.comm`` and take any
-devices: accelerators, the CPU, mixtures, and one device several times.
+The functions have the names and results of ``torch.nn.parallel.comm``, and its arguments without
+``out`` and ``streams``. They take any devices: accelerators, the CPU, mixtures, and one several
+times.
 """
 
 from dataparallel.comm.local import (

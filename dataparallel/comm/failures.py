@@ -47,7 +47,7 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -181,37 +181,6 @@ def _has_ended(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] in "ZX"
 
 
-class OwnStore:
-    """A store with a connection of its own, whose requests are limited in time."""
-
-    def __init__(self, store: Store) -> None:
-        # Torch's types lack that it can be cloned.
-        self._original: Any = store
-        self._own: Store | None = None
-        self._turn = threading.Lock()
-
-    def ask(self, request: Callable[[Store], T], seconds: float) -> T:
-        """What ``request`` returns; a TimeoutError if that takes longer. Can be interrupted."""
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            # Behind one that gets no answer there is no need to ask any more.
-            if self._turn.acquire(timeout=seconds):
-                try:
-                    self._own = self._own or self._original.clone()
-                    answer.set_result(request(self._own))
-                except Exception as error:
-                    answer.set_exception(error)
-                finally:
-                    self._turn.release()
-
-        interpreter_end.run_beside(run, "dataparallel-request")
-        try:
-            return answer.result(seconds)
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError(f"no answer within {seconds:.2g} s") from None
-
-
 def shared_store(group: dist.ProcessGroup) -> Store:
     """The part of the group's store in which everything of this package is."""
     return torch_internals.PrefixStore("dataparallel", group.get_group_store())
@@ -235,7 +204,11 @@ class Failures:
         self.ends: dict[int, Failure] = {}
         self._links: tuple[weakref.ref[ProcessLink], ...] = ()
         self._num_made: Counter[str] = Counter()
-        self._store = OwnStore(shared_store(group))
+        # Torch's types lack that it can be cloned.
+        self._store: Any = shared_store(group)
+        # A connection of our own: beside a blocked wait, one on the same connection takes seconds.
+        self._own: Store | None = None
+        self._turn = threading.Lock()
         self._process = socket.gethostname(), os.getpid(), _space()
         self._processes: dict[int, tuple[str, int, str]] = {}
 
@@ -253,18 +226,34 @@ class Failures:
         return len(self.ends) + 1
 
     def ask(self, request: Callable[[Store], T], seconds: float = _STARTING) -> T:
-        """What a request of the store returns."""
+        """What a request of the store returns. Can be interrupted."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            # Behind one that gets no answer there is no need to ask any more.
+            if self._turn.acquire(timeout=seconds):
+                try:
+                    self._own = self._own or self._store.clone()
+                    answer.set_result(request(self._own))
+                except Exception as error:
+                    answer.set_exception(error)
+                finally:
+                    self._turn.release()
+
+        interpreter_end.run_beside(run, "dataparallel-request")
         try:
-            return self._store.ask(request, seconds)
-        except (RuntimeError, TimeoutError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            return answer.result(seconds)
+        except (RuntimeError, concurrent.futures.TimeoutError) as error:
+            is_silent = isinstance(error, concurrent.futures.TimeoutError)
+            kind = CollectiveTimeout if is_silent else CollectiveError
+            seen = f"no answer within {seconds:.2g} s" if is_silent else str(error).strip()
+            reason = seen.partition("\n")[0]
             text = (
                 "is cut off from the others: the store of the process group did not answer "
                 f"({reason}); the network is down, or the process that holds the store, mostly "
                 "that of rank 0 or torchrun's agent, has ended"
             )
             failure = self._here("cut off", "", text)
-            kind = CollectiveTimeout if isinstance(error, TimeoutError) else CollectiveError
             raise kind(str(failure), failure) from error
 
     def _here(self, kind: str, doing: str, message: str, trace: str = "") -> Failure:
@@ -444,9 +433,18 @@ class Failures:
         else:
             is_late = any(other.kind == "timed out" for other in others.values())
             event = "did not complete within" if is_late else "failed after"
-            found = [*self._places(mine, others), _REMEDY]
-            text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}"
+            found = []
+            for i, rank in enumerate(self.ranks):
+                if i not in others:
+                    found.append(f"rank {rank} did not come")
+                elif others[i].doing != where:
+                    found.append(f"rank {rank} is at {others[i].doing}")
+                elif i != self.rank:
+                    found.append(f"rank {rank} came and gave up, too")
+            text = f"{head} {event} {seconds:.3g} s: {'; '.join(found)}; {_REMEDY}"
             text += "" if reason is None else f". The backend said: {reason}"
+            before = self.ends.get(generation - 1)
+            text += "" if before is None else f". Before that, {before}"
             error = (CollectiveTimeout if is_late else CollectiveError)(text)
         self.is_told(error)
         # The same rank may have ended the links over other groups: they are made anew, too.
@@ -454,16 +452,6 @@ class Failures:
             if failures is not self and failures.while_waiting() is not None:
                 failures.is_told(error)
         return error
-
-    def _places(self, mine: Failure, others: Mapping[int, Failure]) -> Iterator[str]:
-        """Where the other ranks are, as far as they have said it."""
-        for i, rank in enumerate(self.ranks):
-            if i not in others:
-                yield f"rank {rank} did not come"
-            elif others[i].doing != mine.doing:
-                yield f"rank {rank} is at {others[i].doing}"
-            elif i != self.rank:
-                yield f"rank {rank} came and gave up, too"
 
     def _exchange(self, mine: Failure, generation: int) -> tuple[Failure, dict[int, Failure]]:
         """Write where this rank is, and the record; returns the cause, and where all ranks are."""

@@ -138,10 +138,7 @@ def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    devices: Iterable[_devices.DeviceLike] | None = None,
-    *,
-    out: Sequence[torch.Tensor] | None = None,
+    tensor: torch.Tensor, devices: Iterable[_devices.DeviceLike] | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Copy a tensor to several devices.
 
@@ -151,20 +148,16 @@ def broadcast(
 
     Args:
         tensor: On any device, with any layout and strides.
-        devices: One device per result; repeats allowed.
-        out: Tensors to copy into, instead of ``devices``.
+        devices: One device per result; repeats allowed. Default: all accelerators.
 
     Returns:
-        One tensor per device, as of :func:`broadcast_coalesced`, or ``out``.
+        One tensor per device, as of :func:`broadcast_coalesced`.
 
     Raises:
-        ValueError: A device doesn't exist, ``out`` has other sizes, or both or none are given.
+        ValueError: A device doesn't exist, or there is none.
     """
-    if out is not None and devices is None:
-        return _write(out, [tensor] * len(out))
-    if out is not None or devices is None:
-        raise ValueError("say by either devices or out where the copies are")
-    return tuple(row[0] for row in copies_of([tensor], _devices.parse_devices(list(devices))))
+    slots = _devices.parse_devices(None if devices is None else list(devices))
+    return tuple(row[0] for row in copies_of([tensor], slots))
 
 
 def broadcast_coalesced(
@@ -244,7 +237,7 @@ def reduce_add(
         ``destination`` already.
 
     Raises:
-        ValueError: There is no input, sizes or dtypes disagree, or ``destination`` doesn't exist.
+        ValueError: Sizes or dtypes disagree, or ``destination`` doesn't exist.
     """
     return reduce_add_coalesced([[term] for term in inputs], destination)[0]
 
@@ -399,9 +392,6 @@ def scatter(
     devices: Iterable[_devices.DeviceLike] | None = None,
     chunk_sizes: Iterable[int] | None = None,
     dim: int = 0,
-    streams: Iterable[_devices.Stream] | None = None,
-    *,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Split a tensor along one dimension over several devices.
 
@@ -413,27 +403,18 @@ def scatter(
     Args:
         tensor: On any device.
         devices: One device per chunk; repeats allowed. Default: all accelerators.
-        chunk_sizes: Length of each chunk, one per device. Default: as ``torch.chunk`` divides,
-            which may give fewer chunks than devices.
+        chunk_sizes: One length per device. Default: as ``torch.chunk`` divides, which may give
+            fewer chunks than devices.
         dim: Dimension to split.
-        streams: For each device a stream, or None, on which its chunk is ready, too. The chunks are
-            ready on the current streams in any case.
-        out: Tensors to copy the chunks into, instead of ``devices`` and ``chunk_sizes``.
 
     Returns:
-        One tensor per chunk, or ``out``. A chunk on the tensor's own device is a view of it. No
-        result requires grad.
+        One tensor per chunk. A chunk on the tensor's own device is a view of it. No result requires
+        grad.
 
     Raises:
-        ValueError: ``dim`` is out of range, the chunks don't add up to the tensor, a device doesn't
-            exist, or ``out`` is given together with what it stands for.
+        ValueError: ``dim`` is out of range, the lengths don't add up, or a device doesn't exist.
     """
     dim = joint_dim([tensor.shape], dim)
-    if out is not None:
-        if devices is not None or chunk_sizes is not None:
-            raise ValueError("out says where the chunks are; leave out devices and chunk_sizes")
-        devices = [target.device for target in out]
-        chunk_sizes = [target.size(dim) for target in out]
     slots = _devices.parse_devices(None if devices is None else list(devices))
     size = tensor.size(dim)
     lengths = chunk_lengths(size, len(slots)) if chunk_sizes is None else tuple(chunk_sizes)
@@ -443,12 +424,7 @@ def scatter(
             f"chunk_sizes gives each of the {len(slots)} devices a length, and the tensor has "
             f"{size} along dim {dim}, but got {lengths}, which is {sum(lengths)}"
         )
-    chunks = split(tensor, slots, lengths, dim)
-    for chunk, stream in zip(chunks, streams or (), strict=False):
-        if stream is not None:
-            _devices.wait_stream(stream, _devices.current_stream(chunk.device))
-            chunk.record_stream(stream)
-    return chunks if out is None else _write(out, chunks)
+    return split(tensor, slots, lengths, dim)
 
 
 def split(
@@ -468,8 +444,6 @@ def gather(
     tensors: Iterable[torch.Tensor],
     dim: int = 0,
     destination: _devices.DeviceLike | None = None,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Concatenate tensors of several devices on one.
 
@@ -481,25 +455,20 @@ def gather(
         tensors: Equal in all dimensions but ``dim``. Tensors without dimensions are stacked.
         dim: Dimension to concatenate along.
         destination: Where the result is; -1 means the CPU. Default: the device of the first tensor.
-        out: Tensor to write to, instead of ``destination``.
 
     Returns:
-        A new tensor, or ``out``. It doesn't require grad.
+        A new tensor, which doesn't require grad.
 
     Raises:
-        ValueError: Sizes disagree, ``dim`` is out of range, there is no tensor, ``destination``
-            doesn't exist or is given together with ``out``.
+        ValueError: Sizes disagree, ``dim`` is out of range, there is no tensor, or ``destination``
+            doesn't exist.
     """
     parts = [tensor.detach() for tensor in tensors]
     if not parts:
         raise ValueError("gather needs at least one tensor, got none")
-    if out is not None and destination is not None:
-        raise ValueError("out says where the result is; leave out destination")
     if all(part.dim() == 0 for part in parts):
         parts = [part.view(1) for part in parts]
     dim = joint_dim([part.shape for part in parts], dim)
-    if out is not None:
-        return _write([out], [concatenate(parts, dim, out.device)])[0]
     return concatenate(parts, dim, _devices.parse_output_device(destination, parts[0].device))
 
 
@@ -539,15 +508,3 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -
         return result
 
     return arrive(device, parts, make)
-
-
-def _write(
-    out: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The tensors of ``out``, with some content of their sizes."""
-    for target, content in zip(out, contents, strict=True):
-        if target.shape != content.shape:
-            sizes = f"{tuple(target.shape)}, and its content {tuple(content.shape)}"
-            raise ValueError(f"a tensor of out has shape {sizes}; give one that fits")
-        target.detach().copy_(copy_to(content, target.device))
-    return tuple(out)

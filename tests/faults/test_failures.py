@@ -17,7 +17,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import collectives
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, OwnStore
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, Failures
 from tests.cluster import Cluster, RankDied
 from tests.process_groups import new_group
 
@@ -170,7 +170,7 @@ def count_requests(rank: int, world_size: int) -> int:
     x = torch.ones(2, 4)
     for _ in range(4):
         model(x).sum().backward()
-    with mock.patch.object(OwnStore, "ask", side_effect=AssertionError) as ask:
+    with mock.patch.object(Failures, "ask", side_effect=AssertionError) as ask:
         for _ in range(3):
             model(x).sum().backward()
     return ask.call_count

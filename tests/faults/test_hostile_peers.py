@@ -148,7 +148,7 @@ def read_a_record(rank: int, world_size: int, text: bytes) -> str:
     assert world is not None
     if rank == 1:
         put: Any = shared_store(world).set
-        put(failures_of(world)._key("failed"), text)
+        put(failures_of(world)._key("failed", 1), text)
         return ""
     refusal = "Expecting value|codec can't decode|recursion depth"
     with no_code_from_data(), pytest.raises((ValueError, CollectiveError), match=refusal) as error:
