@@ -95,20 +95,6 @@ def gather_while_another_device_is_read() -> list[Tensor]:
     return [parts[1].cpu(), whole.cpu()]
 
 
-def use_chunks_on_streams() -> list[Tensor]:
-    """Chunks are read on the streams that scatter was given."""
-    streams = [torch.Stream(device) for device in DEVICES]
-    rows = torch.arange(1000.0 * len(DEVICES)).pin_memory()
-    chunks = list(comm.scatter(rows, DEVICES, streams=streams))
-    results = []
-    for stream in streams:
-        with stream:
-            results.append(chunks.pop(0) * 2)
-    for stream in streams:
-        stream.synchronize()
-    return [result.cpu() for result in results]
-
-
 def correct(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
     with virtual.strict_mode():
         return scenario()
@@ -118,7 +104,7 @@ def is_wrong(got: list[Tensor], expected: list[Tensor]) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-SCENARIOS = (train, exchange, gather_while_another_device_is_read, use_chunks_on_streams)
+SCENARIOS = (train, exchange, gather_while_another_device_is_read)
 
 
 def sites() -> list[Site]:

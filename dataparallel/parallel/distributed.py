@@ -620,7 +620,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Reduce over other processes from now on; one that is not in the group keeps the old."""
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             return
-        self._progress.settle()
+        self._progress = Progress()
         self._change(process_group=find_group(process_group), separate=False)
 
     _update_process_group = update_process_group

@@ -232,7 +232,7 @@ class Round:
         self.used[index] = CAME
         if index not in self._through:
             self.late.add(index)
-        was_sent = self.buckets.plan.bucket_of(index) < self._first_left
+        was_sent = self.buckets.number_of[index] < self._first_left
         if was_sent and self.exchange is not None:
             self._extra[index] = add(self._extra.get(index), grad)
         elif was_sent and self.optimizers is not None:

@@ -208,6 +208,12 @@ def test_a_rank_that_ends_is_named_although_another_had_raised(cluster: Cluster)
         assert all(f"rank {FAILS} (" in text and "has ended" in text for text in texts), texts
 
 
+def gradient_of(model: Any) -> float:
+    """The first number of the gradient of its weight."""
+    first: float = model.module.linear.weight.grad[0, 0].item()
+    return first
+
+
 def fail_in_steps(
     rank: int, world_size: int, faults: list[tuple[int, int, str]]
 ) -> dict[int, float]:
@@ -228,7 +234,7 @@ def fail_in_steps(
                 model(*arguments).sum().backward()
         except (ZeroDivisionError, CollectiveError, TypeError, ValueError):
             continue
-        found[number] = model.module.linear.weight.grad[0, 0].item()
+        found[number] = gradient_of(model)
     return found
 
 
@@ -265,7 +271,7 @@ def swap_wrappers(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     for number, model in enumerate(models, start=1):
         model.zero_grad()
         model(torch.full((1, 4), float(number))).sum().backward()
-        sums.append(model.module.linear.weight.grad[0, 0].item())
+        sums.append(gradient_of(model))
     return texts, sums
 
 
