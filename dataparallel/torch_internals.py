@@ -412,39 +412,32 @@ group_named: Callable[[str], Any] = _private(
     "torch.distributed.distributed_c10d._resolve_process_group"
 )
 
-# How many threads make a group, and to what the default group is bound meanwhile.
-_unbound: dict[str, Any] = {"threads": 0, "device": None}
+# To what the default group is bound; in each thread that makes a group.
+_bound_to: list[Any] = []
 _unbinding = threading.Lock()
 
 
-@contextlib.contextmanager
-def _default_group_unbound() -> Iterator[None]:
-    """Hide from torch that the default group is bound to a device (``device_id=...``).
-
-    It splits new communicators from that of such a group. To a split all processes of the default
-    group have to come, and only those of the parent make the new group: they would wait for ever.
-    """
-    world: Any = torch.distributed.group.WORLD
-    with _unbinding:
-        if not _unbound["threads"]:
-            _unbound["device"], world.bound_device_id = world.bound_device_id, None
-        _unbound["threads"] += 1
-    try:
-        yield
-    finally:
-        with _unbinding:
-            _unbound["threads"] -= 1
-            if not _unbound["threads"]:
-                world.bound_device_id = _unbound["device"]
-
-
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it."""
+    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
+
+    Where the default group is bound to a device (``device_id=...``), torch splits communicators
+    from it. To a split all its processes have to come, and only those of the parent do. So torch
+    does not see that it is bound.
+    """
     c10d: Any = torch.distributed.distributed_c10d
-    with _default_group_unbound():
+    default: Any = torch.distributed.group.WORLD
+    with _unbinding:
+        _bound_to.append(default.bound_device_id)
+        default.bound_device_id = None
+    try:
         group, _ = c10d._new_process_group_helper(
             parent.size(), parent.rank(), ranks, *args, **kwargs
         )
+    finally:
+        with _unbinding:
+            # The first thread has found it; the others, None.
+            first, _ = _bound_to[0], _bound_to.pop()
+            default.bound_device_id = None if _bound_to else first
     # The rest of what `new_group` does.
     world().pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
     return group

@@ -17,11 +17,11 @@ Note [Generations]
 After a failure ranks may have left collectives at different points. So a failure ends all links
 over the group, and the next link belongs to a new generation, which has a record of its own. A
 generation has ended when its record is in the store, so all ranks that meet to make a link agree
-on the first one that has none. A rank that fails again before it has new links ends one more
-generation. So each rank raises once for each, and when they meet, all have left out the same steps.
-However often an error is told, it ends one generation: it carries the names of the groups that know
-of it. Where processes destroy their group and make it again, the store may still have what they
-wrote before; each counts its lives there, and names begin with that.
+on the first one that has none. A rank that fails again before it has new links ends one more, and
+each rank raises once for each: when they meet, all have left out the same steps. An error carries
+the names of the groups that know of it, so it ends one generation however often it is told. Where
+processes destroy their group and make it again, the store may still have what they wrote before;
+each counts its lives there, and names begin with that.
 
 Note [Names of links]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -334,18 +334,12 @@ class Failures:
         # When the answer comes, another thread may have entered the next generation.
         generation = self.generation
         key = self._key("failed", generation)
-        try:
+        # Without a store the wait goes on until its own time is over, or a connection breaks.
+        with contextlib.suppress(CollectiveFailure):
             (record,) = self.ask(lambda store: _read(store, [key]), SLICE)
-        except CollectiveTimeout:
-            # Silence is no failure: the wait goes on until its own time is over.
-            return None
-        except CollectiveError as error:
-            # Those that wait for others than rank 0 can go on without a store.
-            return error.failure if 0 in self.ranks else None
-        if record is None:
-            return None
-        self._end(generation, Failure(**record))
-        return self.ends[generation]
+            if record is not None:
+                self._end(generation, Failure(**record))
+        return self.ends.get(generation)
 
     def _gone(self) -> Failure | None:
         """Another rank of the group whose process is no longer there."""
@@ -542,10 +536,7 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
 
         with telling_failures():
             for x, y in loader:
-                loss = criterion(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step(x, y)
 
     Args:
         doing: What the block does, for the message. Default: ``"the training loop"``.

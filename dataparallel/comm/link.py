@@ -200,10 +200,6 @@ class ProcessLink:
         where = f"the making of the process group {purpose!r}"
         self.wait_in_slices(where, time.monotonic(), functools.partial(wait_briefly, work, _HOST))
 
-    def __repr__(self) -> str:
-        state = f"broken: {self.broken}" if self.broken else "open"
-        return f"ProcessLink({self.name}, rank {self.rank} of {self.world_size}, {state})"
-
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group that the link owns."""

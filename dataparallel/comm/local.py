@@ -237,7 +237,7 @@ def reduce_add(
         ``destination`` already.
 
     Raises:
-        ValueError: Sizes or dtypes disagree, or ``destination`` doesn't exist.
+        ValueError: There is no input, sizes or dtypes disagree, or ``destination`` doesn't exist.
     """
     return reduce_add_coalesced([[term] for term in inputs], destination)[0]
 
