@@ -687,9 +687,7 @@ def replace_default_generator(stand_in: Any) -> None:
     module.default_generator = stand_in
 
 
-def replace_checkpoint_states(
-    states_in: Callable[[str, Sequence[int], Sequence[Any]], Sequence[Any]],
-) -> None:
+def replace_checkpoint_states(own_generator: Callable[[torch.device], Any]) -> None:
     """Have checkpoints remember the states that replicas of one accelerator draw from.
 
     The function that checkpoints ask knows the default generators of the devices.
@@ -699,7 +697,11 @@ def replace_checkpoint_states(
 
     def get_device_states(*args: Any) -> tuple[Sequence[int], Sequence[Any]]:
         indices, states = original(*args)
-        return indices, states_in(module._infer_device_type(*args), indices, states)
+        kind = module._infer_device_type(*args)
+        found = [own_generator(torch.device(kind, index)) for index in indices]
+        return indices, [
+            own.get_state() if own else s for own, s in zip(found, states, strict=True)
+        ]
 
     module.get_device_states = get_device_states
 

@@ -151,14 +151,11 @@ class StepAssembler:
         self._use_devices([None] * len(self._timeline.devices))
         self._step = _Step(time.perf_counter_ns())
         self._last_end = [self._step.begin] * len(self._devices)
-        self._timeline.subscribe(self._listener())
+        self._timeline.subscribe(Listener(self._on_span, self._on_call, self._on_devices))
 
     def stop(self) -> None:
         """Listen no more."""
-        self._timeline.unsubscribe(self._listener())
-
-    def _listener(self) -> Listener:
-        return Listener(self._on_span, self._on_call, self._on_devices)
+        self._timeline.unsubscribe(Listener(self._on_span, self._on_call, self._on_devices))
 
     def finish(self) -> None:
         """Listen no more; the step that is under way ends here if it has got anywhere."""

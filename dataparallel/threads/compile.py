@@ -198,11 +198,7 @@ class ParallelCall:
 
 @contextlib.contextmanager
 def compiled_call(
-    calls: Sequence[Callable[[], Any]],
-    num_devices: int,
-    quiet: set[Hashable],
-    *,
-    concurrent: bool,
+    calls: Sequence[Callable[[], Any]], num_devices: int, quiet: set[Hashable], *, concurrent: bool
 ) -> Iterator[ParallelCall]:
     """One call of the replicas, which run at the same time if they are ``concurrent``.
 

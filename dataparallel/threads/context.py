@@ -204,14 +204,13 @@ def one_thread() -> Iterator[None]:
     """Within it, element-wise operations of this thread use one thread, as around CPU replicas."""
     # After an operation with several threads, OpenMP's threads spin for some milliseconds in case
     # another one follows, and meanwhile they would keep replica threads off the cores.
-    setters, before = _setters(), torch.get_num_threads()
-    if not setters or before == 1:
-        yield
-        return
     # Not MKL's setting: it is not used here, and setting it back would fix it for this thread.
+    setters, before = _setters()[:1], torch.get_num_threads()
     try:
         # In here: Ctrl-C may come right after it.
-        setters[0](1)
+        for setter in setters:
+            setter(1)
         yield
     finally:
-        setters[0](before)
+        for setter in setters:
+            setter(before)

@@ -179,6 +179,17 @@ def current_source() -> Source | None:
     return drawing.source if is_used else None
 
 
+def own_generator(device: torch.device) -> torch.Generator | None:
+    """What this thread draws from on a device, or ``None`` where that is the default generator."""
+    source = current_source()
+    if source is None:
+        return None
+    # A traced graph is run later and by others, so no generator may be baked into it.
+    modes, mode = torch_internals.TorchsModes, torch_internals.torchs_dispatch_mode
+    is_traced = mode(modes.FAKE) is not None or mode(modes.PROXY) is not None
+    return None if is_traced else source(device)
+
+
 # --- operations draw from the source ---------------------------------------------------------
 
 
@@ -224,7 +235,7 @@ def _install_swaps() -> None:
     for name in torch_internals.all_operators():
         if name.startswith("aten::") and _draws_unseen(name):
             kernels.register(name, _swapping_kernel(_overload(name), kernels.below))
-    torch_internals.replace_checkpoint_states(_states_in_replica)
+    torch_internals.replace_checkpoint_states(own_generator)
 
 
 def _overload(name: str) -> Any:
@@ -241,26 +252,12 @@ def _generator_position(name: str) -> int | None:
 
 def _filling_kernel(operation: Any, position: int, below: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        given = args[position] if len(args) > position else kwargs.get("generator")
-        if given is None:
-            chosen = _chosen_generator(_device_of(args, kwargs))
-            if chosen is not None and len(args) > position:
-                args = (*args[:position], chosen, *args[position + 1 :])
-            elif chosen is not None:
-                kwargs["generator"] = chosen
+        # It is the last argument, and torch leaves out what is None.
+        if len(args) <= position and kwargs.get("generator") is None:
+            kwargs["generator"] = own_generator(_device_of(args, kwargs))
         return operation.redispatch(keys & below, *args, **kwargs)
 
     return kernel
-
-
-def _chosen_generator(device: torch.device) -> torch.Generator | None:
-    source = current_source()
-    if source is None:
-        return None
-    # A traced graph is run later and by others, so no generator may be baked into it.
-    modes, mode = torch_internals.TorchsModes, torch_internals.torchs_dispatch_mode
-    is_traced = mode(modes.FAKE) is not None or mode(modes.PROXY) is not None
-    return None if is_traced else source(device)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -283,7 +280,7 @@ def _draws_unseen(name: str) -> bool:
 def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(args, kwargs)
-        own = _chosen_generator(device) if _devices.is_accelerator(device) else None
+        own = own_generator(device) if _devices.is_accelerator(device) else None
         default = default_generator(device)
         if own is None or default is None:
             return operation.redispatch(keys & below, *args, **kwargs)
@@ -308,12 +305,7 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state"):
             _use_own_in_engine()
-        return getattr(_current(), name)
-
-
-def _current() -> torch.Generator:
-    source = current_source()
-    return (None if source is None else source(_CPU)) or torch.default_generator
+        return getattr(own_generator(_CPU) or torch.default_generator, name)
 
 
 def _use_own_in_engine() -> None:
@@ -324,14 +316,3 @@ def _use_own_in_engine() -> None:
     if is_engine and current_source() is None:
         own = torch.Generator()
         drawing.use(lambda device: own if device == _CPU else None)
-
-
-def _states_in_replica(
-    kind: str, indices: Sequence[int], states: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """The states of what this thread draws from on some accelerators; ``states`` are torch's."""
-    source = current_source()
-    if source is None:
-        return states
-    owned = [source(torch.device(kind, index)) for index in indices]
-    return [s if own is None else own.get_state() for own, s in zip(owned, states, strict=True)]

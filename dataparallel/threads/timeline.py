@@ -150,9 +150,8 @@ class Timeline:
 
     def call(self, sizes: Sequence[int]) -> None:
         """A forward has been scattered; number of samples of each replica that takes part."""
-        if self.listeners:
-            # A phase that an exception has ended may not have been told.
-            self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
+        # A phase that an exception has ended may not have been told.
+        self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
         for listener in self.listeners:
             if listener.on_call is not None:
                 listener.on_call(sizes, torch.is_grad_enabled())

@@ -139,7 +139,7 @@ class Balancer:
         self._assembler = StepAssembler(model.timeline, self.observe, every=self._at_once)
         self._optimizers = OptimizerSpans(model.timeline, model)
         self._assembler.start()
-        self._timeline.subscribe(self._listener())
+        self._timeline.subscribe(Listener(self._on_span, on_devices=self._on_devices))
         self._end = weakref.finalize(model, self._optimizers.remove)
         model._divide_by(self)
         if len(self._devices) == 1:
@@ -287,14 +287,11 @@ class Balancer:
 
     # --- life ------------------------------------------------------------------------------------
 
-    def _listener(self) -> Listener:
-        return Listener(self._on_span, on_devices=self._on_devices)
-
     def close(self) -> None:
         """Stop balancing: the wrapper divides batches evenly again. A second call does nothing."""
         if not self._end.alive:
             return
-        self._timeline.unsubscribe(self._listener())
+        self._timeline.unsubscribe(Listener(self._on_span, on_devices=self._on_devices))
         self._end()
         self._assembler.stop()
         model = self._model()

@@ -26,7 +26,7 @@ from torch import nn
 from dataparallel import torch_internals
 from dataparallel.batch.tree import flatten
 from dataparallel.errors import listed
-from dataparallel.threads.random import current_source, default_generator
+from dataparallel.threads.random import default_generator, own_generator
 
 # What is raised as a plain RuntimeError: by the CPU's allocator, and by libraries that allocate
 # for themselves.
@@ -77,11 +77,9 @@ class Rollback:
         # Memory that was made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        source = current_source()
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
         for device in dict.fromkeys((torch.device("cpu"), *devices)):
-            own = None if source is None else source(device)
-            generator = own or default_generator(device)
+            generator = own_generator(device) or default_generator(device)
             if generator is not None:
                 self._states.append((generator, generator.get_state()))
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
