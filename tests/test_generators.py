@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dataparallel import torch_internals
 from dataparallel.threads import random as replica_random
 from dataparallel.threads.apply import apply_replicas, current_replica
 from dataparallel.threads.random import mixed_seed, separate_device_generators
@@ -181,6 +182,8 @@ def test_other_threads_are_left_alone() -> None:
     thread.join()
     assert torch.equal(found[0], expected)
     assert replica_random.current_source() is None
+    # Otherwise each random operation of the caller would go through Python.
+    assert not torch_internals.is_key_included(replica_random._kernels().key)
 
 
 def test_seeds_of_replicas_differ_in_the_bits_that_are_used() -> None:
