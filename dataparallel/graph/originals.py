@@ -202,6 +202,9 @@ class OriginalHooks:
         """Run the hooks that run after accumulation, of parameters that have got something."""
         for index in sorted(self._recorders.keys() & indices):
             original = self._originals[index]
+            if home.read([original])[0] is None:
+                # Dropped, or an optimizer has stepped with it.
+                continue
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
                 if isinstance(hook, _AccumulatedHook):

@@ -63,16 +63,7 @@ class BucketStorage:
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together.
-
-    Attributes:
-        number: Its place in the order of launching.
-        indices, originals, names: Its parameters.
-        leaves: Per replica, what that computes with in their place.
-        reduces: Whether it is reduced over processes.
-        storage: What is sent; None for a sparse gradient, and where nothing is.
-        is_viewed: Whether what was received becomes ``.grad``. See Note [Bucket views].
-    """
+    """Parameters whose gradients are reduced together."""
 
     def __init__(
         self,
@@ -84,12 +75,15 @@ class Bucket:
         *,
         reduces: bool,
     ) -> None:
+        #: Its place in the order of launching; its parameters; whether they go to other processes.
         self.number, self.indices, self.reduces = number, indices, reduces
         self.originals = [trained.parameters[i] for i in indices]
         self.names = [trained.names[i] for i in indices]
         self.leaves = [[replica[i] for i in indices] for replica in leaves]
         self.home = self.originals[0].device
+        #: What is sent; None for a sparse gradient, and where nothing is.
         self.storage: BucketStorage | None = None
+        #: Whether what was received becomes ``.grad``. See Note [Bucket views].
         self.is_viewed = False
         if reduces and not trained.sparse[indices[0]]:
             self.storage = BucketStorage(self.originals, options.mixed_precision.reduce_dtype)
@@ -141,15 +135,15 @@ class Bucket:
         """The gradients of the originals that any process has; the memory of ``sums`` is reused."""
         if self.storage is None:
             return [flat if used[self.indices[0]] else None]
-        result: Gradients = list(self.storage.views)
+        views = self.storage.views
+        result: Gradients = list(views)
         for i, (original, own) in enumerate(zip(self.originals, sums, strict=True)):
+            fits = own is not None and own.dtype == original.dtype and not own.is_sparse
             if not used[self.indices[i]]:
                 result[i] = None
-            elif not as_views and own is not None and _fits(own, original):
-                # Memory that is nobody else's can become ``.grad``.
-                result[i] = own
             elif not as_views:
-                result[i] = torch.empty_like(self.storage.views[i], dtype=original.dtype)
+                # Memory that is nobody else's can become ``.grad``.
+                result[i] = own if fits else torch.empty_like(views[i], dtype=original.dtype)
         if not as_views:
             kernels.unflatten(flat, result, views=self.storage.layout)
         elif flat.data_ptr() != self.storage.flat.data_ptr():
@@ -192,10 +186,6 @@ class Buckets:
         #: How many parameters, from the first on, are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
-
-    def of(self, index: int) -> Bucket:
-        """The bucket of a parameter."""
-        return self.all[self.number_of[index]]
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Which leaves tell of their gradients: all that are trained while no order is known, then
@@ -258,11 +248,6 @@ def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
     if first is None or second is None:
         return second if first is None else first
     return first + second
-
-
-def _fits(grad: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether the engine would have given a parameter such a gradient."""
-    return grad.dtype == original.dtype and not grad.is_sparse
 
 
 # --- the sum over replicas -----------------------------------------------------------------------

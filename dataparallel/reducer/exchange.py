@@ -123,8 +123,7 @@ class ReducerProcesses:
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
         self.progress = progress
-        self._group = group
-        self._timeout = timeout
+        self._make = functools.partial(ProcessLink, group, timeout=timeout)
         self._links: list[ProcessLink] = []
         self._verify = verify
         #: How many processes have data.
@@ -141,7 +140,7 @@ class ReducerProcesses:
         if not self._links:
             with contextlib.ExitStack() as stack:
                 made = [
-                    stack.enter_context(contextlib.closing(self._make(purpose)))
+                    stack.enter_context(contextlib.closing(self._make(purpose=purpose)))
                     for purpose in ("gradients", "control")
                 ]
                 self._verify(made[1])
@@ -149,9 +148,6 @@ class ReducerProcesses:
                 stack.pop_all()
             self._links = made
         return self._links
-
-    def _make(self, purpose: str) -> ProcessLink:
-        return ProcessLink(self._group, timeout=self._timeout, purpose=purpose)
 
     @property
     def buckets(self) -> ProcessLink:
@@ -168,7 +164,7 @@ class ReducerProcesses:
         """The link for what ``join()`` asks, which a process outside of its block never answers."""
         links = self.connect()
         if len(links) == 2:
-            links.append(self._make("join"))
+            links.append(self._make(purpose="join"))
         return links[2]
 
     def close(self) -> None:
@@ -218,19 +214,10 @@ class Answer(NamedTuple):
 
     #: Per parameter, one of the above, or 0.
     marks: bytes
-    #: Whether some rank does not wait for the answer.
-    some_left: bool
+    #: The parameters that are LATE; and those of them that some rank did not wait for.
+    late: list[int]
+    lost: list[int]
     nonfinite: bool
-
-    @property
-    def late(self) -> list[int]:
-        """The parameters with a gradient that came after its bucket was sent."""
-        return [index for index, mark in enumerate(self.marks) if mark == LATE]
-
-    @property
-    def lost(self) -> list[int]:
-        """Those of them that some rank did not wait for."""
-        return self.late if self.some_left else []
 
 
 class Vote:
@@ -249,22 +236,23 @@ class Vote:
         self._pending.wait()
         _unread.discard(self)
         *marks, some_left, nonfinite = self._said.tolist()
-        return Answer(bytes(marks), bool(some_left), bool(nonfinite))
+        late = [index for index, mark in enumerate(marks) if mark == LATE]
+        return Answer(bytes(marks), late, late if some_left else [], bool(nonfinite))
 
-    def linger(self) -> None:
-        """Let the other ranks get it, before this one closes its links."""
-        deadline = time.monotonic() + _LAST_VOTE
-        while not self._pending.done() and time.monotonic() < deadline:
-            time.sleep(0.001)
+    def is_under_way(self) -> bool:
+        """Whether some rank may still need this one to get the votes of all."""
+        return not self._pending.done()
 
 
 _unread: weakref.WeakSet[Vote] = weakref.WeakSet()
 
 
 @atexit.register
-def _linger() -> None:
-    for vote in list(_unread):
-        vote.linger()
+def linger() -> None:
+    """Let the other ranks get the last votes, before this one closes its links."""
+    deadline = time.monotonic() + _LAST_VOTE
+    while any([vote.is_under_way() for vote in _unread]) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 # --- a round ---------------------------------------------------------------------------------
@@ -286,6 +274,10 @@ class Exchange:
         self._options = options
         self._weight = weight
         self._hook = options.hook
+        #: Whether no rank may end the round without the vote; the same in all ranks.
+        self.must_wait = options.hook is not None or not buckets
+        #: The number of the bucket that leaves when the whole backward has ended.
+        self.last = max(len(buckets) - 1, 0)
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
         self._total = torch.tensor([weight], dtype=torch.float64)
@@ -294,16 +286,6 @@ class Exchange:
             # Launched now and waited for before the first bucket.
             what = "the weights of a round"
             self._weights = processes.control.all_reduce(self._total, what=what)
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether no rank may end the round without the vote; the same in all ranks."""
-        return self._hook is not None or not self._buckets
-
-    @property
-    def last(self) -> int:
-        """The number of the bucket that leaves when the whole backward has ended."""
-        return max(len(self._buckets) - 1, 0)
 
     @functools.cached_property
     def _share(self) -> float:

@@ -26,12 +26,18 @@ from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.optim.in_backward import refuse_accumulation
 from dataparallel.reducer.buckets import Buckets, Gradients
-from dataparallel.reducer.exchange import Exchange, ReducerProcesses, Vote, late_error
+from dataparallel.reducer.exchange import (
+    CAME,
+    Exchange,
+    ReducerProcesses,
+    Vote,
+    late_error,
+    linger,
+)
 from dataparallel.reducer.nonfinite import Guard
 from dataparallel.reducer.options import Options, TrainedParameters
 from dataparallel.reducer.round import Accumulated, Round
 from dataparallel.reducer.statistics import Statistics
-from dataparallel.threads.timeline import NO_SPAN
 
 if TYPE_CHECKING:
     from dataparallel.threads.timeline import Timeline
@@ -62,9 +68,7 @@ class Reducer:
         self._user_hooks = originals.OriginalHooks(trained.parameters)
         self._beginning = threading.Lock()
         self._round: Round | None = None
-        # A sum over one process may be taken again.
-        several = processes is not None and processes.world_size > 1
-        summed = several and options.average == "none"
+        summed = processes is not None and options.average == "none"
         self._accumulated = Accumulated(trained.parameters, summed=summed)
         self._late: set[int] = set()
         #: Per parameter, whether some replica of this process had a gradient in the last round.
@@ -114,7 +118,8 @@ class Reducer:
 
     def use_leaves(self, leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Reduce over other replicas from now on; the other processes need not know."""
-        self._forget()
+        if self._round is not None:
+            self._lost(self._round)
         self._leaves = leaves
         self._arriving = []
         self._make_buckets()
@@ -134,8 +139,7 @@ class Reducer:
         """Remove all hooks, and give the process groups back."""
         self.remove_hooks()
         self.statistics.abandon()
-        if self._vote is not None:
-            self._vote.linger()
+        linger()
         if self.processes is not None:
             self.processes.close()
 
@@ -181,7 +185,7 @@ class Reducer:
         try:
             with self._beginning:
                 if self._round is not None and not self._round.joins(task):
-                    self._forget()
+                    self._lost(self._round)
                 round_ = self._round
                 if round_ is None:
                     if outer is None and task != NO_TASK:
@@ -194,7 +198,7 @@ class Reducer:
             if round_.later:
                 return round_.pass_on()
             self._end(round_)
-            return round_.take_result()
+            return round_.grads
         except BaseException as error:
             # Without a round of its own, that of another backward goes on.
             if round_ is not None or self._round is None:
@@ -224,16 +228,11 @@ class Reducer:
             accumulated.before_unsynchronized()
         if self.guard is not None:
             some_stay = self.trained.num_reduced < len(self.trained.names)
-            in_grad = home is originals.IN_GRAD
-            self.guard.begin(
-                accumulated,
-                # In a context where nothing is to be reduced there is no later round.
-                stays=not synchronize and (self.processes is not None or in_grad),
-                votes=exchange is not None and bool(self.options.hook or some_stay),
-            )
+            votes = exchange is not None and bool(self.options.hook or some_stay)
+            self.guard.begin(accumulated, stays=not synchronize, votes=votes)
         # What uses gradients before the engine has them must have the user's hooks run.
         hooked = self.options.optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
-        later = exchange is not None or self.guard is not None or hooked
+        later = ending is not None and (exchange is not None or self.guard is not None or hooked)
         self._round = round_ = Round(
             self.buckets,
             accumulated,
@@ -244,10 +243,10 @@ class Reducer:
             self.options.optimizers,
             task=task,
             ending=None if ending is None else weakref.ref(ending),
-            later=later and ending is not None,
+            later=later,
             late=self._late,
         )
-        if later and ending is not None:
+        if ending is not None and later:
             end, lost = (functools.partial(f, round_) for f in (self._end_later, self._lost))
             ending.watch(end, lost)
             self._user_hooks.wait(True)
@@ -259,7 +258,7 @@ class Reducer:
         if round_.task != NO_TASK:
             self.used = round_.used
             self._check_used()
-        with self._timeline.span("reduce local") if self._timeline.listeners else NO_SPAN:
+        with self._timeline.span("reduce local"):
             nonfinite = round_.receive()
         exchange = round_.exchange
         if round_.later or exchange is not None:
@@ -277,8 +276,9 @@ class Reducer:
         if self.statistics.measures:
             self.statistics.end()
         if round_.later:
+            came = {index for index, mark in enumerate(round_.marks) if mark >= CAME}
             with torch.enable_grad():
-                self._user_hooks.delivered(round_.in_place, round_.accumulated.home)
+                self._user_hooks.delivered(came, round_.accumulated.home)
         if exchange is not None:
             # Nothing can fail any more.
             self._vote = round_.vote()
@@ -353,12 +353,6 @@ class Reducer:
             elif processes and not isinstance(error, (CollectiveError, CollectiveTimeout)):
                 processes.report(error, "stuck" if self.options.hook else "raised")
         finally:
-            self._leave_round()
-
-    def _forget(self) -> None:
-        """Drop a round that was left unfinished, as after a backward that failed elsewhere."""
-        if self._round is not None:
-            self._round.drop()
             self._leave_round()
 
     def _leave_round(self) -> None:

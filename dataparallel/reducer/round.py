@@ -54,7 +54,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,8 +101,6 @@ class Round:
     later: bool
     #: Parameters whose gradients came late, ever: their buckets are left to the end.
     late: set[int]
-    #: Parameters that got a gradient in this round, in some process, and have it in ``.grad``.
-    in_place: set[int] = field(default_factory=set)
     #: Why the round has failed; nothing is completed any more.
     failure: BaseException | None = None
 
@@ -129,8 +127,8 @@ class Round:
         self._num_summed, self._summing = 0, threading.Lock()
         # Those of the replicas' gradients, then others that the end is behind.
         self._streams: list[_devices.Stream] = [None] * len(self._taken)
-        # By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
-        self._grads: Gradients = [None] * count
+        #: By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
+        self.grads: Gradients = [None] * count
         # What ``.grad`` held: all of it until the end, and what of it is to be sent.
         self._aside: list[MaybeTensor] | None = None
         self._unreduced: dict[int, torch.Tensor] = {}
@@ -138,8 +136,8 @@ class Round:
         self._extra: dict[int, MaybeTensor] = {}
         #: Per parameter, CAME if some replica of this process has a gradient, else 0.
         self.used = bytearray(count)
-        # The same of all processes, as far as this one has to know it.
-        self._marks: Sequence[int] = self.used
+        #: The same of all processes, as far as this one has to know it.
+        self.marks: Sequence[int] = self.used
         self._vote: Vote | None = None
 
     # --- the cuts. See Note [Several cuts in one round] ------------------------------------------
@@ -242,7 +240,7 @@ class Round:
                 "use_reentrant=False"
             )
         else:
-            self._grads[index] = add(self._grads[index], grad)
+            self.grads[index] = add(self.grads[index], grad)
 
     # --- summed ----------------------------------------------------------------------------------
 
@@ -278,7 +276,7 @@ class Round:
                     self.used[index] = CAME
                 if index in self._unreduced and index not in self._through:
                     grad = add(grad, self._unreduced[index])
-                self._grads[index] = grad
+                self.grads[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
 
@@ -293,7 +291,7 @@ class Round:
 
     def _send(self, bucket: Bucket) -> None:
         """Send sums; where no other process waits for them, they may be used at once."""
-        sums = list(map(self._grads.__getitem__, bucket.indices))
+        sums = list(map(self.grads.__getitem__, bucket.indices))
         if self.guard is not None:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
         if self.exchange is not None and bucket.reduces:
@@ -308,14 +306,14 @@ class Round:
         self._streams += [_devices.current_stream(device) for device in devices]
         passed: Gradients = [None] * len(self.used)
         for index in self._through:
-            passed[index], self._grads[index] = self._grads[index], None
+            passed[index], self.grads[index] = self.grads[index], None
         return passed
 
     def collect(self) -> None:
         """Take all that has come, from outside of the wrapper, too."""
         self._take_rest()
         for index in self._through & self._unreduced.keys():
-            self._grads[index] = add(self._grads[index], self._unreduced[index])
+            self.grads[index] = add(self.grads[index], self._unreduced[index])
         for index, grad in enumerate(unshared(self._put_back())):
             if grad is not None:
                 self._add_late(index, grad.detach())
@@ -335,12 +333,13 @@ class Round:
             flats = self.exchange.receive()
             nonfinite = self._hear(self.exchange, flats)
         for bucket, flat in zip(self.buckets.all, flats, strict=False):
-            sums = [self._grads[index] for index in bucket.indices]
+            sums = [self.grads[index] for index in bucket.indices]
             # What is in a context has memory of its own, since contexts live side by side.
             as_views = bucket.is_viewed and self.accumulated.home.context_id is None
-            grads = bucket.received(flat, sums, self._marks, as_views=as_views)
+            grads = bucket.received(flat, sums, self.marks, as_views=as_views)
             for index, grad in zip(bucket.indices, grads, strict=True):
-                self._grads[index] = add(self._extra.get(index), grad)
+                late = self._extra.get(index)
+                self.grads[index] = grad if late is None else add(late, grad)
             self._step(bucket)
         return nonfinite
 
@@ -356,7 +355,7 @@ class Round:
         answer = self.vote(waits=True).read()
         if answer.lost:
             raise late_error(self.buckets.names[index] for index in answer.lost)
-        self._marks = answer.marks + self.used[len(answer.marks) :]
+        self.marks = answer.marks + self.used[len(answer.marks) :]
         for index in answer.late:
             self.late.add(index)
             original = self.buckets.originals[index]
@@ -386,12 +385,6 @@ class Round:
             self.write(bucket.indices)
             with self.timeline.span("optimizer", 0):
                 self.optimizers.step(bucket.originals)
-            self.in_place.difference_update(bucket.indices)
-
-    def take_result(self) -> Gradients:
-        """Leave it to the caller to add the results to ``.grad``."""
-        result, self._grads = self._grads, [None] * len(self.used)
-        return result
 
     @torch.no_grad()
     def write(self, indices: Sequence[int]) -> None:
@@ -400,7 +393,7 @@ class Round:
         originals = [self.buckets.originals[index] for index in indices]
         members = zip(indices, originals, home.read(originals), strict=True)
         for index, original, held in members:
-            grad, self._grads[index] = self._grads[index], None
+            grad, self.grads[index] = self.grads[index], None
             if grad is None:
                 continue
             if held is None:
@@ -413,24 +406,20 @@ class Round:
             else:
                 held.add_(grad)
             home.write(original, held)
-            if self._marks[index] >= CAME:
-                self.in_place.add(index)
 
     def withdraw(self) -> None:
         """Deliver nothing after all, and let there be no gradients from before the round either."""
-        self.take_result()
-        self._swap([None] * len(self.used))
-        self.in_place.clear()
+        self.grads = [None] * len(self.used)
+        self._swap(self.grads)
 
     # --- or failed -------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Deliver nothing; let the other processes know instead of letting them wait."""
-        is_first, self.failure = self.failure is None, self.failure or error
+        self.failure = self.failure or error
         try:
             # All processes raise that one together.
-            together = isinstance(error, NonFiniteGradients)
-            if is_first and self.exchange is not None and not together:
+            if self.exchange is not None and not isinstance(error, NonFiniteGradients):
                 self.exchange.abandon(error)
         finally:
             self.drop()
