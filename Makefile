@@ -19,7 +19,7 @@ DEVICES ?=
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
 export OMP_WAIT_POLICY ?= passive
 
-SOURCES := dataparallel kernels tools tests examples docs/_site
+SOURCES := dataparallel kernels tools benchmarks tests examples docs/_site
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dataparallel.virtual
-from dataparallel.tools.bench import processes
+from dataparallel.tools.bench import harness
 from tests.bench_workers import ForkedWorker
 from tests.cluster import Cluster
 
@@ -95,7 +95,7 @@ def cluster() -> Iterator[Cluster]:
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of benchmarks start in a moment. Each benchmark has a run without this, too."""
     names = {"PIPE": subprocess.PIPE, "Popen": ForkedWorker}
-    monkeypatch.setattr(processes, "subprocess", types.SimpleNamespace(**names))
+    monkeypatch.setattr(harness, "subprocess", types.SimpleNamespace(**names))
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernel_cases import KernelCase
+from benchmarks.kernels import Turn, judge, summarize
 from dataparallel.kernels.backend import registered
-from dataparallel.tools.bench.kernels_cases import KernelCase
-from dataparallel.tools.bench.kernels_summary import judge, summarize
-from dataparallel.tools.bench.kernels_timing import Turn
-from dataparallel.tools.bench.summary import Row, Spread
+from dataparallel.tools.bench.harness import Spread
 from tests.gpu.kernel_cases import CASES
 from tests.gpu.report import building, every_kernel, findings, host_waits, outcomes
 from tests.gpu.report.__main__ import Report, main
@@ -330,9 +329,17 @@ def write(path: pathlib.Path, content: Any) -> pathlib.Path:
 
 def test_step_times(tmp_path: pathlib.Path) -> None:
     time_, ratio = Spread(0.0125, 0.01, 0.02), Spread(1.5, 1.25, 2.0)
-    bare = Row("bare", "bare module", time_, None, ratio, 3 * 2**20, 2**20, None, 1.0, 0.0, True)
+    bare = {
+        "contestant": "bare",
+        "title": "bare module",
+        "seconds": asdict(time_),
+        "ours_over_this": asdict(ratio),
+        "host_bytes": 3 * 2**20,
+        "device_bytes": 2**20,
+        "agrees": True,
+    }
     content = {
-        "cases": [{"title": "mlp (256)", "rows": [asdict(bare)]}],
+        "cases": [{"title": "mlp (256)", "rows": [bare]}],
         "comparisons": [{"title": "bare module", "time_mean": {"value": 1.5}}],
     }
     found = findings.train(Ended(0, 1.0, ""), write(tmp_path / "train.json", content))
@@ -347,16 +354,16 @@ def test_rates_of_kernels(tmp_path: pathlib.Path) -> None:
     case = KernelCase("reduce_add", "2 inputs", "float32", 16 * 2**20)
     seconds = {"ours": 1e-3, "copy": 1e-3, "foreach": 2e-3}
     turns = {name: [Turn(value, 5e-6, True)] for name, value in seconds.items()}
-    rows = [summarize(case, turns, agrees=True), summarize(case, turns, agrees=False)]
+    rows = [summarize(case, turns, True), summarize(case, turns, False)]
     content = {
         "rows": [asdict(row) for row in rows],
-        "verdicts": [{**asdict(verdict), "met": verdict.met} for verdict in judge(rows)],
+        "bars": judge(rows),
         "setting": {"runs": "kernels"},
     }
     found = findings.kernels(Ended(1, 1.0, ""), write(tmp_path / "kernels.json", content))
     assert (found.verdict, found.summary) == ("failed", "2 calls of kernels; 1 with wrong results")
     assert found.tables[0].rows[0][1:] == (
-        "0.90",
+        "1.11",
         "1.000 (reduce_add, 2 inputs, float32, 16 MiB)",
         "0 of 1",
         "met",

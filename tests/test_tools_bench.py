@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from dataparallel.tools import arguments, cli
-from dataparallel.tools.bench import output, processes, rounds, train
-from dataparallel.tools.bench.cases import CASES, criterion
-from dataparallel.tools.bench.contestants import Contestant, TrainTask, plan_contestants
+from dataparallel.tools.bench import harness, train
+from dataparallel.tools.bench.cases import CASES, criterion, whole_batch
+from dataparallel.tools.bench.harness import Contestant, Outcome, plan_contestants
+from dataparallel.tools.bench.trainer import TrainTask
 
 # --- plan --------------------------------------------------------------------------------------
 
@@ -60,17 +61,10 @@ def test_only_ddp_and_several_processes_form_a_group() -> None:
     assert all(task.joins for task in plan([["cpu"], ["cpu"]], [])[0].tasks)
 
 
-def test_processes_with_different_numbers_of_devices_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"same number of devices.*\[\['cpu', 'cpu'\], \['cpu'\]\]"
-    ):
-        plan([["cpu", "cpu"], ["cpu"]], [])
-
-
 def test_the_batch_is_rounded_down_to_equal_parts() -> None:
-    assert train.whole_batch("deep", 64, 3) == 63
-    with pytest.raises(ValueError, match="'deep' has 1 samples, but there are 2 replicas"):
-        train.whole_batch("deep", 1, 2)
+    assert whole_batch("deep", 3) == 63
+    with pytest.raises(ValueError, match="'deep' has 64 samples, but there are 65 replicas"):
+        whole_batch("deep", 65)
 
 
 @pytest.mark.parametrize(
@@ -94,65 +88,63 @@ def test_cases_have_the_sizes_they_are_known_by(name: str, parameters: int, tens
 # --- rounds ------------------------------------------------------------------------------------
 
 
-class FakeRunner:
-    """Keeps a diary instead of training."""
-
-    def __init__(self, name: str, diary: list[str], seconds: float = 0.1) -> None:
-        self.name, self.diary, self.seconds = name, diary, seconds
-
-    def start(self) -> None:
-        self.diary.append(f"{self.name} start")
-
-    def check(self, steps: int) -> list[dict[str, Any]]:
-        return [{"checked": steps}]
-
-    def run(self, steps: int) -> dict[str, list[float]]:
-        self.diary.append(f"{self.name} {steps}")
-        if steps == 13:
-            raise processes.WorkerError("broken")
-        return {"step": [self.seconds] * (steps - 1) + [100.0]}
-
-    def finish(self) -> list[dict[str, Any]]:
-        return [{"finished": self.name}]
-
-    def close(self) -> None:
-        self.diary.append(f"{self.name} close")
-
-
 def fake_measure(
-    steps: int | None, seconds: float = 0.1
-) -> tuple[list[str], list[rounds.Outcome], int]:
+    monkeypatch: pytest.MonkeyPatch, steps: int | None, seconds: float = 0.1
+) -> tuple[list[str], list[Outcome], int]:
+    """What is measured by teams that keep a diary instead of training."""
     diary: list[str] = []
 
-    def team(contestant: Contestant) -> rounds.Runner:
-        return FakeRunner(contestant.name, diary, seconds)
+    class FakeTeam:
+        def __init__(self, contestant: Contestant) -> None:
+            self.name = contestant.name
 
+        def start(self) -> None:
+            diary.append(f"{self.name} start")
+
+        def ask(self, do: str, steps: int = 0) -> list[dict[str, Any]]:
+            if do != "run":
+                return [{do: self.name}]
+            diary.append(f"{self.name} {steps}")
+            if steps == 13:
+                raise harness.WorkerError("broken")
+            # Two processes, of which the second is slower, but for one repetition.
+            return [
+                {"step": [seconds / 2] * (steps - 1) + [100.0]},
+                {"step": [seconds] * steps},
+            ]
+
+        def close(self) -> None:
+            diary.append(f"{self.name} close")
+
+    monkeypatch.setattr(harness, "Team", FakeTeam)
     try:
         contestants = plan([["cpu", "cpu"]], ["bare", "ddp"])
-        outcomes, steps = rounds.measure(contestants, 2, steps, team=team)
-    except processes.WorkerError:
+        return diary, *harness.measure("deep", contestants, 2, steps)
+    except harness.WorkerError:
         return diary, [], 0
-    return diary, outcomes, steps
 
 
-def test_contestants_take_turns_round_by_round() -> None:
-    diary, outcomes, _ = fake_measure(7)
+def test_contestants_take_turns_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary, outcomes, _ = fake_measure(monkeypatch, 7)
     turns = [entry for entry in diary if entry.endswith(" 7")]
     assert turns == ["ours 7", "bare 7", "ddp 7", "ours 7", "bare 7", "ddp 7"]
     assert diary[-3:] == ["ddp close", "bare close", "ours close"]
+    # The median of repetitions, each as slow as its slowest process.
     assert [each.seconds for each in outcomes] == [{"step": (0.1, 0.1)}] * 3
-    assert [each.checked for each in outcomes] == [[{"checked": rounds.CHECK_STEPS}]] * 3
-    assert [each.finished[0]["finished"] for each in outcomes] == ["ours", "bare", "ddp"]
+    assert [each.checked for each in outcomes] == [[{"check": n}] for n in ("ours", "bare", "ddp")]
+    assert [each.finished[0]["finish"] for each in outcomes] == ["ours", "bare", "ddp"]
 
 
-def test_workers_are_ended_after_a_failure() -> None:
-    diary, _, _ = fake_measure(13)
+def test_workers_are_ended_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary, _, _ = fake_measure(monkeypatch, 13)
     assert diary[-3:] == ["ddp close", "bare close", "ours close"]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(10.0, 3), (0.1, 5), (1e-5, 200)])
-def test_a_turn_takes_about_half_a_second(seconds: float, steps: int) -> None:
-    assert fake_measure(None, seconds)[2] == steps
+def test_a_turn_takes_about_half_a_second(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fake_measure(monkeypatch, None, seconds)[2] == steps
 
 
 # --- worker processes --------------------------------------------------------------------------
@@ -160,10 +152,10 @@ def test_a_turn_takes_about_half_a_second(seconds: float, steps: int) -> None:
 
 def test_a_worker_that_fails_tells_why() -> None:
     task = TrainTask("bare", ("cpu",), case="no-such-case", batch=2)
-    worker = processes.Worker(task, "bare")
+    worker = harness.Worker(task, "bare")
     try:
-        worker.ask("start", subject=task.subject, task=dataclasses.asdict(task))
-        with pytest.raises(processes.WorkerError, match=r"(?s)worker bare ended.*no-such-case"):
+        worker.ask("start", module=task.module, task=dataclasses.asdict(task))
+        with pytest.raises(harness.WorkerError, match=r"(?s)worker bare ended.*no-such-case"):
             worker.answer(60)
     finally:
         worker.close()
@@ -172,24 +164,25 @@ def test_a_worker_that_fails_tells_why() -> None:
 _TALKATIVE = """
 import os, sys, types
 
-class Trainer:
-    def __init__(self, task):
-        print("made")
+class Talkative:
     def run(self, steps):
         os.system("echo ran")
         return {"step": [1.0] * steps}
 
-module = types.ModuleType("dataparallel.tools.bench.trainer")
-module.Trainer = Trainer
-sys.modules[module.__name__] = module
+def begin(task):
+    print("made")
+    return Talkative()
+
+module = types.ModuleType("talkative")
+module.begin = begin
+sys.modules["talkative"] = module
 from dataparallel.tools.bench import worker
 worker.main()
 """
 
 
 def test_what_libraries_print_does_not_mix_with_the_answers() -> None:
-    task = TrainTask("bare", ("cpu",), case="deep", batch=2)
-    start = {"do": "start", "subject": "train", "task": dataclasses.asdict(task)}
+    start = {"do": "start", "module": "talkative", "task": {}}
     requests = [json.dumps(start), json.dumps({"do": "run", "steps": 2})]
     finished = subprocess.run(
         [sys.executable, "-c", _TALKATIVE],
@@ -205,28 +198,12 @@ def test_what_libraries_print_does_not_mix_with_the_answers() -> None:
 
 def test_a_worker_that_is_silent_is_named() -> None:
     task = TrainTask("ddp", ("cpu",), case="deep", batch=2)
-    worker = processes.Worker(task, "ddp (process 1)")
+    worker = harness.Worker(task, "ddp (process 1)")
     try:
-        with pytest.raises(processes.WorkerError, match=r"ddp \(process 1\) did not answer within"):
+        with pytest.raises(harness.WorkerError, match=r"ddp \(process 1\) did not answer within"):
             worker.answer(0.05)
     finally:
         worker.close()
-
-
-def test_a_team_is_as_slow_as_its_slowest_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FakeWorker:
-        def __init__(self, task: TrainTask, label: str) -> None:
-            self.rank = task.rank
-
-        def ask(self, do: str, **details: Any) -> None:
-            assert (do, details) == ("run", {"steps": 2})
-
-        def answer(self, timeout: float) -> dict[str, list[float]]:
-            return {"step": [1.0, 3.0] if self.rank else [2.0, 1.0]}
-
-    monkeypatch.setattr(processes, "Worker", FakeWorker)
-    (contestant,) = plan([["cpu"], ["cpu"]], [])
-    assert processes.Team(contestant).run(2) == {"step": [2.0, 3.0]}
 
 
 SMALL = ["bench", "train", "--cases", "deep", "--steps", "1"]
@@ -245,7 +222,7 @@ def test_a_small_run_beside_both_peers(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["contestant"] for row in case["rows"]] == ["ours", "bare", "ddp"]
     assert all(row["agrees"] for row in case["rows"])
     assert all(row["parameter_error"] < 1e-2 for row in case["rows"])
-    assert all(len(each["seconds"]) == 2 for each in case["measured"])
+    assert all(len(row["rounds"]) == 2 for row in case["rows"])
     bare, ddp = result["comparisons"]
     assert (bare["peer"], bare["met"]["time_mean"]) == ("bare", None)
     assert (ddp["peer"], ddp["met"]["time_mean"]) == ("ddp", True)
@@ -278,8 +255,8 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_gradients_are_views_of_buckets_where_they_are_sent() -> None:
-    assert [output.bucket_view(None, processes) for processes in (1, 2)] == [False, True]
-    assert [output.bucket_view(given, 1) for given in ("on", "off")] == [True, False]
+    assert [train.bucket_view(None, processes) for processes in (1, 2)] == [False, True]
+    assert [train.bucket_view(given, 1) for given in ("on", "off")] == [True, False]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "two"])

@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from dataparallel.tools.bench import report, rounds, summary, verdict
-from dataparallel.tools.bench.contestants import Contestant, TrainTask
-from dataparallel.tools.bench.summary import Measured, Row, Spread
-from dataparallel.tools.bench.verdict import Bars
+from dataparallel.tools.bench import output, report, summary
+from dataparallel.tools.bench.harness import Contestant, Outcome, Spread
+from dataparallel.tools.bench.summary import Row
 
 # --- conclusions -------------------------------------------------------------------------------
 
 
 def measured(
-    name: str, *seconds: float, loss: float = 2.0, norm: float = 1.0, error: float = 0.0
-) -> Measured:
-    return Measured(name, name, seconds, (3.0, loss), (1.5, norm), error, 2**20, 0)
+    name: str,
+    *seconds: float,
+    loss: float = 2.0,
+    norm: float = 1.0,
+    error: float = 0.0,
+    memory: tuple[int, int] = (2**20, 0),
+    title: str = "",
+) -> Outcome:
+    said = {"losses": [3.0, loss], "gradient_norms": [1.5, norm]}
+    names = ("host_bytes", "device_bytes", "parameter_error")
+    finished = dict(zip(names, (*memory, error), strict=True))
+    return Outcome(Contestant(name, title or name, ()), [said], {"step": seconds}, [finished])
 
 
 def test_ratios_are_taken_within_each_round() -> None:
@@ -58,23 +65,17 @@ def test_other_losses_gradients_or_parameters_are_seen(
     assert (first.agrees, second.agrees) == (agrees, True)
 
 
-def outcome_of(finished: list[dict[str, Any]]) -> rounds.Outcome:
-    tasks = tuple(TrainTask("ours", ("cpu",), case="deep", batch=2) for _ in finished)
-    said = {"losses": [2.0], "gradient_norms": [1.0]}
-    contestant = Contestant("ours", "ours", tasks)
-    return rounds.Outcome(contestant, [said for _ in finished], {"step": (0.5, 0.7)}, finished)
-
-
 def test_processes_are_put_together() -> None:
     finished = [
         {"host_bytes": 3, "device_bytes": 5, "parameter_error": error} for error in (1e-7, 1e-6)
     ]
-    outcome = outcome_of(finished)
-    both = summary.measured_from(outcome)
-    assert (both.seconds, both.losses, both.gradient_norms) == ((0.5, 0.7), (2.0,), (1.0,))
-    assert (both.host_bytes, both.device_bytes, both.parameter_error) == (6, 10, 1e-6)
+    outcome = dataclasses.replace(measured("ours", 0.5, 0.7), finished=finished)
+    (row,) = summary.summarize([outcome])
+    assert (row.rounds, row.losses, row.gradient_norms) == ((0.5, 0.7), (3.0, 2.0), (1.5, 1.0))
+    assert (row.host_bytes, row.device_bytes, row.parameter_error) == (6, 10, 1e-6)
     finished[1]["parameter_error"] = math.nan
-    assert math.isnan(summary.measured_from(outcome).parameter_error)
+    (row,) = summary.summarize([outcome])
+    assert math.isnan(row.parameter_error) and not row.agrees
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_memory_is_compared_where_the_tensors_are(
     host: tuple[int, int], device: tuple[int, int], ratio: float | None
 ) -> None:
     each = [
-        dataclasses.replace(measured(name, 1.0), host_bytes=h, device_bytes=d)
+        measured(name, 1.0, memory=(h, d))
         for name, h, d in zip(("ours", "ddp"), host, device, strict=True)
     ]
     assert summary.summarize(each)[1].memory_ratio == ratio
@@ -98,35 +99,34 @@ def results(**ratios: tuple[float, int]) -> dict[str, list[Row]]:
     """By case, the time and the memory (of 4) of ours beside a peer that takes 1.0 and 4 bytes."""
     found = {}
     for case, (time, memory) in ratios.items():
-        ours = dataclasses.replace(measured("ours", time, 1.1 * time), host_bytes=memory)
-        peer = dataclasses.replace(measured("ddp", 1.0, 1.0), host_bytes=4)
+        ours = measured("ours", time, 1.1 * time, memory=(memory, 0))
+        peer = measured("ddp", 1.0, 1.0, memory=(4, 0))
         found[case] = summary.summarize([ours, peer])
     return found
 
 
 def test_the_mean_over_the_cases_is_geometric_and_the_worst_case_is_named() -> None:
-    both = verdict.compare(results(a=(0.5, 2), b=(2.0, 8)), "ddp", Bars())
-    assert both.time_mean.value == pytest.approx(1.05)
-    assert (both.time_mean.low, both.time_mean.high) == pytest.approx((1.0, 1.1))
-    assert both.time_worst.case == "b"
-    assert both.time_worst.value == pytest.approx(2.1)
-    assert both.memory_mean.value == pytest.approx(1.0)
-    assert (both.memory_worst.case, both.memory_worst.value) == ("b", 2.0)
-    assert [each.met for each in both.verdicts] == [None] * 4
+    found = summary.compare(results(a=(0.5, 2), b=(2.0, 8)), "ddp", {}).verdicts
+    time, worst = found["time_mean"], found["time_worst"]
+    assert (time.value, time.low, time.high) == pytest.approx((1.05, 1.0, 1.1))
+    assert worst.case == "b"
+    assert worst.value == pytest.approx(2.1)
+    assert found["memory_mean"].value == pytest.approx(1.0)
+    assert (found["memory_worst"].case, found["memory_worst"].value) == ("b", 2.0)
+    assert [each.met for each in found.values()] == [None] * 4
 
 
 def test_each_figure_has_its_own_bar() -> None:
-    cases = results(a=(0.5, 2), b=(2.0, 8))
-    bars = Bars(time=1.06, time_worst=2.0, memory=0.9, memory_worst=2.0)
-    both = verdict.compare(cases, "ddp", bars)
-    assert [each.met for each in both.verdicts] == [True, False, False, True]
+    bars = dict(zip(summary.BARS, (1.06, 2.0, 0.9, 2.0), strict=True))
+    both = summary.compare(results(a=(0.5, 2), b=(2.0, 8)), "ddp", bars)
+    assert [each.met for each in both.verdicts.values()] == [True, False, False, True]
 
 
 def test_a_bar_for_what_could_not_be_measured_is_missed() -> None:
-    both = verdict.compare(results(a=(0.5, 0), b=(0.5, 2)), "ddp", Bars(memory=0.9))
+    both = summary.compare(results(a=(0.5, 0), b=(0.5, 2)), "ddp", {"memory_mean": 0.9})
     assert both.memory == {"a": None, "b": 0.5}
-    assert both.memory_mean.value is None
-    assert both.memory_mean.met is False
+    assert both.verdicts["memory_mean"].value is None
+    assert both.verdicts["memory_mean"].met is False
 
 
 def shown(table: Table) -> str:
@@ -137,27 +137,25 @@ def shown(table: Table) -> str:
 
 
 def test_bars_are_shown_as_met_or_missed() -> None:
-    bars = Bars(time=0.8, time_worst=1.0)
-    text = shown(report.build_comparison(verdict.compare(results(mlp=(0.9, 2)), "ddp", bars)))
+    bars = {"time_mean": 0.8, "time_worst": 1.0}
+    text = shown(report.build_comparison(summary.compare(results(mlp=(0.9, 2)), "ddp", bars)))
     assert "…" not in text
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[-2] == ["geometric", "mean", "0.945", "0.90..0.99", "0.80", "missed", "0.500"]
     assert lines[-1] == ["worst", "0.945", "0.90..0.99", "1.00", "met", "0.500"]
-    without = report.build_comparison(verdict.compare(results(mlp=(0.9, 2)), "ddp", Bars()))
+    without = report.build_comparison(summary.compare(results(mlp=(0.9, 2)), "ddp", {}))
     assert "bar" not in shown(without)
 
 
 # --- table -------------------------------------------------------------------------------------
 
 
-def table(*entries: Measured) -> str:
+def table(*entries: Outcome) -> str:
     return shown(report.build_table({"transformer (16)": summary.summarize(entries)}, "title"))
 
 
 def test_the_table_fits_into_80_columns() -> None:
-    ours = dataclasses.replace(
-        measured("ours", 1.0, 1.2), title="DataParallel 1x16", host_bytes=2**34, device_bytes=2**35
-    )
+    ours = measured("ours", 1.0, 1.2, memory=(2**34, 2**35), title="DataParallel 1x16")
     text = table(ours, measured("bare", 2.0, 2.4))
     assert "…" not in text
     assert "1000..1200" in text
@@ -171,13 +169,11 @@ def test_the_table_marks_a_contestant_that_trains_otherwise() -> None:
 
 
 def test_a_narrow_terminal_loses_no_digit() -> None:
-    table = report.new_table("times")
-    for heading in ("first", "second", "third"):
-        table.add_column(heading, no_wrap=True)
+    table = output.new_table("times", "second", "third")
     figures = ["123456.78", "0.01..100.12", "98765 4321"]
     table.add_row(*figures)
     console = Console(width=20, file=io.StringIO())
-    report.print_table(table, console)
+    output.print_table(table, console)
     assert isinstance(console.file, io.StringIO)
     assert all(figure in console.file.getvalue() for figure in figures)
     assert console.width == 20

@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 from dataparallel.tools.bench import summary
-from dataparallel.tools.bench.contestants import TrainTask
 from dataparallel.tools.bench.memory import MemoryGauge
-from dataparallel.tools.bench.summary import Measured
-from dataparallel.tools.bench.trainer import Trainer
+from dataparallel.tools.bench.trainer import Trainer, TrainTask
 
 
 @pytest.fixture
@@ -63,11 +61,9 @@ def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient(
         fields: dict[str, Any] = {"kind": kind, "wrapper": wrapper}
         one = trainer(TrainTask(devices=BOTH, replicas=2, case="conv", batch=4, **fields))
         spoil(one.module, scale)
-        said = one.check(2)
-        losses, norms = tuple(said["losses"]), tuple(said["gradient_norms"])
-        figures.append(Measured(kind, kind, (1.0,), losses, norms, 0.0, 0, 0))
-    assert summary.agree(figures[1], figures[0], 1e-4)
-    assert not summary.agree(figures[2], figures[0], 1e-4)
+        figures.append(one.check(2))
+    assert summary.agree(figures[1], figures[0])
+    assert not summary.agree(figures[2], figures[0])
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("bare", 1.0), ("ours", 1.0), ("ours", 1.1)])
@@ -108,8 +104,7 @@ def test_memory_that_came_and_went_is_in_the_peak() -> None:
 
 _CHECKED = """
 import sys
-from dataparallel.tools.bench.contestants import TrainTask
-from dataparallel.tools.bench.trainer import Trainer
+from dataparallel.tools.bench.trainer import Trainer, TrainTask
 one = Trainer(TrainTask(devices=("cpu",), replicas=2, case="mlp", batch=2, kind=sys.argv[1]))
 one.run(2)
 before = one.memory.host_peak()

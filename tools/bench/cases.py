@@ -15,14 +15,12 @@ class Case:
 
     Attributes:
         name: The word on the command line.
-        title: What is shown.
         batch: Number of samples of the whole batch, over all replicas.
         build: Makes the model, from torch's default generator.
         data: Makes inputs and class targets for a number of samples.
     """
 
     name: str
-    title: str
     batch: int
     build: Callable[[], nn.Module]
     data: Callable[[int], tuple[Tensor, Tensor]]
@@ -78,14 +76,23 @@ def _tokens(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(1000, (samples, 64)), torch.randint(1000, (samples, 64))
 
 
-#: By name. Matrix products; memory traffic; number of launches; a usual mixture; convolution.
+#: By name.
 CASES = {
     case.name: case
     for case in (
-        Case("mlp", "mlp, 8 x Linear(1024)", 256, lambda: _mlp(1024), _vectors(1024)),
-        Case("wide", "wide mlp, 8 x Linear(2048)", 128, lambda: _mlp(2048), _vectors(2048)),
-        Case("deep", "deep narrow, 200 x Linear(64)", 64, lambda: _mlp(64, 200), _vectors(64)),
-        Case("transformer", "transformer, 4 layers, d 256", 16, _Transformer, _tokens),
-        Case("conv", "conv, 7 layers, 64 channels", 32, _conv, _images),
+        # Matrix products; memory traffic; number of launches; a usual mixture; convolution.
+        Case("mlp", 256, lambda: _mlp(1024), _vectors(1024)),
+        Case("wide", 128, lambda: _mlp(2048), _vectors(2048)),
+        Case("deep", 64, lambda: _mlp(64, 200), _vectors(64)),
+        Case("transformer", 16, _Transformer, _tokens),
+        Case("conv", 32, _conv, _images),
     )
 }
+
+
+def whole_batch(case: str, replicas: int) -> int:
+    """The batch of a case, rounded down to equal parts."""
+    samples = CASES[case].batch
+    if samples < replicas:
+        raise ValueError(f"case {case!r} has {samples} samples, but there are {replicas} replicas")
+    return samples // replicas * replicas

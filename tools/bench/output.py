@@ -1,4 +1,4 @@
-"""What the benchmarks share at the terminal: progress, the setting of a run, JSON."""
+"""What all benchmarks show and write: progress, tables, the setting of a run, JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segments
+from rich.table import Table
+from rich.text import Text
 
-#: Told what happens next, and how many turns of the whole measurement begin with it.
-Tell = Callable[[str, int], None]
+from dataparallel.tools.bench.harness import Spread, Tell
 
 #: What changes speed or memory without being seen in the command. Idle threads that spin, for
 #: one, decide much where other programs use the cores too.
@@ -24,55 +28,71 @@ _TELLING = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "ATEN_", "GLOO_", "
 
 
 @contextlib.contextmanager
-def progress(console: Console, turns: int) -> Iterator[Tell]:
-    """A bar in the terminal while something is measured.
-
-    Args:
-        console: Where it is shown.
-        turns: How many there will be.
-    """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def progress(turns: int) -> Iterator[Tell]:
+    """A bar in the terminal while something is measured, which will take so many turns."""
     columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("starting", total=turns)
 
-        def tell(what: str, turns_begun: int) -> None:
-            shown.update(task, description=what, advance=turns_begun)
+        def tell(what: str, begun: int) -> None:
+            shown.update(task, description=what, advance=begun)
 
         yield tell
 
 
-def teller(tell: Tell, name: str) -> Callable[[str], None]:
-    """A listener for one measurement among several.
-
-    Args:
-        tell: That of the whole run.
-        name: Of the measurement.
-    """
-
-    def on_turn(what: str) -> None:
-        tell(f"{name}: {what}", int(what.startswith("round")))
-
-    return on_turn
+# --- tables ------------------------------------------------------------------------------------
 
 
-def bucket_view(given: str | None, processes: int) -> bool:
-    """Whether our DDP's gradients are views of buckets.
+def new_table(title: str, *headings: str) -> Table:
+    """An empty table in the style of all benchmarks; its first column has no heading."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
-    Args:
-        given: The value of the option.
-        processes: Number of processes of ours.
-    """
-    return processes > 1 if given is None else given == "on"
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table whole: in a narrower terminal its lines run on and no digit is lost."""
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(table, options)), crop=False)
 
 
-def environment() -> dict[str, Any]:
+def print_notes(notes: Sequence[str], console: Console) -> None:
+    """Print how something was measured, below its table."""
+    for note in notes:
+        console.print(Text(note, style="dim"))
+
+
+def three_digits(value: float) -> str:
+    """Three digits or a little more."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def span(value: Spread) -> str:
+    """Smallest and largest over the rounds, of a ratio."""
+    return f"{value.low:.2f}..{value.high:.2f}"
+
+
+def agreement(text: str, agrees: bool) -> Text:
+    """A figure with a mark that says whether the contestant computes what it should."""
+    return Text(f"{text} ✓", style="green") if agrees else Text(f"{text} ✗", style="bold red")
+
+
+def met(bar: float, is_met: bool) -> Text:
+    """A bar, and whether it is met."""
+    words, style = ("met", "green") if is_met else ("missed", "bold red")
+    return Text(f"{bar:.2f} {words}", style=style)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def environment(command: str = "dataparallel") -> dict[str, Any]:
     """Command, date, machine, versions: what has to be known beside any figure."""
-    import torch
-
     return {
-        "command": ["dataparallel", *sys.argv[1:]],
+        "command": [command, *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -85,12 +105,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write to a file, whole or not at all, or to the standard output.
-
-    Args:
-        path: Of the file; ``-`` for the standard output.
-        content: What to write.
-    """
+    """Write to a file, whole or not at all, or for ``-`` to the standard output."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)

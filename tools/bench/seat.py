@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import devices
-from dataparallel.tools.bench.contestants import Task
+from dataparallel.tools.bench.harness import Task
 
 #: How long a process waits for the others of its contestant.
 _TIMEOUT = timedelta(seconds=120)
@@ -48,14 +48,12 @@ class Seat:
         """
         if self.task.kind == "bare":
             return module
-        if self.task.kind in ("ours", "watched") and self.task.wrapper == "dp":
-            return dataparallel.DataParallel(module, self.slots)
         if self.task.kind == "ddp":
             return nn.parallel.DistributedDataParallel(
-                module,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=True,
+                module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
             )
+        if self.task.wrapper == "dp":
+            return dataparallel.DataParallel(module, self.slots)
         return dataparallel.DistributedDataParallel(
             module,
             self.slots,
@@ -94,33 +92,6 @@ class Seat:
                 model.close()
         if self.task.joins:
             torch.distributed.destroy_process_group()
-
-
-def communication(model: nn.Module) -> dict[str, float]:
-    """Sums over all iterations so far of what a DDP, ours or torch's, has timed, in seconds.
-
-    Args:
-        model: Told before its first iteration by :func:`time_every_iteration`.
-
-    Returns:
-        ``iterations``; ``computation`` of the backward; ``communication``, from the first bucket's
-        launch to the last one's end; and what of both was at the same time, ``hidden``.
-    """
-    data = model._get_ddp_logging_data()  # type: ignore[operator]
-    keys = {
-        "computation": "avg_backward_compute_time",
-        "communication": "avg_backward_comm_time",
-        "hidden": "avg_backward_compute_comm_overlap_time",
-    }
-    # torch has timed all iterations but the one that has not been followed by a forward.
-    count = data.get("num_sampled", data["iteration"])
-    sums = {name: data.get(key, 0) * 1e-9 * count for name, key in keys.items()}
-    return {"iterations": count, **sums}
-
-
-def time_every_iteration(model: nn.Module) -> None:
-    """Let a DDP time every iteration; by default it is every hundredth after the first ten."""
-    model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[operator]
 
 
 def _backend_for(device: torch.device) -> str:

@@ -11,65 +11,65 @@ from typing import Any
 
 from rich.console import Console
 
-from dataparallel.tools.bench.cases import CASES
-from dataparallel.tools.bench.contestants import MODES, TrainTask, plan_contestants
+from dataparallel.tools.bench.cases import whole_batch
+from dataparallel.tools.bench.command import MODES
+from dataparallel.tools.bench.harness import CHECK_STEPS, Outcome, Tell, measure, plan_contestants
 from dataparallel.tools.bench.output import (
-    Tell,
-    bucket_view,
     environment,
+    print_notes,
+    print_table,
     progress,
-    teller,
     write_json,
 )
-from dataparallel.tools.bench.report import build_comparison, build_table, print_notes, print_table
-from dataparallel.tools.bench.rounds import CHECK_STEPS, measure
-from dataparallel.tools.bench.summary import Measured, Row, measured_from, summarize
-from dataparallel.tools.bench.verdict import Bars, Comparison, compare
+from dataparallel.tools.bench.report import build_comparison, build_table
+from dataparallel.tools.bench.summary import BARS, Comparison, Row, compare, summarize
+from dataparallel.tools.bench.trainer import TrainTask
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    peers = arguments.peers or _default_peers(arguments.devices)
-    bars = Bars(
-        arguments.bar, arguments.bar_worst, arguments.bar_memory, arguments.bar_memory_worst
+    peers = arguments.peers or (["bare"] if _any_virtual(arguments.devices) else ["bare", "ddp"])
+    limits = (
+        arguments.bar,
+        arguments.bar_worst,
+        arguments.bar_memory,
+        arguments.bar_memory_worst,
     )
+    bars = dict(zip(BARS, limits, strict=True))
     _check(arguments, peers, bars)
-    # The table must not mix with JSON on the standard output.
-    console = Console(stderr=arguments.json == "-")
     results: dict[str, list[Row]] = {}
     headings: dict[str, str] = {}
     records: list[dict[str, Any]] = []
-    with progress(console, len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
+    with progress(len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
         for name in arguments.cases:
             task = _task(name, arguments)
-            measured, steps = _measure_case(task, peers, arguments, tell)
-            results[name] = summarize(measured)
+            outcomes, steps = _measure_case(task, peers, arguments, tell)
+            results[name] = summarize(outcomes)
             headings[name] = f"{name} ({task.batch})"
-            records.append(_record(name, headings[name], steps, measured, results[name]))
+            rows = [dataclasses.asdict(row) for row in results[name]]
+            record = {"case": name, "title": headings[name], "steps_per_round": steps}
+            records.append({**record, "rows": rows})
     judged = "ddp" if "ddp" in peers else peers[0]
-    comparisons = [compare(results, each, bars if each == judged else Bars()) for each in peers]
+    comparisons = [compare(results, each, bars if each == judged else {}) for each in peers]
     if arguments.json != "-":
         with_headings = {headings[name]: rows for name, rows in results.items()}
-        _print(with_headings, comparisons, arguments, console)
+        _print(with_headings, comparisons, arguments)
     if arguments.json:
-        setting = {**environment(), **_setting(arguments, peers)}
-        content = {"setting": setting, "cases": records}
+        content = {"setting": _setting(arguments, peers), "cases": records}
         content["comparisons"] = [_comparison_record(each) for each in comparisons]
         write_json(arguments.json, content)
     disagree = not all(row.agrees for rows in results.values() for row in rows)
-    missed = any(verdict.met is False for each in comparisons for verdict in each.verdicts)
+    missed = any(each.met is False for one in comparisons for each in one.verdicts.values())
     return int(disagree or (arguments.check and missed))
-
-
-def _default_peers(devices: Sequence[str]) -> list[str]:
-    return ["bare"] if _any_virtual(devices) else ["bare", "ddp"]
 
 
 def _any_virtual(devices: Sequence[str]) -> bool:
     return any(name.startswith("virtual") for name in devices)
 
 
-def _check(arguments: argparse.Namespace, peers: Sequence[str], bars: Bars) -> None:
+def _check(
+    arguments: argparse.Namespace, peers: Sequence[str], bars: dict[str, float | None]
+) -> None:
     if _any_virtual(arguments.devices) and "ddp" in peers:
         raise ValueError(
             "torch DDP has no process group for virtual devices; compare with --peers bare, or "
@@ -85,17 +85,21 @@ def _check(arguments: argparse.Namespace, peers: Sequence[str], bars: Bars) -> N
             f"--processes {arguments.processes} would give all processes the same devices "
             f"{', '.join(arguments.devices)}; only the CPU can be shared so"
         )
-    if arguments.check and not bars.any():
+    if arguments.check and not any(bars.values()):
         raise ValueError("--check needs a bar to check, for example --bar 0.8")
 
 
-def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
+def bucket_view(given: str | None, processes: int) -> bool:
+    """Whether our DDP's gradients are views of buckets, as the option says or by default."""
+    return processes > 1 if given is None else given == "on"
 
+
+def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
     return TrainTask(
         "ours",
         tuple(arguments.devices),
         case=name,
-        batch=whole_batch(name, CASES[name].batch, arguments.processes * len(arguments.devices)),
+        batch=whole_batch(name, arguments.processes * len(arguments.devices)),
         threads=arguments.threads_per_replica,
         mode=arguments.mode,
         loss=arguments.loss,
@@ -105,40 +109,22 @@ def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
     )
 
 
-def whole_batch(case: str, samples: int, replicas: int) -> int:
-    """The batch of a case, rounded down to equal parts.
-
-    Args:
-        case: Its name, for the message.
-        samples: Number of samples that it is known by.
-        replicas: Number of parts.
-
-    Raises:
-        ValueError: There are fewer samples than parts.
-    """
-    if samples < replicas:
-        raise ValueError(f"case {case!r} has {samples} samples, but there are {replicas} replicas")
-    return samples // replicas * replicas
-
-
 def _measure_case(
     task: TrainTask, peers: Sequence[str], arguments: argparse.Namespace, tell: Tell
-) -> tuple[list[Measured], int]:
+) -> tuple[list[Outcome], int]:
     with tempfile.TemporaryDirectory() as folder:
         task = dataclasses.replace(task, meeting_point=str(pathlib.Path(folder) / "meeting"))
         contestants = plan_contestants(task, [task.devices] * arguments.processes, peers)
-        on_turn = teller(tell, task.case)
-        outcomes, steps = measure(contestants, arguments.rounds, arguments.steps, on_turn)
-    return [measured_from(outcome) for outcome in outcomes], steps
+        rounds, steps = arguments.rounds, arguments.steps
+        return measure(task.case, contestants, rounds, steps, tell)
 
 
 def _print(
     results: dict[str, list[Row]],
     comparisons: Sequence[Comparison],
     arguments: argparse.Namespace,
-    console: Console,
 ) -> None:
-
+    console = Console()
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
     print_table(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"), console)
     for comparison in comparisons:
@@ -162,28 +148,13 @@ def _notes(arguments: argparse.Namespace) -> list[str]:
 
 
 def _setting(arguments: argparse.Namespace, peers: Sequence[str]) -> dict[str, Any]:
-    names = ("devices", "processes", "wrapper", "mode", "loss", "optimizer", "rounds")
-    return {
-        **{name: getattr(arguments, name) for name in names},
-        "peers": list(peers),
-        "threads_per_replica": arguments.threads_per_replica,
-        "bucket_view": bucket_view(arguments.bucket_view, arguments.processes),
-    }
-
-
-def _record(
-    name: str, title: str, steps: int, measured: Sequence[Measured], rows: Sequence[Row]
-) -> dict[str, Any]:
-    return {
-        "case": name,
-        "title": title,
-        "steps_per_round": steps,
-        "measured": [dataclasses.asdict(each) for each in measured],
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+    options = {name: value for name, value in vars(arguments).items() if name != "run"}
+    views = bucket_view(arguments.bucket_view, arguments.processes)
+    return {**environment(), **options, "peers": list(peers), "bucket_view": views}
 
 
 def _comparison_record(comparison: Comparison) -> dict[str, Any]:
-    names = ("time_mean", "time_worst", "memory_mean", "memory_worst")
-    met = {name: getattr(comparison, name).met for name in names}
-    return {**dataclasses.asdict(comparison), "met": met}
+    record = dataclasses.asdict(comparison)
+    verdicts = record.pop("verdicts")
+    met = {name: verdict.met for name, verdict in comparison.verdicts.items()}
+    return {**record, **verdicts, "met": met}

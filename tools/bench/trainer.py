@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.monitor import StepMonitor
 from dataparallel.tools.bench.cases import CASES, criterion
-from dataparallel.tools.bench.contestants import Optimizer, TrainTask
+from dataparallel.tools.bench.harness import Task
 from dataparallel.tools.bench.memory import MemoryGauge
-from dataparallel.tools.bench.seat import Seat, communication, time_every_iteration
+from dataparallel.tools.bench.seat import Seat
+
+Optimizer = Literal["sgd", "momentum", "adamw"]
 
 #: Steps after which parameters are compared with those of a bare module.
 _COMPARED_STEPS = 3
@@ -25,6 +28,32 @@ _OPTIMIZERS: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask(Task):
+    """Train a model.
+
+    Attributes:
+        case: Name of the model.
+        batch: Number of samples of the whole batch; a multiple of ``replicas``.
+        mode: What is repeated; see ``command.MODES``.
+        loss: Whether ours takes the loss of the gathered output or of each replica.
+        optimizer: Which of torch's.
+    """
+
+    module: ClassVar[str] = __name__
+
+    case: str
+    batch: int
+    mode: Literal["step", "forward-backward", "forward", "inference"] = "step"
+    loss: Literal["gathered", "replicas"] = "gathered"
+    optimizer: Optimizer = "sgd"
+
+
+def begin(task: dict[str, Any]) -> Trainer:
+    """What a worker process measures with."""
+    return Trainer(TrainTask(**task))
 
 
 class Trainer:
@@ -46,13 +75,10 @@ class Trainer:
         self.memory = MemoryGauge(self.seat.slots)
         self.module = self._new_module()
         self.model = self.seat.wrap(self.module)
-        if task.statistics:
-            time_every_iteration(self.model)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
         if task.kind == "watched" and isinstance(self.model, DataParallel):
             # For as long as the process lives; somebody may look at it meanwhile.
             self._monitor = StepMonitor(self.model).__enter__()
-        self._timed: list[dict[str, float]] = []
 
     def _whole_batch(self) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
@@ -73,16 +99,20 @@ class Trainer:
         optimizer = _descent(self.model)
         losses, norms = [], []
         for _ in range(steps):
-            optimizer.zero_grad()
-            if self.task.kind == "bare":
-                loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
-            else:
-                loss = self._loss()
-                loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            losses.append(self.seat.mean(loss.detach()))
+            losses.append(self.seat.mean(self._descend(optimizer)))
             norms.append(_gradient_norm(self.model))
         return {"losses": losses, "gradient_norms": norms}
+
+    def _descend(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """One step of what is compared; the loss of this process's part of the batch."""
+        optimizer.zero_grad()
+        if self.task.kind == "bare":
+            loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
+        else:
+            loss = self._loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
 
     def _parameter_error(self) -> float:
         """Difference to a bare module's parameters after some steps from the start.
@@ -98,12 +128,7 @@ class Trainer:
         inputs, targets = (each.to(self.seat.device) for each in self._whole_batch())
         ours, theirs = _descent(self.model), _descent(reference)
         for _ in range(_COMPARED_STEPS):
-            ours.zero_grad()
-            if self.task.kind == "bare":
-                _accumulate(self.model, inputs, targets, self.task.replicas)
-            else:
-                self._loss().backward()  # type: ignore[no-untyped-call]
-            ours.step()
+            self._descend(ours)
             theirs.zero_grad()
             _accumulate(reference, inputs, targets, self.task.replicas)
             theirs.step()
@@ -117,7 +142,13 @@ class Trainer:
         Returns:
             Seconds of each repetition, until the devices have finished.
         """
-        repeat = self._repeated()
+        modes: dict[str, Callable[[], object]] = {
+            "step": self._step,
+            "forward-backward": self._forward_backward,
+            "forward": lambda: self.model(self.inputs),
+            "inference": lambda: self.model(self.inputs),
+        }
+        repeat = modes[self.task.mode]
         self.seat.barrier()
         seconds = []
         with torch.no_grad() if self.task.mode == "inference" else contextlib.nullcontext():
@@ -126,18 +157,7 @@ class Trainer:
                 repeat()
                 self.seat.synchronize()
                 seconds.append(time.perf_counter() - begin)
-        if self.task.statistics:
-            self._timed.append(communication(self.model))
         return {"step": seconds}
-
-    def _repeated(self) -> Callable[[], object]:
-        modes: dict[str, Callable[[], object]] = {
-            "step": self._step,
-            "forward-backward": self._forward_backward,
-            "forward": lambda: self.model(self.inputs),
-            "inference": lambda: self.model(self.inputs),
-        }
-        return modes[self.task.mode]
 
     def _step(self) -> None:
         self._forward_backward()
@@ -156,26 +176,13 @@ class Trainer:
         """Conclude, and leave the contestant.
 
         Returns:
-            Peaks of memory, the error of the parameters, and where statistics are collected, for
-            each turn after the first the seconds of communication and computation per backward.
+            Peaks of memory, and the error of the parameters.
         """
         # First, since what follows takes memory of its own.
-        answer: dict[str, Any] = {
-            "host_bytes": self.memory.host_peak(),
-            "device_bytes": self.memory.device_peak(),
-        }
-        if self.task.statistics:
-            turns = zip(self._timed, self._timed[1:], strict=False)
-            answer["statistics"] = [_per_iteration(*turn) for turn in turns]
-        answer["parameter_error"] = self._parameter_error()
+        peaks = self.memory.host_peak(), self.memory.device_peak()
+        error = self._parameter_error()
         self.seat.leave(self.model)
-        return answer
-
-
-def _per_iteration(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    count = after["iterations"] - before["iterations"]
-    names = after.keys() - {"iterations"}
-    return {name: (after[name] - before[name]) / count for name in names}
+        return {"host_bytes": peaks[0], "device_bytes": peaks[1], "parameter_error": error}
 
 
 def _descent(model: nn.Module) -> torch.optim.Optimizer:

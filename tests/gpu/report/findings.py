@@ -205,30 +205,29 @@ def kernels(ended: Ended, path: pathlib.Path) -> Findings:
         return failed_command(ended) or Findings("failed", "nothing was measured")
     lines, wrong = [], 0
     for row in content["rows"]:
-        wrong += not row["agrees"]
-        best = row["alternatives"][0] if row["alternatives"] else None
-        case = row["case"]
+        line = row["line"]
+        wrong += not line["right"]
         lines.append(
             (
-                f"{case['kernel']}, {case['variant']}, {case['dtype']}",
-                f"{case['size'] / 2**20:g}",
-                f"{row['rate']['median'] * 1e-9:.3g}",
-                _spread(row["share"]),
-                f"{_spread(best['ratio'])}, {best['name']}" if best else "",
-                "" if row["launch"] is None else f"{row['launch']['median'] * 1e6:.1f}",
-                "yes" if row["agrees"] else "**no**",
+                line["section"],
+                f"{row['case']['size'] / 2**20:g}",
+                f"{row['moved'] / line['seconds']['ours']['median'] * 1e-9:.3g}",
+                _spread(line["ratios"]["copy"]),
+                f"{_spread(line['ratios']['best'])}, {row['best']}",
+                f"{row['launch']['ours']['median'] * 1e6:.1f}" if row["launch"] else "",
+                "yes" if line["right"] else "**no**",
             )
         )
-    head = ("kernel", "MiB", "GB/s", "/ copy", "ours / best of torch", "launch µs", "right")
+    head = ("kernel", "MiB", "GB/s", "ours / copy", "ours / best of torch", "launch µs", "right")
     bars = tuple(
         (
             one["name"],
             f"{one['bar']:.2f}",
             "" if one["value"] is None else f"{one['value']:.3f} ({one['worst']})",
             f"{len(one['missed'])} of {one['cases']}",
-            {True: "met", False: "missed", None: "no case"}[one["met"]],
+            "no case" if not one["cases"] else "missed" if one["missed"] else "met",
         )
-        for one in content["verdicts"]
+        for one in content["bars"]
     )
     tables = [Table(head, tuple(lines))]
     if bars:

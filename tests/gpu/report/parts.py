@@ -195,11 +195,11 @@ def _kernels(device: str, virtual: dict[str, str], machine: Machine, path: pathl
         options += ["--sizes", "1MiB,16MiB,64MiB", "--rounds", "5"]
     else:
         options += ["--kernels", "reduce_add,flatten,unflatten", "--sizes", "64KiB"]
-        options += ["--dtypes", "float32", "--footprint", "1MiB", "--rounds", "3", "--steps", "3"]
+        options += ["--dtypes", "float32", "--flush", "1MiB", "--rounds", "3", "--steps", "3"]
     return Part(
         "kernels",
-        f"bench kernels on {device}",
-        _python("dataparallel", "bench", "kernels", *options),
+        f"benchmarks.kernels on {device}",
+        _python("benchmarks.kernels", *options),
         90,
         partial(findings.kernels, path=path),
         virtual,

@@ -17,6 +17,7 @@ _PLACES = {
     "dataparallel": "dataparallel",
     "kernels": "dataparallel/kernels",
     "tools": "dataparallel/tools",
+    "benchmarks": "benchmarks",
     "tests": "tests",
 }
 

@@ -1,0 +1,601 @@
+"""`python -m benchmarks.NAME`: what they conclude, and small runs of the real thing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import math
+import pathlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import autograd, collectives, common, kernel_cases, kernels, reducer
+from benchmarks.common import compare
+from benchmarks.kernel_cases import KernelCase
+from benchmarks.kernels import Stopwatch, Turn
+from dataparallel import kernels as our_kernels
+from dataparallel.kernels import backend
+from dataparallel.tools.bench.harness import Contestant, Outcome, Spread, Task
+from tests.kernels.host_backend import HostBackend
+
+CPU = torch.device("cpu")
+MIB = 2**20
+SHORT = ["--rounds", "1", "--steps", "2"]
+NAMES = ("autograd", "collectives", "kernels", "reducer")
+
+
+@pytest.fixture
+def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs one by its name and words; its exit status."""
+
+    def call(name: str, *words: str) -> int:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        module = importlib.import_module(f"benchmarks.{name}")
+        try:
+            return common.main(module.build_parser(), module.run)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+    return call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_in_the_help_are_accepted(name: str) -> None:
+    parser = importlib.import_module(f"benchmarks.{name}").build_parser()
+    examples = parser.format_help().split("examples:\n")[1].splitlines()
+    assert len(examples) > 3
+    for example in examples:
+        words = example.split()
+        assert words[:3] == ["python", "-m", f"benchmarks.{name}"]
+        parser.parse_args(words[3:])
+
+
+# --- what they share ---------------------------------------------------------------------------
+
+
+def test_sizes_are_bytes_with_or_without_a_unit() -> None:
+    assert common.sizes("64MiB, 1KiB,512,1KiB,2B") == [2, 512, 2**10, 2**26]
+    for text in ("", "0", "1KB", "KiB", "-4", "1.5MiB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no size; say for example"):
+            common.sizes(text)
+    names = [common.size_name(size) for size in (12, 2**10, 1536, 2**28)]
+    assert names == ["12 B", "1 KiB", "1536 B", "256 MiB"]
+
+
+def test_small_sizes_are_repeated_more_often() -> None:
+    sizes = [2**10, 2**20, 2**22]
+    assert [common.repetitions(size, 2**22, 3) for size in sizes] == [200, 12, 3]
+    assert [common.repetitions(size, 2**22, 500) for size in sizes] == [500] * 3
+
+
+def test_ours_is_compared_round_by_round() -> None:
+    seconds = {"ours": (1.0, 3.0), "torch": (2.0, 2.0), "none": (0.0, 1.0)}
+    line = compare("section", "name", seconds, True)
+    assert line.seconds["ours"] == Spread(2.0, 1.0, 3.0)
+    assert line.ratios == {"torch": Spread(1.0, 0.5, 1.5)}
+
+
+def test_each_section_has_a_geometric_mean() -> None:
+    lines = [
+        compare("a", "1", {"ours": (0.1, 0.4), "torch": (1.0, 1.0), "copy": (9.0, 9.0)}, True),
+        compare("a", "2", {"ours": (0.4, 0.1), "torch": (1.0, 1.0)}, True),
+        compare("b", "1", {"ours": (0.0, 1.0), "torch": (1.0, 1.0)}, True),
+        compare("c", "1", {"ours": (1.0, 1.0)}, True),
+    ]
+    ((section, (peer, mean)),) = common.means(lines).items()
+    assert (section, peer) == ("a", "torch")
+    assert (mean.median, mean.low, mean.high) == pytest.approx((0.25, 0.1, 0.4))
+
+
+@pytest.mark.parametrize("errors", [(1.0, 0.0), (0.0, math.nan), (math.inf, 0.0)])
+def test_a_wrong_result_in_any_process_is_seen(errors: tuple[float, float]) -> None:
+    said: list[dict[str, Any]] = [{"errors": {"x": 0.0}}, {"errors": {}}]
+    outcome = Outcome(Contestant("ours", "ours", ()), said, {}, said)
+    assert common.error_of([outcome], "x") == 0.0
+    wrong = [{"errors": {"x": error, "y": 5.0}} for error in errors]
+    for one in (
+        Outcome(outcome.contestant, wrong, {}, []),
+        Outcome(outcome.contestant, [], {}, wrong),
+    ):
+        assert not common.error_of([outcome, one], "x") <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((4.56e-7, 1e-7, 1e-6), ("0.46 µs", "0.10..1.00")),
+        ((1.234e-3, 0.99e-3, 2e-3), ("1.23 ms", "0.99..2.00")),
+        ((0.123, 0.1, 1.0), ("123 ms", "100..1000")),
+    ],
+)
+def test_a_range_has_the_unit_of_the_median(
+    seconds: tuple[float, ...], words: tuple[str, str]
+) -> None:
+    assert common.duration(Spread(*seconds)) == words
+
+
+def conclude(right: bool, bar: float | None, json_path: str | None = None) -> int:
+    lines = [
+        compare("all_reduce", "1 KiB", {"ours": (1.0,), "torch": (2.0,), "copy": (4.0,)}, right),
+        compare("hybrid", "64 MiB", {"ours": (1.0,), "torch": (2.0,)}, True),
+    ]
+    arguments = argparse.Namespace(bar=bar, json=json_path, rounds=1)
+    return common.conclude("title", lines, arguments, ["a note"])
+
+
+@pytest.mark.parametrize(
+    ("right", "bar", "status", "shown"),
+    [
+        (True, None, 0, "all_reduce: mean of ours / torch 0.500 (0.50..0.50)\n"),
+        (True, 0.6, 0, "bar 0.60 met"),
+        (True, 0.4, 1, "bar 0.40 missed"),
+        (False, None, 1, "1 KiB ✗"),
+    ],
+)
+def test_conclusions(
+    right: bool, bar: float | None, status: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert conclude(right, bar) == status
+    text = capsys.readouterr().out
+    assert shown in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["64", "MiB", "✓", "1.00", "s", "1.00..1.00", "2.00", "s", "0.50", "0.50..0.50"] in lines
+    assert conclude(right, bar, "-") == status
+    result = json.loads(capsys.readouterr().out)
+    assert [line["right"] for line in result["lines"]] == [right, True]
+    assert result["missed"] == (["all_reduce", "hybrid"] if bar == 0.4 else [])
+
+
+# --- reducer -----------------------------------------------------------------------------------
+
+
+def test_layouts_are_processes_times_replicas() -> None:
+    assert reducer.layouts("1x2, 2x4,1x2") == ["1x2", "2x4"]
+    for text in ("2", "0x1", "1x0", "1x2,", "axb", "1x100"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no layout; say processes x"):
+            reducer.layouts(text)
+    assert reducer.places("2x2", "cpu") == [["cpu", "cpu"], ["cpu", "cpu"]]
+    assert reducer.places("2x2", "gpu") == [["gpu:0", "gpu:1"], ["gpu:2", "gpu:3"]]
+
+
+def test_gradients_are_known_and_arrive_one_by_one_the_last_first() -> None:
+    model = reducer.KnownGradients([(2, 3), (4,), (5,)])
+    arrived: list[int] = []
+    for index, weight in enumerate(model.weights):
+        weight.register_hook(lambda grad, index=index: arrived.append(index))
+    samples = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    torch.cat([model(chunk) for chunk in samples.chunk(2)]).mean().backward()
+    expected = (1.5**2 + 3.5**2) / 2
+    assert reducer.known_gradient(samples, replicas=2) == pytest.approx(expected)
+    assert reducer.known_gradient(samples, replicas=1) == pytest.approx(2.5**2)
+    for weight in model.weights:
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, expected))
+    assert arrived == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("bare", ("cpu",)), ("ours", ("cpu", "cpu"))])
+def test_rounds_are_checked_against_known_gradients(kind: Any, devices: tuple[str, ...]) -> None:
+    threads = torch.get_num_threads()
+    sets = ("small", "mixed")
+    one = reducer.begin(vars(reducer.ReducerTask(kind, devices, replicas=2, gradients=sets)))
+    assert max(one.check(3)["errors"].values()) < reducer.TOLERANCE
+    assert {name: len(each) for name, each in one.run(2).items()} == dict.fromkeys(sets, 2)
+    weights = list(one.modules["mixed"].parameters())
+    hook = weights[7].register_hook(lambda grad: grad * 1.001)
+    errors = one.check(1)["errors"]
+    assert errors["small"] < reducer.TOLERANCE < errors["mixed"]
+    hook.remove()
+    weights[7].register_hook(lambda grad: grad * math.nan)
+    assert math.isnan(one.check(2)["errors"]["mixed"])
+    next(one.modules["small"].parameters()).grad = None
+    one.finish()
+    torch.set_num_threads(threads)
+
+
+def test_timings_of_all_iterations_are_summed() -> None:
+    class Timed(torch.nn.Module):
+        def __init__(self, **data: int) -> None:
+            super().__init__()
+            self._get_ddp_logging_data = lambda: data
+
+    times = {"comm": 2 * 10**9, "compute": 4 * 10**9, "compute_comm_overlap": 10**9}
+    data = {f"avg_backward_{name}_time": value for name, value in times.items()}
+    expected = {"iterations": 3, "communication": 6.0, "computation": 12.0, "exposed": 3.0}
+    assert reducer.communication(Timed(iteration=3, **data)) == pytest.approx(expected)
+    # Ours may have timed fewer than it has seen. And before anything was timed:
+    assert reducer.communication(Timed(iteration=9, num_sampled=3))["iterations"] == 3
+    assert reducer.communication(Timed(iteration=0))["communication"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_a_small_run_of_the_reducer(
+    tmp_path: pathlib.Path, run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "results.json"
+    words = ["--gradients", "small", "--layouts", "2x1", "--overlap", "deep"]
+    assert run_benchmark("reducer", *words, *SHORT, "--json", str(target)) == 0
+    small, *parts = json.loads(target.read_text())["lines"]
+    assert small["right"] and list(small["seconds"]) == ["ours", "ddp", "bare"]
+    assert [each["section"] for each in parts] == [f"deep: {part}" for part in reducer.PARTS]
+    computation, communication, exposed = (each["seconds"] for each in parts)
+    for who in ("ours", "ddp"):
+        assert computation[who]["median"] > 0.0
+        assert 0.0 <= exposed[who]["median"] <= communication[who]["median"] * 1.001
+    assert "2x1 ✓" in capsys.readouterr().out
+
+
+def test_on_virtual_devices_the_peer_is_the_bare_module(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gradients", "small", "--layouts", "1x2", "--overlap", "none", "--device", "virtual"]
+    assert run_benchmark("reducer", *words, *SHORT) == 0
+    text = capsys.readouterr().out
+    assert "1x2 ✓" in text and "/bare" in text and "/ddp" not in text
+
+
+# --- collectives -------------------------------------------------------------------------------
+
+
+def places(form: str, devices: list[str], size: int = 1024) -> dict[str, list[Task]]:
+    arguments = argparse.Namespace(devices=devices, sizes=[size], operations=["all_reduce"])
+    planned = collectives.plan_members(form, arguments, f"/nowhere/{form}")
+    return {each.name: list(each.tasks) for each in planned}
+
+
+def test_replicas_meet_as_many_processes_and_threads() -> None:
+    own = ["virtual:0", "virtual:1", "cpu"]
+    found = places("local", own)
+    assert [(t.kind, t.devices, t.world_size) for t in found["ours"]] == [("ours", tuple(own), 1)]
+    assert [(t.kind, t.devices, t.rank) for t in found["torch"]] == [
+        ("ddp", ("cpu",), rank) for rank in range(3)
+    ]
+    assert [(t.kind, t.devices) for t in found["copy"]] == [("bare", tuple(own))]
+    assert {t.replicas for tasks in found.values() for t in tasks} == {3}
+    hybrid = places("hybrid", ["cpu", "cpu"])
+    assert {who: len(tasks) for who, tasks in hybrid.items()} == {"ours": 2, "torch": 4}
+    assert list(places("process", ["cpu", "cpu"])) == ["torch"]
+    points = {t.meeting_point for tasks in (*hybrid.values(), *found.values()) for t in tasks}
+    # Contestants that are alive at the same time must not meet each other.
+    assert len(points) == 5
+
+
+@pytest.mark.parametrize(
+    ("devices", "form", "size", "message"),
+    [
+        (["cpu"], "local", 1024, "needs two members or more, but got --devices cpu"),
+        (["cpu"] * 3, "local", 8, "8 bytes are too few for 3 members, which need at least 12"),
+        (["0", "1"], "hybrid", 1024, "2 processes the same devices 0, 1; only the CPU"),
+    ],
+)
+def test_collectives_that_cannot_be_measured_are_refused(
+    devices: list[str], form: str, size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        places(form, devices, size=size)
+
+
+def test_known_results_are_those_of_plain_sums_and_pieces() -> None:
+    inputs = [collectives.known_input(600, member) for member in range(3)]
+    total = inputs[0] + inputs[1] + inputs[2]
+    assert [each.unique().numel() for each in inputs] == [251] * 3
+    for rank in range(3):
+        mine = slice(rank * 200, rank * 200 + 200)
+        expected = {
+            "all_reduce": total,
+            "all_gather_tensor": torch.cat(inputs),
+            "reduce_scatter_tensor": total[mine],
+            "all_to_all_single": torch.cat([each[mine] for each in inputs]),
+        }
+        for operation in collectives.OPERATIONS:
+            known = collectives.known_result(operation, 600, rank, 3)
+            assert torch.equal(known, expected[operation]), operation
+
+
+def test_errors_of_results_are_seen() -> None:
+    expected = torch.tensor([1.0, 2.0])
+    wrong = torch.tensor([1.0, 2.5])
+    assert collectives.largest_error(expected.clone(), expected) == 0.0
+    assert collectives.largest_error(wrong, expected) == 0.5
+    assert collectives.largest_error(wrong[:1], expected) == math.inf
+    assert math.isnan(collectives.largest_error(wrong * math.nan, expected))
+
+
+def test_members_begin_together_and_take_turns() -> None:
+    told: list[str] = []
+    meeting = threading.Barrier(2)
+
+    def call(who: str, x: Tensor) -> Tensor:
+        # Nobody gets past this alone.
+        if meeting.wait(60) == 0:
+            told.append(who)
+        meeting.wait(60)
+        return x
+
+    calls = {who: functools.partial(call, who) for who in ("ours", "torch")}
+    gate = threading.Barrier(2)
+    arguments = (calls, torch.zeros(1), gate, 2)
+    other = threading.Thread(target=collectives.take_turns, args=arguments)
+    other.start()
+    seconds = collectives.take_turns(*arguments)
+    other.join()
+    assert {who: len(own) for who, own in seconds.items()} == {"ours": 2, "torch": 2}
+    assert told == ["ours", "torch", "torch", "ours"]
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_small_run_of_all_collectives(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sizes", "128KiB,512KiB", *SHORT, "--forms", "local,process,hybrid"]
+    words += ["--operations", ",".join(collectives.OPERATIONS), "--bar", "1e-9", "--json", "-"]
+    assert run_benchmark("collectives", *words) == 1
+    result = json.loads(capsys.readouterr().out)
+    sections = ["local: all_reduce", *(f"process: {each}" for each in collectives.OPERATIONS)]
+    sections.append("hybrid: all_reduce")
+    assert [each["section"] for each in result["lines"][::2]] == sections == result["missed"]
+    assert all(each["right"] for each in result["lines"])
+    assert list(result["lines"][0]["ratios"]) == ["torch", "copy"]
+
+
+def test_a_small_run_of_collectives_on_virtual_devices(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sizes", "128KiB", *SHORT, "--forms", "local", "--devices", "virtual:0,virtual:1"]
+    assert run_benchmark("collectives", *words) == 0
+    assert "128 KiB ✓" in capsys.readouterr().out
+
+
+# --- autograd ----------------------------------------------------------------------------------
+
+
+class Local:
+    """Calls and a backward in this process, with ordinary autograd and an error at the end."""
+
+    def __init__(self, spoil: Callable[[Tensor], Any]) -> None:
+        self.spoil = spoil
+        self.called: list[str] = []
+        self.leaf = torch.empty(0)
+        self.gradients: dict[Tensor, Tensor] = {}
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[int]:
+        yield 7
+
+    def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        self.called.append(to)
+        self.leaf = args[0] if args[0].is_leaf else self.leaf
+        return function(*args)
+
+    def backward(self, context_id: int, roots: list[Tensor]) -> None:
+        (gradient,) = torch.autograd.grad(roots[0], self.leaf)
+        self.gradients = self.spoil(gradient) or {self.leaf: gradient}
+
+    def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
+        return self.gradients
+
+
+@pytest.mark.parametrize(
+    ("spoil", "right"),
+    [
+        (lambda gradient: None, True),
+        (lambda gradient: gradient[-1:].add_(1) and None, False),
+        (lambda gradient: {torch.ones(1): gradient}, False),
+        (lambda gradient: {torch.ones(1): gradient.fill_(math.nan)}, False),
+    ],
+    ids=["right", "one element", "another leaf", "nan"],
+)
+def test_a_wrong_gradient_is_seen(
+    spoil: Callable[[Tensor], Any], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed.rpc, "rpc_sync", lambda to, function: None)
+    one = Local(spoil)
+    engine = autograd.Engine(one.context, one.rpc_sync, one.backward, one.get_gradients)
+    call, backward, found = autograd.run_once(engine, 3, 4, ["worker1", "worker2"])
+    assert found == right and call > 0.0 and backward > 0.0
+    assert one.called == ["worker1", "worker2", "worker1"]
+
+
+@pytest.mark.slow
+def test_a_small_run_of_autograd(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # TCP: with shared memory, workers that wait would take the cores from other tests.
+    words = ["--calls", "1", "2", "--kib", "64", "--transport", "uv", "--workers", "2", *SHORT]
+    assert run_benchmark("autograd", *words, "--json", "-") == 0
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    names = ["1 calls", "2 calls", "4 x 64 KiB"]
+    assert [(each["section"], each["name"]) for each in lines] == [
+        (f"2 workers: {part}", name) for part in ("backward", "call") for name in names
+    ]
+    assert all(each["right"] and each["ratios"]["torch"]["low"] > 0 for each in lines)
+    assert run_benchmark("autograd", "--workers", "1", "2") == 2
+    assert "--workers needs 2 or more, but got 1" in capsys.readouterr().err
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant", "dtype", "moved"),
+    [
+        ("reduce_add", "2 inputs", "float32", 3 * MIB),
+        ("reduce_add", "8 inputs", "bfloat16", 9 * MIB),
+        ("flatten", "400 tensors", "float32", 2 * MIB),
+        ("fingerprint", "400 tensors", "float32", MIB),
+    ],
+)
+def test_bytes_that_a_call_must_move(kernel: str, variant: str, dtype: str, moved: int) -> None:
+    assert kernel_cases.moved(KernelCase(kernel, variant, dtype, MIB)) == moved
+
+
+def test_many_tensors_have_the_sizes_of_a_transformer() -> None:
+    sizes = kernel_cases.tensor_sizes(4 * MIB, 400)
+    assert (len(sizes), sum(sizes)) == (400, 4 * MIB)
+    assert all(size % 16 == 0 for size in sizes)
+    assert min(sizes) < 200 and max(sizes) > 40_000
+    for numel in (1024, 2**14, 10**6 + 1):
+        some = kernel_cases.tensor_sizes(numel, 400)
+        assert (len(some), sum(some), min(some) >= 1) == (400, numel, True)
+    assert kernel_cases.tensor_sizes(1024, 4) == [256] * 4
+
+
+def test_kernels_take_turns() -> None:
+    said: list[str] = []
+    calls = {who: functools.partial(said.append, who) for who in "ab"}
+    turns = kernels.measure_turns(calls, Stopwatch(CPU), 2, 2)
+    first = ["a"] * 4 + ["b"] * 4
+    assert said == [*first, *"aabb", *"aabb"]
+    assert all(turn.launch is None and turn.seconds > 0 for turn in turns["a"])
+
+
+def test_on_an_accelerator_events_tell_the_time_and_the_host_its_own() -> None:
+    device = torch.device("virtual:0")
+    buffer = torch.zeros(1000, device=device)
+    turn = Stopwatch(device, flush=1024).turn(lambda: buffer.add_(1), 5, launch=1e-4)
+    assert turn.seconds > 0 and turn.launch is not None and turn.launch > 0
+    assert turn.hidden is not None
+    assert buffer[0].item() == 5
+
+
+def kernel_row(
+    kernel: str = "reduce_add",
+    variant: str = "2 inputs",
+    size: int = 16 * MIB,
+    launch: float | None = None,
+    **seconds: float,
+) -> kernels.Row:
+    turns = {who: [Turn(own, launch, None if launch is None else who != "slow")] for who, own in
+             {"ours": 1.0, "copy": 1.0, **seconds}.items()}  # fmt: skip
+    return kernels.summarize(KernelCase(kernel, variant, "float32", size), turns, True)
+
+
+def test_a_kernel_is_compared_with_the_copy_and_the_best_of_torch() -> None:
+    row = kernel_row(copy=2.0, slow=4.0, fast=0.5, launch=3e-6)
+    assert (row.moved, row.best, row.hidden) == (48 * MIB, "fast", True)
+    assert {who: each.median for who, each in row.line.ratios.items()} == {"copy": 0.5, "best": 2.0}
+    assert row.line.note == "0.0503 GB/s, fast, launch 3 3 µs"
+    assert kernel_row(slow=4.0, launch=3e-6).hidden is False
+    assert (kernel_row(slow=4.0).hidden, kernel_row(slow=4.0).launch) == (None, {})
+
+
+def test_bars_are_those_of_large_cases_and_of_what_torch_has_no_operation_for() -> None:
+    rows = [
+        kernel_row(copy=0.95, torch=2.0),
+        kernel_row("flatten", "4 tensors", copy=0.89, torch=0.5),
+        # Not judged by the copy: too small, or not only moved. As fast is not faster.
+        kernel_row(size=4 * MIB, copy=0.5, torch=1.0),
+        kernel_row("fingerprint", "400 tensors", copy=0.5, torch=0.5),
+    ]
+    copy, best = kernels.judge(rows)
+    assert (copy["cases"], copy["missed"]) == (2, ["flatten, 4 tensors, float32, 16 MiB"])
+    assert copy["value"] == pytest.approx(1 / 0.89)
+    assert (best["cases"], best["missed"]) == (2, ["reduce_add, 2 inputs, float32, 4 MiB"])
+    told = kernels.bar_line(copy).plain
+    assert told.endswith("(flatten, 4 tensors, float32, 16 MiB), 1 of 2 beyond it; bar 1.11 missed")
+    copy, best = kernels.judge(rows[3:])
+    assert (copy["cases"], best["cases"], copy["missed"]) == (0, 0, [])
+    assert kernels.bar_line(best).plain.endswith("no case measured")
+
+
+SMALL = ["--device", "cpu", "--sizes", "4KiB", "--dtypes", "float32", *SHORT]
+
+
+def test_all_references_on_the_cpu(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_benchmark("kernels", *SMALL, "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    runs = "torch reference: no kernels on this device (cpu)"
+    assert (result["setting"]["runs"], result["bars"]) == (runs, [])
+    rows = result["rows"]
+    assert {each["case"]["kernel"] for each in rows} == set(kernel_cases.KERNELS)
+    assert all(each["line"]["right"] and each["launch"] == {} for each in rows)
+    names = {each["case"]["kernel"]: set(each["alternatives"]) for each in rows}
+    assert names["reduce_add"] == {"stack", "foreach", "add_"}
+    assert run_benchmark("kernels", *SMALL, "--kernels", "flatten") == 0
+    assert runs in capsys.readouterr().out
+
+
+def test_on_an_accelerator_launches_are_shown(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--kernels", "unflatten", "--device", "virtual:0", "--flush", "4KiB"]
+    assert run_benchmark("kernels", *SMALL, *words) == 0
+    assert ", launch " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "words", "status"), [(2.0, ["--check"], 1), (2.0, [], 0)])
+def test_kernels_are_named_and_judged(
+    value: float,
+    words: list[str],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    run_benchmark: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = {"name": "share", "bar": 1.0, "cases": 1, "worst": "a", "value": value, "missed": ["a"]}
+    monkeypatch.setattr(kernels, "judge", lambda rows: [bar])
+    host = HostBackend()
+    with backend.registered([host]):
+        assert run_benchmark("kernels", *SMALL, "--kernels", "reduce_add", *words) == status
+    assert {"reduce_add_f32_2", "reduce_add_f32_4", "reduce_add_f32_8"} == set(host.launches)
+    text = capsys.readouterr().out
+    assert "kernels, launched by HostBackend" in text
+    assert "share: worst 2.000 (a), 1 of 1 beyond it; bar 1.00 missed" in text
+
+
+#: How the result of each function becomes wrong.
+_WRONG: dict[str, Callable[[tuple[Any, ...], Any], Tensor]] = {
+    "reduce_add": lambda given, result: result,
+    "flatten": lambda given, result: given[1],
+    "unflatten": lambda given, result: given[1][-1],
+    "fingerprint": lambda given, result: result,
+}
+
+
+@pytest.mark.parametrize("kernel", kernel_cases.KERNELS)
+def test_kernels_agree_with_torch_and_a_wrong_result_is_seen(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = kernel_cases.plan_cases([kernel], ["float32", "bfloat16"], [4096])
+    host = HostBackend()
+    with backend.registered([host]):
+        assert all(kernel_cases.calls_of(case, CPU)[1] for case in cases)
+    assert len(host.launches) >= len(cases)
+    function = getattr(our_kernels, kernel)
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        result = function(*given, **named)
+        _WRONG[kernel](given, result).view(-1)[-1].add_(1)
+        return result
+
+    monkeypatch.setattr(our_kernels, kernel, wrong)
+    assert not any(kernel_cases.calls_of(case, CPU)[1] for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--check"], "--check judges kernels, but cpu has none: torch references run there"),
+        (["--sizes", "1KiB"], "1024 bytes, too few for 400 tensors"),
+        (["--device", "gpu"], "'gpu' is not a device"),
+    ],
+)
+def test_kernels_that_cannot_be_measured_are_refused(
+    words: list[str],
+    message: str,
+    run_benchmark: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_benchmark("kernels", *SMALL, *words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,343 @@
+"""What all benchmarks share: contestants in worker processes take turns, round by round.
+
+Figures are medians over the rounds, with the smallest and the largest. Ratios are taken within each
+round, so that what slows a whole round cancels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar, Literal
+
+Kind = Literal["ours", "watched", "bare", "ddp"]
+
+#: Told what happens next, and how many turns of the whole measurement begin with it.
+Tell = Callable[[str, int], None]
+
+#: Steps whose results are compared before anything is measured.
+CHECK_STEPS = 3
+#: Seconds that a worker may take to import torch, build what it needs and make its model.
+START_TIMEOUT = 300.0
+#: Seconds that one round may take.
+ROUND_TIMEOUT = 300.0
+#: Seconds that a contestant's turn should last where the number of steps is not given.
+_TURN = 0.5
+
+
+# --- who takes part ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """One worker process's place in its contestant; a plain record that travels to the process.
+
+    Attributes:
+        kind: ``"ours"``: our wrapper over this process's devices; ``"watched"``: the same within a
+            ``StepMonitor``; ``"bare"``: the module alone, whole batch, on the first device;
+            ``"ddp"``: one of torch's processes.
+        devices: This process's own, one per replica.
+        replicas: Into how many parts the whole batch is divided, over all processes.
+        threads: Intra-op threads per replica.
+        wrapper: Which of our wrappers is ours.
+        bucket_view: ``gradient_as_bucket_view`` of our DDP; torch's always has it.
+        rank: Index of the process within the contestant.
+        world_size: Number of processes of the contestant.
+        meeting_point: File through which the processes of one contestant find each other.
+    """
+
+    #: Whose function ``begin`` takes the fields of the task, and returns what measures.
+    module: ClassVar[str] = ""
+
+    kind: Kind
+    devices: tuple[str, ...]
+    replicas: int = 1
+    threads: int = 1
+    wrapper: Literal["dp", "ddp"] = "ddp"
+    bucket_view: bool = False
+    rank: int = 0
+    world_size: int = 1
+    meeting_point: str = ""
+
+    @property
+    def joins(self) -> bool:
+        """Whether the process is member of a process group."""
+        return self.kind == "ddp" or self.world_size > 1
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One or more worker processes that are measured as one.
+
+    Attributes:
+        name: Key in the results.
+        title: What is shown.
+        tasks: One per process.
+    """
+
+    name: str
+    title: str
+    tasks: tuple[Task, ...]
+
+
+def team_of(
+    task: Task, kind: Kind, devices: Sequence[Sequence[str]], name: str, title: str
+) -> Contestant:
+    """A contestant with a process for each entry of ``devices``, which fills in its own place."""
+    places = [
+        dataclasses.replace(
+            task,
+            kind=kind,
+            devices=tuple(own),
+            rank=rank,
+            world_size=len(devices),
+            # Contestants are there at the same time, and must not meet each other.
+            meeting_point=f"{task.meeting_point}-{name}",
+        )
+        for rank, own in enumerate(devices)
+    ]
+    return Contestant(name, title, tuple(places))
+
+
+def plan_contestants(
+    task: Task, devices: Sequence[Sequence[str]], peers: Sequence[str]
+) -> tuple[Contestant, ...]:
+    """Ours, then the peers ``"bare"``, ``"ddp"`` and ``"watched"`` in the order given.
+
+    Each of our processes has equally many devices, one per replica. torch DDP gets as many
+    processes as there are replicas, each with the device of one.
+    """
+    of_replicas = [device for each in devices for device in each]
+    task = dataclasses.replace(task, replicas=len(of_replicas))
+    name = "our DDP" if task.wrapper == "ddp" else "DataParallel"
+    title = f"{name} {len(devices)}x{len(devices[0])}"
+    alone = [[device] for device in of_replicas]
+    known = {
+        "watched": team_of(task, "watched", devices, "watched", f"{title}, watched"),
+        "bare": team_of(task, "bare", alone[:1], "bare", "bare module"),
+        "ddp": team_of(task, "ddp", alone, "ddp", f"torch DDP {len(alone)}x1"),
+    }
+    ours = team_of(task, "ours", devices, "ours", title)
+    return (ours, *(known[peer] for peer in peers))
+
+
+# --- worker processes --------------------------------------------------------------------------
+
+
+class WorkerError(RuntimeError):
+    """A worker process died or did not answer in time."""
+
+
+class Worker:
+    """One worker process, as seen from the process that directs; messages call it ``label``."""
+
+    def __init__(self, task: Task, label: str) -> None:
+        self.task = task
+        self.label = label
+        # Closed by close(), as the process is.
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dataparallel.tools.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def ask(self, do: str, **details: Any) -> None:
+        """Send a request; :meth:`answer` waits for what comes back."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failure("ended") from error
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The answer to the last request, which comes within ``timeout`` seconds."""
+        try:
+            line = self._answers.get(timeout=timeout)
+        except queue.Empty as error:
+            raise self._failure(f"did not answer within {timeout:.0f} s") from error
+        if not line:
+            raise self._failure("ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self, what: str) -> WorkerError:
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()[-15:]
+        said = "\n".join(["; it said:", *(f"  {line}" for line in lines)]) if lines else ""
+        return WorkerError(f"worker {self.label} {what}{said}")
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                # A request that the process had not read is of no interest any more.
+                continue
+        self._errors.close()
+
+
+class Team:
+    """The workers of one contestant, directed as one."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        several = len(contestant.tasks) > 1
+        self._workers = [
+            Worker(task, f"{contestant.name} (process {task.rank})" if several else contestant.name)
+            for task in contestant.tasks
+        ]
+
+    def start(self) -> None:
+        """Make all ready."""
+        for worker in self._workers:
+            task = worker.task
+            worker.ask("start", module=task.module, task=dataclasses.asdict(task))
+        for worker in self._workers:
+            worker.answer(START_TIMEOUT)
+
+    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+        """What each process answers."""
+        for worker in self._workers:
+            worker.ask(do, **details)
+        return [worker.answer(ROUND_TIMEOUT) for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.close()
+
+
+# --- rounds ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back from one contestant.
+
+    Attributes:
+        contestant: Who.
+        checked: What each process said of the first steps.
+        seconds: By phase, per round the median of its repetitions.
+        finished: What each process concluded.
+    """
+
+    contestant: Contestant
+    checked: Sequence[Mapping[str, Any]]
+    seconds: Mapping[str, tuple[float, ...]]
+    finished: Sequence[Mapping[str, Any]]
+
+
+def measure(
+    name: str,
+    contestants: Sequence[Contestant],
+    rounds: int,
+    steps: int | None,
+    tell: Tell = lambda what, begun: None,
+) -> tuple[list[Outcome], int]:
+    """Measure contestants interleaved: A B C A B C ..., only one busy at a time.
+
+    Args:
+        name: Of the measurement, for the progress display.
+        contestants: Who takes part.
+        rounds: Number of turns of each.
+        steps: Repetitions per turn. Default: as many as take about half a second.
+        tell: Told what happens next.
+
+    Returns:
+        What was measured, in the order of ``contestants``, and the repetitions per turn.
+    """
+    with contextlib.ExitStack() as stack:
+        teams: list[Team] = []
+        for contestant in contestants:
+            teams.append(Team(contestant))
+            stack.callback(teams[-1].close)
+        checked = []
+        for contestant, team in zip(contestants, teams, strict=True):
+            tell(f"{name}: starting {contestant.title}", 0)
+            team.start()
+            checked.append(team.ask("check", steps=CHECK_STEPS))
+        # The first repetitions fill caches and allocators, and tell how long one takes.
+        first = [_turn(team.ask("run", steps=5)) for team in teams]
+        slowest = max(sum(seconds.values()) for seconds in first)
+        steps = steps or min(200, max(3, math.ceil(_TURN / slowest)))
+        turns: list[list[dict[str, float]]] = [[] for _ in teams]
+        for number in range(rounds):
+            for contestant, team, own in zip(contestants, teams, turns, strict=True):
+                tell(f"{name}: round {number + 1} of {rounds}, {contestant.title}", 1)
+                own.append(_turn(team.ask("run", steps=steps)))
+        tell(f"{name}: checking", 0)
+        finished = [team.ask("finish") for team in teams]
+    outcomes = [
+        Outcome(who, said, {phase: tuple(turn[phase] for turn in own) for phase in own[0]}, last)
+        for who, said, own, last in zip(contestants, checked, turns, finished, strict=True)
+    ]
+    return outcomes, steps
+
+
+def _turn(answers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """By phase, the median of the repetitions, each of which is as slow as its slowest process."""
+    return {
+        phase: statistics.median(
+            max(each)
+            for each in zip(*(said[phase] for said in answers if phase in said), strict=True)
+        )
+        for phase in answers[0]
+    }
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its range over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, smallest and largest of ``values``."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Ratio within each round."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def geometric_mean(spreads: Iterable[Spread]) -> Spread:
+    """Over cases; the range is that of a run in which each has its best, or its worst, round."""
+    parts = zip(*map(dataclasses.astuple, spreads), strict=True)
+    return Spread(*map(statistics.geometric_mean, parts))
+
+
+def largest(errors: Sequence[float]) -> float:
+    """The largest of some errors; NaN if one of them is."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
