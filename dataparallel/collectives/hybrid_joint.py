@@ -34,7 +34,7 @@ from dataparallel.collectives.collective import Collective
 from dataparallel.collectives.derivatives import derivative, needs_inputs
 from dataparallel.collectives.hybrid_link import Agreement, HybridLink
 from dataparallel.collectives.hybrid_members import HybridMembers
-from dataparallel.graph.cut import make_anchor
+from dataparallel.graph.cut import Anchor
 from dataparallel.graph.functions import apply_function, behind_own_nodes
 
 
@@ -88,7 +88,7 @@ def complete(
         return tuple(results), turn
     if turn is None and not any(x.requires_grad for x in inputs):
         # See Note [Gradients in all processes or in none].
-        turn = make_anchor()
+        turn = Anchor(torch.zeros(()))
     given = behind_own_nodes(inputs, inputs[0].device)
     *outputs, turn = apply_function(HybridJoint, call, results, turn, *given)
     return tuple(outputs), turn

@@ -182,48 +182,36 @@ class _Written(torch.autograd.Function):
         return torch.zeros_like(grad), grad
 
 
+@dataclass(eq=False)
 class Cuts:
-    """The cuts of one wrapper, one for each forward. See Note [The cut].
+    """The cuts of one wrapper, one for each forward. See Note [The cut]."""
 
-    Args:
-        reduce: Makes a round of a backward: :meth:`Reducer.reduce`.
-        originals: The parameters of the module.
-        leaves: Per replica its parameters, in the order of the originals.
-        run: Runs one function per replica, each in its replica's thread.
-        together: Whether the replicas' backward is one call in any case.
-        across_processes: Whether gradients are reduced over processes.
-        timeline: Is told when backward runs.
-    """
+    #: Makes a round of a backward: :meth:`Reducer.reduce`.
+    reduce: Callable[..., list[MaybeTensor]]
+    #: The parameters of the module.
+    originals: Sequence[torch.Tensor]
+    #: Per replica its parameters, in the order of the originals.
+    leaves: Sequence[Sequence[torch.Tensor]]
+    #: Runs one function per replica, each in its thread; None where there are other replicas since.
+    run: Callable[[Sequence[Callable[[], Any]]], Any] | None
+    #: Whether the replicas' backward is one call in any case.
+    together: bool
+    #: Whether gradients are reduced over processes.
+    across_processes: bool
+    timeline: Timeline
 
-    def __init__(
-        self,
-        reduce: Callable[..., list[MaybeTensor]],
-        originals: Sequence[torch.Tensor],
-        leaves: Sequence[Sequence[torch.Tensor]],
-        run: Callable[[Sequence[Callable[[], Any]]], Any],
-        *,
-        together: bool,
-        across_processes: bool,
-        timeline: Timeline,
-    ) -> None:
-        self.reduce, self.originals, self.leaves = reduce, originals, leaves
-        #: None where replicas were dropped or added since.
-        self.run: Callable[[Sequence[Callable[[], Any]]], Any] | None = run
-        self._together = together
-        self.across_processes, self.timeline = across_processes, timeline
+    def __post_init__(self) -> None:
         #: Wanted in every backward that has no `inputs=`; tells whether this one has.
-        self.anchor = make_anchor()
+        self.anchor = Anchor(torch.zeros(()))
         #: Cuts whose backward may still come.
         self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
-        self._replica_of = {id(leaf): i for i, row in enumerate(leaves) for leaf in row}
-        # Kept, a leaf's node need not be looked into at every forward. On an accelerator it is made
-        # anew in the stream of each forward.
-        self._ends = {
-            _node_of(leaf): i
-            for i, row in enumerate(leaves)
-            for leaf in row
-            if leaf.requires_grad and not is_accelerator(leaf.device)
-        }
+        self._replica_of = {id(leaf): i for i, row in enumerate(self.leaves) for leaf in row}
+        # Leaves whose nodes need not be looked into at every forward: half of the time in a deep
+        # module. On an accelerator they are made anew in the stream of each forward.
+        self._ends = [
+            {_node_of(x) for x in row if x.requires_grad and not is_accelerator(x.device)}
+            for row in self.leaves
+        ]
 
     def connect(
         self,
@@ -249,7 +237,7 @@ class Cuts:
                     "wrapper and pass it the results, or use the bare module (.module)"
                 )
             outside, shared = self._from_outside(inputs, followed)
-            separate = not (self._together or outside or shared)
+            separate = not (self.together or outside or shared)
             cut = Cut(self, separate, synchronize, weight, outside)
             outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
@@ -265,35 +253,29 @@ class Cuts:
         owner = dict(self._replica_of)
         for index, one in enumerate(inputs):
             owner.update(dict.fromkeys(map(id, one.leaves), index))
-        # By which replica's outputs a node was reached first. Most of the time goes to torch, which
-        # makes an object for each node.
-        seen, ends = dict(self._ends), list[tuple[Any, int]]()
+        found: list[torch.Tensor] = []
+        every: set[Any] = set()
         shared = False
         for index, row in enumerate(outputs):
-            seen[None] = index
-            pending = list(dict.fromkeys(map(_node_of, row)))
-            for node in pending:
-                shared |= seen.setdefault(node, index) != index
-            for node in pending:
+            nodes = list(dict.fromkeys(map(_node_of, row)))
+            seen = {None, *self._ends[index], *nodes}
+            # Most of the time goes to torch, which makes an object for each node.
+            for node in nodes:
                 edges = node.next_functions
-                if not edges:
-                    ends.append((node, index))
                 for after, _ in edges:
                     if after not in seen:
-                        seen[after] = index
-                        pending.append(after)
-                    elif seen[after] != index:
-                        shared = True
-        found: list[torch.Tensor] = []
-        for node, index in ends:
-            leaf = getattr(node, "variable", None)
-            if leaf is None:
-                continue
-            # An anchor is no concern of users, but replicas meet in what leads to it.
-            if id(leaf) not in owner and not isinstance(leaf, _Anchor):
-                found.append(leaf)
-            # That of another replica, where this one alone uses what they have in common.
-            shared |= owner.setdefault(id(leaf), index) != index
+                        seen.add(after)
+                        nodes.append(after)
+                leaf = None if edges else getattr(node, "variable", None)
+                if leaf is None:
+                    continue
+                # An anchor is no concern of users, but replicas meet in what leads to it.
+                if id(leaf) not in owner and not isinstance(leaf, Anchor):
+                    found.append(leaf)
+                # That of another replica, where this one alone uses what they have in common.
+                shared |= owner.setdefault(id(leaf), index) != index
+            shared |= not every.isdisjoint(nodes)
+            every.update(nodes)
         return found, shared
 
     def retire(self) -> None:
@@ -555,13 +537,8 @@ def _node_of(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-class _Anchor(torch.nn.Parameter):
-    """A leaf that is found in graphs, but is no concern of users."""
-
-
-def make_anchor() -> torch.Tensor:
-    """A leaf that tells, by whether a backward comes to it, what is going on."""
-    return _Anchor(torch.zeros(()))
+class Anchor(torch.nn.Parameter):
+    """A leaf that tells, by whether a backward comes to it, what is going on; nothing to users."""
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ each hook is put into a guard, in its own place.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,15 +102,14 @@ def use_passes(others: BackwardPasses) -> None:
 
 
 class _Recorder:
-    """The one hook that is not the user's; knows what becomes of an original's next gradient."""
+    """The one hook of an original that is not the user's; tells the others when to run."""
 
-    def __init__(self) -> None:
-        #: Whether the engine has one, for the hooks that run after accumulation.
-        self.arrives = False
-        #: Whether these wait for the end of the round.
-        self.waits = False
-        #: What a hook has raised meanwhile.
-        self.failure: BaseException | None = None
+    #: Whether the engine has a gradient, for the hooks that run after accumulation.
+    arrives = False
+    #: Whether these wait for the end of the round.
+    waits = False
+    #: What a hook has raised meanwhile.
+    failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         self.arrives = grad is not None
@@ -119,36 +118,23 @@ class _Recorder:
         # An error leads to all that it went through, and that to this hook.
         self.waits, self.failure = waits, None
 
-    def fail(self, error: BaseException) -> None:
-        if self.waits:
-            self.failure = error
-
-
-@dataclass(eq=False)
-class _GradientHook:
-    """The guard of a hook that may change the gradient."""
-
-    hook: Callable[[torch.Tensor], torch.Tensor | None]
-    recorder: _Recorder
-
-    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def before(self, hook: Callable[..., Any], grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a hook that may change the gradient."""
         try:
-            return None if grad is None else self.hook(grad)
+            return None if grad is None else hook(grad)
         except BaseException as error:
-            self.recorder.fail(error)
+            if self.waits:
+                self.failure = error
             raise
 
+    def after(self, hook: Callable[..., Any], parameter: torch.Tensor) -> None:
+        """Run a hook that runs after accumulation."""
+        if self.arrives and not self.waits:
+            hook(parameter)
 
-@dataclass(eq=False)
-class _AccumulatedHook:
-    """The guard of a hook that runs after accumulation."""
 
-    hook: Callable[[torch.Tensor], None]
-    recorder: _Recorder
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if self.recorder.arrives and not self.recorder.waits:
-            self.hook(parameter)
+class _Guarded(functools.partial[Any]):
+    """A hook of the user in its guard."""
 
 
 class OriginalHooks:
@@ -178,13 +164,11 @@ class OriginalHooks:
             register: Any = original.register_hook
             register(recorder)
         self._recorders[index] = recorder
-        for key, hook in before.items():
-            if not isinstance(hook, (_Recorder, _GradientHook)):
-                before[key] = _GradientHook(hook, recorder)
-        for key, hook in after.items():
-            if not isinstance(hook, _AccumulatedHook):
-                after[key] = _AccumulatedHook(hook, recorder)
-        if any(isinstance(hook, _GradientHook) for hook in before.values()):
+        for hooks, guard in ((before, recorder.before), (after, recorder.after)):
+            for key, hook in hooks.items():
+                if not isinstance(hook, (_Recorder, _Guarded)):
+                    hooks[key] = _Guarded(guard, hook)
+        if len(before) > 1:
             self.with_gradient_hooks.add(index)
 
     @property
@@ -207,6 +191,6 @@ class OriginalHooks:
                 continue
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
-                if isinstance(hook, _AccumulatedHook):
+                if isinstance(hook, _Guarded):
                     with home.lent(original):
-                        hook.hook(original)
+                        hook.args[0](original)
