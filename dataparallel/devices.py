@@ -136,15 +136,7 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def memory_allocated(device: torch.device) -> int:
     """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
-    return (
-        0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
-    )
-
-
-def empty_cache(device: torch.device) -> None:
-    """Give memory back that the allocator of an accelerator keeps for later; nothing on the CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 # --- streams ---------------------------------------------------------------------------------

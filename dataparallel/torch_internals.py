@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime
-import functools
 import importlib
 import inspect
 import operator
@@ -656,7 +655,6 @@ def hand_on_contexts_for_any_thread() -> None:
         )
 
 
-@functools.cache
 def keep_guard_of_compiler() -> None:
     """Have an object of torch's outlive the thread that happens to make it.
 

@@ -429,9 +429,7 @@ class _Backward:
                 with originals.passes.outside():
                     self._each(self._accumulate)
             finally:
-                inputs.extend(originals.IN_GRAD.read(leaves))
-                for leaf in leaves:
-                    originals.IN_GRAD.write(leaf, None)
+                inputs.extend(originals.IN_GRAD.swap(leaves, [None] * len(leaves)))
 
         parameters = self._cuts.reduce(
             backward,
@@ -480,20 +478,22 @@ class _Backward:
             return backward(every)
 
     def _gradients(self, replicas: Sequence[int], grads: _MaybeRows, **options: bool) -> _MaybeRows:
-        """Per replica the gradients of its chosen leaves; none where nothing leads to them."""
+        """Per replica the gradients of its inputs and parameters; None where nobody wants any."""
         outputs, roots = self._roots(replicas, grads)
-        chosen = [self._chosen(replica) for replica in replicas]
-        if not outputs or not any(chosen):
-            return [[] for _ in replicas]
-        results = torch.autograd.grad(
-            outputs, list(chain(*chosen)), roots, allow_unused=True, **options
-        )
-        return _in_rows(chosen, results)
+        chosen = [*chain(*map(self._chosen, replicas))]
+        found: dict[int, MaybeTensor] = {}
+        if outputs and chosen:
+            results = torch.autograd.grad(outputs, chosen, roots, allow_unused=True, **options)
+            found = dict(zip(map(id, chosen), results, strict=True))
+        return [[found.get(id(leaf)) for leaf in self._leaves(replica)] for replica in replicas]
 
-    def _chosen(self, replica: int) -> list[torch.Tensor]:
-        """The leaves of a replica whose gradients are wanted: its inputs, then its parameters."""
-        inputs = compress(self._cut.inputs[replica], self._inputs[replica])
-        return [*inputs, *compress(self._cuts.leaves[replica], self._parameters)]
+    def _leaves(self, replica: int) -> list[torch.Tensor]:
+        """The leaves of a replica: its inputs, then its parameters."""
+        return [*self._cut.inputs[replica], *self._cuts.leaves[replica]]
+
+    def _chosen(self, replica: int) -> Iterator[torch.Tensor]:
+        """The leaves of a replica whose gradients are wanted."""
+        return compress(self._leaves(replica), [*self._inputs[replica], *self._parameters])
 
     def _roots(
         self, replicas: Sequence[int], grads: _MaybeRows
@@ -509,18 +509,17 @@ class _Backward:
         return outputs, roots
 
     def _sorted(self, found: _MaybeRows) -> _Results:
-        """What was found for the chosen leaves, as gradients of the inputs and of the originals."""
+        """What was found for the leaves, as gradients of the inputs and of the originals."""
         inputs: list[MaybeTensor] = []
         columns: list[MaybeTensor] = []
-        parameters = self._parameters
-        for row, wanted in zip(found, self._inputs, strict=True):
-            left = iter(row)
-            inputs += [next(left, None) if want else None for want in wanted]
-            columns += [next(left, None) if want else None for want in parameters]
-        if not any(parameters):
-            return inputs, [None] * len(parameters)
+        for row, own in zip(found, self._cut.inputs, strict=True):
+            inputs += row[: len(own)]
+            columns += row[len(own) :]
+        count = len(self._parameters)
+        if not any(self._parameters):
+            return inputs, [None] * count
         home = self._cuts.originals[0].device
-        return inputs, apply_in_backward(ReduceAddCoalesced, home, len(parameters), *columns)
+        return inputs, apply_in_backward(ReduceAddCoalesced, home, count, *columns)
 
 
 def _with_history(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -544,18 +543,15 @@ class Anchor(torch.nn.Parameter):
 @contextlib.contextmanager
 def _set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """A ``with`` block in which leaves have neither gradients nor hooks."""
-    grads = originals.IN_GRAD.read(leaves)
     both = (torch_internals.backward_hooks, torch_internals.post_accumulate_grad_hooks)
     tables = [table for leaf in leaves for hooks in both if (table := hooks(leaf))]
     kept = [dict(table) for table in tables]
-    for leaf in leaves:
-        originals.IN_GRAD.write(leaf, None)
+    grads = originals.IN_GRAD.swap(leaves, [None] * len(leaves))
     for table in tables:
         table.clear()
     try:
         yield
     finally:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            originals.IN_GRAD.write(leaf, grad)
+        originals.IN_GRAD.swap(leaves, grads)
         for table, entries in zip(tables, kept, strict=True):
             table.update(entries)

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from dataparallel.comm.local import chunk_lengths
-from dataparallel.devices import empty_cache
+from dataparallel.devices import is_accelerator
 from dataparallel.errors import add_note
 from dataparallel.extras.balancing.memory import Rollback, is_out_of_memory, replicas_named_by
 from dataparallel.extras.balancing.speeds import Change, Cost, SplitDecisions, divide, fits
@@ -218,8 +219,8 @@ class Balancer:
             # Only here the exception is gone, and what its traceback held.
             rollback.undo()
             gc.collect()
-            for device in dict.fromkeys(self._devices):
-                empty_cache(device)
+            if any(map(is_accelerator, self._devices)):
+                torch.accelerator.empty_cache()
             is_first = False
 
     def _on_span(self, span: Span) -> None:
