@@ -303,16 +303,11 @@ class _StandIn:
     """Leads to the CPU generator that this thread draws from."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("manual_seed", "seed", "set_state"):
-            _use_own_in_engine()
+        is_set = name in ("manual_seed", "seed", "set_state")
+        is_backward = torch_internals.current_graph_task_id() != -1
+        # Python knows the threads of the engine only as dummies, as it did not start them.
+        is_engine = is_backward and isinstance(threading.current_thread(), threading._DummyThread)
+        if is_set and is_engine and current_source() is None:
+            own = torch.Generator()
+            drawing.use(lambda device: own if device == _CPU else None)
         return getattr(own_generator(_CPU) or torch.default_generator, name)
-
-
-def _use_own_in_engine() -> None:
-    """In a thread of the autograd engine, draw from a generator of its own until its node ends."""
-    is_backward = torch_internals.current_graph_task_id() != -1
-    # Python knows the threads of the engine only as dummies, as it did not start them.
-    is_engine = is_backward and isinstance(threading.current_thread(), threading._DummyThread)
-    if is_engine and current_source() is None:
-        own = torch.Generator()
-        drawing.use(lambda device: own if device == _CPU else None)
