@@ -29,6 +29,7 @@ reduced gradient, and hooks on the originals see that, once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import types
@@ -71,22 +72,14 @@ def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return list(map(_steps.get, map(id, tensors), itertools.repeat((0, 0))))
 
 
-def _note_step(optimizer: torch.optim.Optimizer, thread: int) -> None:
-    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    _steps.update(dict.fromkeys(ids, (next(_numbers), thread)))
-
-
-def _begin_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any, begins: bool = False) -> None:
     # What another thread copies in the middle of the step is to be changed after it.
-    _note_step(optimizer, threading.get_ident())
+    step = next(_numbers), threading.get_ident() if begins else 0
+    _steps.update((id(p), step) for group in optimizer.param_groups for p in group["params"])
 
 
-def _end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _note_step(optimizer, 0)
-
-
-register_optimizer_step_pre_hook(_begin_step)
-register_optimizer_step_post_hook(_end_step)
+register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
+register_optimizer_step_post_hook(_note_step)
 
 
 class _Place:
@@ -97,10 +90,9 @@ class _Place:
         self._traces: list[Any] = [None] * count
         self._versions = [0] * count
 
-    def forget(self, indices: Iterable[int]) -> None:
-        """Let some copies be stale."""
-        for i in indices:
-            self._traces[i] = None
+    def forget(self) -> None:
+        """Let all copies be stale."""
+        self._traces = [None] * len(self.copies)
 
     def stale(self, traces: Sequence[Any]) -> set[int]:
         """Which copies are of other originals than those with these traces."""
@@ -152,8 +144,8 @@ class Values:
         self._compared: list[int] = []
         self._reference: torch.Tensor | None = None
         self._looks = 0
-        # On its way from the device: which tensors were compared, and whether they differ.
-        self._answer: tuple[list[int], torch.Tensor, torch.Event] | None = None
+        # On its way from the device: whether what was compared differs.
+        self._answer: tuple[torch.Tensor, torch.Event] | None = None
 
     def update(
         self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
@@ -175,7 +167,7 @@ class Values:
             # Quantized tensors have no checksum.
             same = [i for i in same if not tensors[i].is_quantized]
             if same and self._differ(places[0], same, traces, now=now):
-                stale = [everything for _ in places]
+                stale = [everything] * len(places)
             self._copy(places, stale, traces)
         self._found = versions(self._originals), steps_of(self._originals)
         return [list(tensors if place is None else place.copies) for place in slots]
@@ -188,7 +180,7 @@ class Values:
     def forget(self) -> None:
         """Copy everything next time; somebody may have written copies without a trace."""
         for place in self._used:
-            place.forget(range(len(self._originals)))
+            place.forget()
 
     def written(self) -> list[torch.Tensor]:
         """The originals that were written since the last update, or a copy of which was."""
@@ -213,21 +205,19 @@ class Values:
     # --- copying ---------------------------------------------------------------------------------
 
     def _make_places(self) -> list[_Place | None]:
-        home = self._originals[0].device
+        home, slots = self._originals[0].device, self._devices
         uses_originals = self._sharing != "none" and self._dtype is None
         # A single replica may be on several devices itself.
-        alone = len(self._devices) == 1
-        first: dict[torch.device, _Place | None] = {}
+        alone = len(slots) == 1
         places: list[_Place | None] = []
-        for device in self._devices:
-            if device in first and self._sharing == "device":
-                place = first[device]
-            elif uses_originals and (alone or (device == home and device not in first)):
-                place = None
+        for i, device in enumerate(slots):
+            first = slots.index(device)
+            if first < i and self._sharing == "device":
+                places.append(places[first])
+            elif uses_originals and (alone or (device == home and first == i)):
+                places.append(None)
             else:
-                place = _Place(home if alone else device, len(self._originals))
-            first.setdefault(device, place)
-            places.append(place)
+                places.append(_Place(home if alone else device, len(self._originals)))
         return places
 
     def _traces(self) -> list[Any]:
@@ -278,17 +268,16 @@ class Values:
         # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
         busy = any(map(_is_elsewhere, steps_of(self._originals)))
         if not busy and self._traces() == traces:
-            self._answer = (indices, *devices.to_host_later(differs))
+            self._answer = devices.to_host_later(differs)
         return False
 
     def _read_answer(self) -> None:
-        """Forget copies of tensors of which an earlier comparison says that they were written."""
-        if self._answer is None or not self._answer[2].query():
+        """Forget the copies where an earlier comparison says that an original was written."""
+        if self._answer is None or not self._answer[1].query():
             return
-        (indices, differs, _), self._answer = self._answer, None
+        (differs, _), self._answer = self._answer, None
         if differs:
-            for place in self._used:
-                place.forget(indices)
+            self.forget()
             warnings.warn(
                 "a parameter or buffer of the wrapped module was written through .data, which "
                 "leaves no trace: replicas on other devices computed with the values before in "
@@ -372,12 +361,15 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def states(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Per tensor, what changes when it does, other than its values."""
-    where: list[Any]
     try:
-        where = list(map(torch.Tensor.data_ptr, tensors))
+        where: list[Any] = list(map(torch.Tensor.data_ptr, tensors))
         where = list(zip(where, map(torch.Tensor.stride, tensors), strict=True))
     except RuntimeError:
-        where = list(map(_place_of, tensors))
+        # A sparse tensor has no address, and no checksum: it counts as changed each time.
+        where = [
+            (tensor.data_ptr(), tensor.stride()) if tensor.layout == torch.strided else object()
+            for tensor in tensors
+        ]
     attributes = map(_attributes, tensors) if any(map(vars, tensors)) else itertools.repeat(None)
     return list(zip(map(_kind, tensors), where, attributes, strict=False))
 
@@ -392,12 +384,6 @@ def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.T
             marked.append(alias)
         vars(alias).update(vars(value))
     torch_internals.mark_as_parameters(marked)
-
-
-def _place_of(tensor: torch.Tensor) -> Any:
-    # A sparse tensor has no address, and no checksum: it counts as changed each time.
-    is_dense = tensor.layout == torch.strided
-    return (tensor.data_ptr(), tensor.stride()) if is_dense else object()
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
