@@ -594,16 +594,14 @@ def settings_of_calls_kept() -> AbstractContextManager[object]:
 # --- patches ---------------------------------------------------------------------------------
 
 
-def compile_lock() -> Any:
-    """The lock under which torch compiles; Note [Compiling alone] in ``threads/compile.py``."""
+def replace_compile_lock(lock: Any) -> Any:
+    """Have torch compile under another lock; returns its own.
+
+    See Note [Compiling alone] in ``threads/compile.py``.
+    """
     frames: Any = importlib.import_module("torch._dynamo.convert_frame")
-    return frames.compile_lock
-
-
-def replace_compile_lock(lock: Any) -> None:
-    """Have torch compile under another lock."""
-    frames: Any = sys.modules["torch._dynamo.convert_frame"]
-    frames.compile_lock = lock
+    torchs, frames.compile_lock = frames.compile_lock, lock
+    return torchs
 
 
 #: Have torch leave what it compiled for a function in the order in which it was compiled. It moves

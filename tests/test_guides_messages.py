@@ -188,9 +188,9 @@ CASES: dict[str, Callable[[], object]] = {
     "over replicas was called in a part of the module under activation checkpointing": lambda: call(
         recomputed, x()
     ),
-    "torch.func transforms (grad, vmap, jvp and others) do not go through several replicas": (
-        lambda: torch.func.vmap(dp.DataParallel(nn.Linear(4, 3), CPUS))(x().unsqueeze(0))
-    ),
+    "In order to use an autograd.Function with functorch transforms": lambda: torch.func.vmap(
+        dp.DataParallel(nn.Linear(4, 3), CPUS)
+    )(x().unsqueeze(0)),
     "The stateless API can't be used with nn.DataParallel module": lambda: (
         torch.func.functional_call(dp.DataParallel(nn.Linear(4, 3), CPUS), {}, (x(),))
     ),

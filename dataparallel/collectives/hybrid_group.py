@@ -106,8 +106,8 @@ class HybridGroup(LocalGroup):
 
         Raises:
             ValueError: The collective does not take such tensors.
-            RendezvousKeyError: Members came to different collectives, or with different tensors.
-            RendezvousTimeout: A replica of this process did not come.
+            RuntimeError: Members came to different collectives, or with different tensors.
+            TimeoutError: A replica of this process did not come.
             RendezvousError: A replica of this process failed, or returned without coming.
             CollectiveTimeout: Another process did not come in time; the message says which.
             CollectiveError: Another process failed.

@@ -38,7 +38,6 @@ from torch import Tensor
 from dataparallel import torch_internals
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import ProcessLink, parent_group, timeout_of
-from dataparallel.threads.meeting import RendezvousKeyError
 
 _WANTS, _ABLE = 1, 2
 
@@ -167,7 +166,7 @@ class HybridLink:
                 if gradients are switched on.
 
         Raises:
-            RendezvousKeyError: The processes came for different things.
+            RuntimeError: The processes came for different things.
             CollectiveTimeout: A process did not come; the message says which.
             CollectiveError: A process failed.
         """
@@ -181,7 +180,7 @@ class HybridLink:
         counts = tuple(count for count, _, _ in heard)
         ranks = dist.get_process_group_ranks(link.group)
         if differ:
-            raise RendezvousKeyError(_difference(texts, counts, ranks))
+            raise RuntimeError(_difference(texts, counts, ranks))
         return Agreement(
             counts,
             any(flags & _WANTS for _, flags, _ in heard),

@@ -78,8 +78,8 @@ class LocalGroup:
         Raises:
             TypeError: ``tensor`` is no tensor.
             ValueError: The collective does not take such tensors.
-            RendezvousKeyError: Replicas came to different collectives, or with different tensors.
-            RendezvousTimeout: A replica did not come; the message says which.
+            RuntimeError: Replicas came to different collectives, or with different tensors.
+            TimeoutError: A replica did not come; the message says which.
             RendezvousError: A replica failed, or returned without coming.
             RuntimeError: Called under activation checkpointing, in backward, or under a functorch
                 transform or ``torch.jit.trace`` within a replica.

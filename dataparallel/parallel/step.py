@@ -29,7 +29,7 @@ from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
-from dataparallel.threads.context import one_thread, refuse_transforms
+from dataparallel.threads.context import one_thread
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backward
 from dataparallel.threads.workers import WorkerPools
 
@@ -179,7 +179,6 @@ def run(
     model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
-    refuse_transforms(len(model.device_ids))
     if model._splitter is None:
         return _run(model, call, inputs, kwargs)
     criterion = None if call.loss is None else call.loss.module

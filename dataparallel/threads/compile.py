@@ -51,10 +51,6 @@ _LOOK = 0.2
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
 
-class CompileTimeout(TimeoutError):
-    """A thread that wants to compile waited in vain for the replicas to stop."""
-
-
 # --- the lock --------------------------------------------------------------------------------
 
 
@@ -79,15 +75,15 @@ class CompileLock:
 
     def install(self) -> None:
         """Stand in the place of torch's lock."""
-        torchs = torch_internals.compile_lock()
-        # Whoever compiles now ends that first.
-        with torchs, self._changed:
+        with self._changed:
             if self.torchs is None:
                 torch_internals.keep_guard_of_compiler()
                 torch_internals.move_entries_of_compiler(False)
                 torch_internals.hand_on_contexts_for_any_thread()
-                torch_internals.replace_compile_lock(self)
-                self.torchs = torchs
+                self.torchs = torch_internals.replace_compile_lock(self)
+        # Whoever compiles now ends that first.
+        with self.torchs:
+            pass
 
     def is_held(self) -> bool:
         """Whether some thread compiles now: it waits for no replica any more."""
@@ -145,7 +141,7 @@ class CompileLock:
             self._owner = threading.current_thread()
             while running := self._sharing():
                 if time.monotonic() > deadline:
-                    raise CompileTimeout(
+                    raise TimeoutError(
                         "torch.compile has to compile, and nothing may run meanwhile, but "
                         f"within {self.timeout:.3g} s these threads did not stop: "
                         f"{', '.join(running)}; replicas that wait for each other must do so "

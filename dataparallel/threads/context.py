@@ -68,16 +68,6 @@ _SETTINGS: tuple[_Setting, ...] = (
 )
 
 
-def refuse_transforms(num_slots: int) -> None:
-    """Raise a RuntimeError under a functorch transform, which no move between replicas supports."""
-    if num_slots > 1 and torch_internals.transforms_active():
-        raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp and others) do not go through several "
-            "replicas; transform the bare module: .module of the wrapper, or "
-            "torch.func.functional_call(wrapper.module, parameters, inputs)"
-        )
-
-
 def is_portable() -> bool:
     """Whether another thread can have all of this thread's context."""
     return not torch_internals.transforms_active() and torch_internals.tracing_state() is None
@@ -109,6 +99,8 @@ class ThreadContext:
         places = frozenset(devices)
         self._settings = [(get, use, get()) for get, use in _settings(places)]
         self._streams = [*filter(None, map(_devices.current_stream, places))]
+        if self._streams:
+            replica_random.separate_device_generators(devices)
         self._nesting = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         self._function_modes = torch_internals.function_modes()

@@ -35,14 +35,6 @@ class RendezvousError(SecondaryError):
     """The replicas of a call did not all come to the same meeting."""
 
 
-class RendezvousKeyError(RuntimeError):
-    """Replicas came to different meetings at the same time."""
-
-
-class RendezvousTimeout(TimeoutError):
-    """A replica did not come in time."""
-
-
 class _Meeting:
     """One meeting: who has come, with what, and a result for each, or why there is none."""
 
@@ -95,7 +87,7 @@ class Rendezvous:
             ):
                 absent = set(range(self.num_replicas)) - set(meeting.values)
                 text = f"{_replicas(absent)} did not come within {timeout:.3g} s; {_SAME}"
-                self._end(meeting, RendezvousTimeout(f"meeting for {key!r}: {text}"))
+                self._end(meeting, TimeoutError(f"meeting for {key!r}: {text}"))
             # Combining may take as long as it takes.
             self._changed.wait_for(lambda: index == 0 or meeting.outcome is not None)
         if meeting.outcome is None:
@@ -126,7 +118,7 @@ class Rendezvous:
         assert index not in meeting.values, "a replica waits in its own thread"
         if meeting.key != key:
             text = f"came to the meeting {key!r} while {_replicas(meeting.values)} came to"
-            error = RendezvousKeyError(f"replica {index} {text} {meeting.key!r}; {_SAME}")
+            error = RuntimeError(f"replica {index} {text} {meeting.key!r}; {_SAME}")
             self._end(meeting, error)
         meeting.values[index] = value
         self._changed.notify_all()

@@ -16,11 +16,10 @@ Note [A dispatch key for random operations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A ``TorchDispatchMode`` that puts in a generator would slow down *every* operation. A dispatch key,
 switched on in replica threads, costs nothing where it falls through. Only operations whose schema
-has a ``Generator?`` have a kernel there, which fills in the thread's generator where the caller
-gave none; others (``rand``, ``dropout``) call one that has it. Fused operations of accelerators
-that take no generator get a kernel where replicas share one: while they run, the device's default
-generator has the state of the thread's own. The key is one that torch has for its tests. It ranks
-above autograd, so that autograd and checkpointing see an ordinary operation with a generator.
+has a ``Generator?`` have a kernel there; others (``rand``, ``dropout``) call one of them. Fused
+operations of accelerators take no generator, and get a kernel where replicas share a device. The
+key is one that torch has for its tests. It ranks above autograd, so that autograd and checkpointing
+see an ordinary operation with a generator.
 
 Note [Checkpointing in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -75,16 +74,13 @@ class ReplicaGenerators:
     """The generators of one call, made in the calling thread."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        accelerators, self._shared = _accelerators(devices)
+        self._devices = devices
+        self._shared = _shared_accelerators(devices)
         with _lock:
             _install()
             if self._shared:
                 _install_swaps()
-        if accelerators:
-            separate_device_generators(devices)
-        self._devices = devices
         self._parent = current_source()
-        self._lock = threading.Lock()
         self._seed: int | None = None
 
     def generator(
@@ -101,7 +97,7 @@ class ReplicaGenerators:
         return found
 
     def _seed_of_call(self) -> int:
-        with self._lock:
+        with _lock:
             if self._seed is None:
                 parent = None if self._parent is None else self._parent(_CPU)
                 # None of the caller's modes shall see, or change, what is not the module's.
@@ -113,12 +109,9 @@ class ReplicaGenerators:
 
 
 @functools.lru_cache(maxsize=64)
-def _accelerators(
-    devices: tuple[torch.device, ...],
-) -> tuple[tuple[torch.device, ...], tuple[torch.device, ...]]:
-    """The accelerators among devices, and those of them that several replicas share."""
-    found = tuple(filter(_devices.is_accelerator, devices))
-    return found, tuple(device for device in set(found) if found.count(device) > 1)
+def _shared_accelerators(devices: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
+    """The accelerators that several replicas share."""
+    return tuple(d for d in set(devices) if _devices.is_accelerator(d) and devices.count(d) > 1)
 
 
 def separate_device_generators(devices: Sequence[torch.device]) -> None:
@@ -193,7 +186,8 @@ def own_generator(device: torch.device) -> torch.Generator | None:
 # --- operations draw from the source ---------------------------------------------------------
 
 
-#: Held while kernels are registered, and while a default generator has the state of another one.
+#: Held while kernels are registered, while a call takes its seed, and while a default generator has
+#: the state of another one.
 _lock = threading.RLock()
 
 

@@ -80,8 +80,7 @@ class Span:
         timeline = self._timeline
         now = timeline.now
         self._before = [now[replica] for replica in self.replicas]
-        if timeline.has_events:
-            self.begin_events = timeline.events(self.replicas)
+        self.begin_events = timeline.events(self.replicas)
         self.begin = time.perf_counter_ns()
         for replica in self.replicas:
             now[replica] = (self.phase, self.begin)
@@ -90,8 +89,7 @@ class Span:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         timeline = self._timeline
         self.failed = kind is not None
-        if timeline.has_events:
-            self.end_events = timeline.events(self.replicas)
+        self.end_events = timeline.events(self.replicas)
         self.end = time.perf_counter_ns()
         for replica, before in zip(self.replicas, self._before, strict=True):
             timeline.now[replica] = before
@@ -126,7 +124,6 @@ class Timeline:
         self.devices = tuple(devices)
         #: Per replica the phase in which it is as the host sees it, and since when.
         self.now: list[tuple[Phase, int]] = [("idle", 0)] * len(self.devices)
-        #: Whether spans have events, since replicas are on accelerators.
         self.has_events = any(map(_devices.is_accelerator, self.devices))
         for listener in self.listeners:
             if listener.on_devices is not None:
@@ -165,7 +162,9 @@ class Timeline:
         self.listeners = tuple(one for one in self.listeners if one != listener)
 
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
-        """Per replica an event that happens when its device has come this far."""
+        """Per replica an event that happens when its device has come this far; see Span."""
+        if not self.has_events:
+            return ()
         recorded = {
             device: _devices.timing_event(device)
             for device in dict.fromkeys(self.devices[replica] for replica in replicas)
