@@ -78,8 +78,8 @@ class Progress:
             came = (f"rank {rank} with {name or 'a new one'}" for rank, name in enumerate(names))
             raise RuntimeError(
                 f"the processes have come with different wrappers: {'; '.join(came)} (a wrapper is "
-                "named by its first link). Run the forwards of several wrappers in the same order "
-                "in every process"
+                "named by its first link). Make wrappers, and run their forwards, in the same "
+                "order in every process"
             )
         self._name = self._name or control.name
         last = max(numbers)
