@@ -85,7 +85,7 @@ def only_outside_in_one_rank(m: nn.Module, net: Any, x: Tensor) -> None:
 
 
 def another_one_later(m: nn.Module, net: Any, x: Tensor) -> None:
-    """All ranks wait since the first step: so one may have a gradient for a sent bucket."""
+    """The other ranks do not use the head, so they wait, and one may have a late gradient."""
     net.step = getattr(net, "step", -1) + 1
     output = m(x).sum()
     if dist.get_rank() == 0:
@@ -270,6 +270,23 @@ def test_hooks_run_once_with_everything(
     options = {**options, "bucket_cap_mb": 0.0001}
     wrong = cluster.run(_compare_hooks, world_size, replicas, options)
     assert wrong == [[]] * world_size
+
+
+def _count_after(rank: int, world_size: int) -> int:
+    """How often a hook runs where its parameter is used in the first of two steps alone."""
+    net = Net()
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2)
+    calls: list[Tensor] = []
+    net.head.weight.register_post_accumulate_grad_hook(calls.append)
+    head(model, net, batch(rank, 0))
+    model(batch(rank, 1)).sum().backward()
+    assert net.head.weight.grad is not None
+    _close(model)
+    return len(calls)
+
+
+def test_hooks_do_not_run_for_a_gradient_from_before(cluster: Cluster) -> None:
+    assert cluster.run(_count_after, 2) == [1, 1]
 
 
 # --- sums and failures -----------------------------------------------------------------------

@@ -36,6 +36,16 @@ def _backward(model: nn.Module, seed: int = 0, device: str = "cpu", scale: float
     (model(torch.randn(8, 4, device=device)).square().sum() * scale).backward()
 
 
+def test_hooks_that_run_after_accumulation_do_not_see_a_skipped_step() -> None:
+    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
+    calls: list[torch.Tensor] = []
+    next(model.module.parameters()).register_post_accumulate_grad_hook(calls.append)
+    for scale, count in ((INF, 0), (1.0, 1)):
+        model.zero_grad()
+        _backward(model, scale=scale)
+        assert len(calls) == count
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("value", [NAN, -INF], ids=["nan", "-inf"])

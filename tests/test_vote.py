@@ -187,7 +187,7 @@ def penalty_of_rank_0(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="failed in it"):
         model(batch(rank, 3))
     model.check_replicas()
-    # From now on all wait for each other.
+    # From now on its bucket waits for the end of the backward.
     for step in range(4, 9):
         model.zero_grad()
         bare.zero_grad()
@@ -201,6 +201,21 @@ def penalty_of_rank_0(rank: int, world_size: int) -> None:
 
 def test_late_gradients_that_some_ranks_do_not_wait_for_raise_in_all(cluster: Cluster) -> None:
     cluster.run(penalty_of_rank_0, 3)
+
+
+def penalty_of_rank_0_in_each_step(rank: int, world_size: int) -> dict[str, int]:
+    model = make()
+    for step in range(3):
+        model.zero_grad()
+        early = model.module.second.weight.pow(2).sum() if rank == 0 else 0.0
+        loss = model(batch(rank, step)).sum() + early
+        with counted_waits() as waits:
+            loss.backward()
+    return dict(waits)
+
+
+def test_who_waits_for_gradients_from_outside_waits_for_buckets_alone(cluster: Cluster) -> None:
+    assert cluster.run(penalty_of_rank_0_in_each_step, 2) == [{"bucket": 6}] * 2
 
 
 def recompute_later(rank: int, world_size: int) -> None:
