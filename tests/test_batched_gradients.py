@@ -96,9 +96,14 @@ def test_several_replicas_refuse_them(slots: list[str], wrap: str, way: str) -> 
 
 
 def test_replicas_whose_outputs_stay_apart_refuse_them() -> None:
-    model: Any = dp.DistributedDataParallel(Net(), ["cpu"] * 2, "each")
+    class Both(Net):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * scale.sum()
+
+    model: Any = dp.DistributedDataParallel(Both(), ["cpu"] * 2, "each")
     x = batch("cpu").requires_grad_()
-    outputs = model(x)
+    # The first replica gets it as it is, so that no node but the cut is in between.
+    outputs = model(dp.Replicate(x), batch("cpu"))
     with pytest.raises(RuntimeError, match=r"batched .*several replicas"):
         grad(outputs[0], x, vectors(outputs[0]), is_grads_batched=True)
 
