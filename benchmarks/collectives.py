@@ -106,16 +106,6 @@ def plan_members(
         raise ValueError(
             f"a collective needs two members or more, but got --devices {','.join(own)}"
         )
-    if not elements(min(arguments.sizes), members):
-        raise ValueError(
-            f"{min(arguments.sizes)} bytes are too few for {members} members, which need at least "
-            f"{_ELEMENT * members}"
-        )
-    if form == "hybrid" and any(not name.startswith(("cpu", "virtual")) for name in own):
-        raise ValueError(
-            f"the hybrid form would give {HYBRID_PROCESSES} processes the same devices "
-            f"{', '.join(own)}; only the CPU can be shared so"
-        )
     task = CollectivesTask(
         "ours",
         (),

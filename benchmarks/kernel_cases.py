@@ -23,8 +23,6 @@ from dataparallel.kernels import reference
 
 KERNELS = ("reduce_add", "flatten", "unflatten", "fingerprint")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: So that each of many tensors has elements.
-LEAST_SIZE = 4096
 
 MANY, FEW = 400, 4
 _LISTS = (f"{MANY} tensors", f"{FEW} tensors")
@@ -75,10 +73,6 @@ def plan_cases(
     names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
 ) -> list[KernelCase]:
     """All variants of some kernels, by kernel, type, variant and size."""
-    if min(sizes) < LEAST_SIZE:
-        raise ValueError(
-            f"--sizes has {min(sizes)} bytes, too few for {MANY} tensors; the least is {LEAST_SIZE}"
-        )
     return [
         KernelCase(name, variant, dtype, size)
         for name in names

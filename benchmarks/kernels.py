@@ -16,7 +16,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ _FASTER = {
 _FLUSH = 256 * 2**20
 #: Seconds that a turn should last, and the limits of its calls.
 _TURN = 0.005
-_FEWEST_CALLS, _MOST_CALLS = 3, 50
+_FEWEST_CALLS, _MOST_CALLS = 3, 30
 
 
 def build_parser() -> Parser:
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             "device with kernels by --device, or leave --check out"
         )
     cases = plan_cases(arguments.kernels, arguments.dtypes, arguments.sizes)
-    with progress(len(cases) * arguments.rounds) as tell:
+    with progress(len(cases)) as tell:
         stopwatch = Stopwatch(device, max(arguments.flush))
         rows = [_measure(case, stopwatch, arguments, tell) for case in cases]
     bars = judge(rows) if backend else []
@@ -220,11 +220,7 @@ def _seconds_of(call: Call) -> float:
 
 
 def measure_turns(
-    calls: Mapping[str, Call],
-    stopwatch: Stopwatch,
-    rounds: int,
-    times: int | None = None,
-    on_round: Callable[[int], None] = lambda number: None,
+    calls: Mapping[str, Call], stopwatch: Stopwatch, rounds: int, times: int | None
 ) -> dict[str, list[Turn]]:
     """Measure contestants interleaved, A B C A B C ...; the turns of each, in this order."""
     plan: dict[str, tuple[int, float]] = {}
@@ -236,8 +232,7 @@ def measure_turns(
         enough = min(_MOST_CALLS, max(_FEWEST_CALLS, math.ceil(_TURN / takes)))
         plan[who] = (times or enough, first.launch or 0.0)
     turns: dict[str, list[Turn]] = {who: [] for who in calls}
-    for number in range(rounds):
-        on_round(number)
+    for _ in range(rounds):
         for who, call in calls.items():
             turns[who].append(stopwatch.turn(call, *plan[who]))
     return turns
@@ -274,14 +269,9 @@ class Row:
 def _measure(
     case: KernelCase, stopwatch: Stopwatch, arguments: argparse.Namespace, tell: Tell
 ) -> Row:
-    what = f"{case.name}, {size_name(case.size)}"
-    tell(f"{what}: preparing", 0)
+    tell(f"{case.name}, {size_name(case.size)}", 1)
     calls, right = calls_of(case, stopwatch.device)
-
-    def on_round(number: int) -> None:
-        tell(f"{what}: round {number + 1}", 1)
-
-    turns = measure_turns(calls, stopwatch, arguments.rounds, arguments.steps, on_round)
+    turns = measure_turns(calls, stopwatch, arguments.rounds, arguments.steps)
     return summarize(case, turns, right)
 
 
