@@ -19,9 +19,10 @@ over the group, and the next link belongs to a new generation, which has a recor
 generation has ended when its record is in the store, so all ranks that meet to make a link agree
 on the first one that has none. A rank that fails again before it has new links ends one more, and
 each rank raises once for each: when they meet, all have left out the same steps. An error carries
-the names of the groups that know of it, so it ends one generation however often it is told. Where
-processes destroy their group and make it again, the store may still have what they wrote before;
-each counts its lives there, and names begin with that.
+which generation of which group it has ended, so it ends one however often it is told. Once there
+are new links, whatever is raised ends those, even while the earlier error is still being handled.
+Where processes destroy their group and make it again, the store may still have what they wrote
+before; each counts its lives there, and names begin with that.
 
 Note [Names of links]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -202,6 +203,8 @@ class Failures:
         self.rank = group.rank()
         #: Why generations have ended: all before the one of the links that are made now.
         self.ends: dict[int, Failure] = {}
+        # The newest generation in which this process has met the others; 0 before.
+        self._met = 0
         self._links: tuple[weakref.ref[ProcessLink], ...] = ()
         self._num_made: Counter[str] = Counter()
         # Torch's types lack that it can be cloned.
@@ -292,6 +295,7 @@ class Failures:
             if self.ask(functools.partial(self._come, name)):
                 # Remembers all processes, for when the store may be gone.
                 self._gone()
+                self._met = generation
                 return name, generation, number
             if time.monotonic() - started > timeout:
                 raise self.explain(where, started, generation, timed_out=True)
@@ -371,7 +375,7 @@ class Failures:
         ``generation`` is that in which the error arose; the current one if there are no links yet.
         """
         generation = self.generation if generation is None else generation
-        if self.is_told(error) or generation in self.ends or len(self.ranks) == 1:
+        if self.is_told(error, generation) or generation in self.ends or len(self.ranks) == 1:
             return
         failure = error.failure if isinstance(error, CollectiveFailure) else None
         if failure is None:
@@ -383,14 +387,19 @@ class Failures:
             failure = self.ask(self._record(failure, generation), _ANSWER)
         self._end(generation, failure)
 
-    def is_told(self, error: BaseException) -> bool:
-        """Whether the group knows of an error, or of one that it came from; it does from now on."""
+    def is_told(self, error: BaseException, generation: int) -> bool:
+        """Whether an error, or one that it came from, has ended the newest links; it does now.
+
+        ``generation`` is that which it ends if it has ended none yet.
+        """
         chain = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
             chain.append(cause)
-        told = any(self._name in vars(each).get("dataparallel_told", ()) for each in chain)
-        # Python's own errors take no weak references, and one that is kept keeps tensors.
-        vars(error).setdefault("dataparallel_told", []).append(self._name)
+        ended = [vars(each).get("dataparallel_ended", {}).get(self._name, 0) for each in chain]
+        told = max(ended) >= max(self._met, 1)
+        if not told:
+            # Python's own errors take no weak references, and one that is kept keeps tensors.
+            vars(error).setdefault("dataparallel_ended", {})[self._name] = generation
         return told
 
     def _record(self, failure: Failure, generation: int) -> Callable[[Store], Failure]:
@@ -440,11 +449,11 @@ class Failures:
             before = self.ends.get(generation - 1)
             text += "" if before is None else f". Before that, {before}"
             error = (CollectiveTimeout if is_late else CollectiveError)(text)
-        self.is_told(error)
+        self.is_told(error, generation)
         # The same rank may have ended the links over other groups: they are made anew, too.
         for failures in list(_known.values()):
             if failures is not self and failures.while_waiting() is not None:
-                failures.is_told(error)
+                failures.is_told(error, failures.generation - 1)
         return error
 
     def _exchange(self, mine: Failure, generation: int) -> tuple[Failure, dict[int, Failure]]:

@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -215,47 +216,57 @@ def gradient_of(model: Any) -> float:
 
 
 def fail_in_steps(
-    rank: int, world_size: int, faults: list[tuple[int, int, str]]
+    rank: int, world_size: int, faults: list[tuple[int, int, str]], handling: bool
 ) -> dict[int, float]:
-    """By step, the gradient: the number of the step, where all ranks were in it."""
+    """By step, the gradient: the number of the step, where all ranks were in it.
+
+    ``handling``: whether later steps are made while an error of an earlier one is handled.
+    """
     model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=5.0)
     # All failures are told over its group, too, and must be counted once there.
     other = dp.DistributedDataParallel(Fails(), ["cpu"], process_group=new_group(), timeout=5.0)
     found = {}
-    for number in range(7):
-        how = {place for who, when, place in faults if (who, when) == (rank, number)}
-        model.module.where, model.module.how = "forward" if "forward" in how else "", "raised"
-        try:
-            with dp.telling_failures("a test"):
-                if "between steps" in how:
-                    fail("raised")
-                if "backward" in how:
-                    model.module.where = "backward"
-                arguments = () if "arguments" in how else (torch.full((1, 4), float(number)),)
-                model.zero_grad()
-                model(*arguments).sum().backward()
-                other(torch.ones(1, 4)).sum().backward()
-        except (ZeroDivisionError, CollectiveError, TypeError, ValueError):
-            continue
-        found[number] = gradient_of(model)
+
+    def make_steps(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            how = {place for who, when, place in faults if (who, when) == (rank, number)}
+            model.module.where, model.module.how = "forward" if "forward" in how else "", "raised"
+            try:
+                with dp.telling_failures("a test"):
+                    if "between steps" in how:
+                        fail("raised")
+                    if "backward" in how:
+                        model.module.where = "backward"
+                    arguments = () if "arguments" in how else (torch.full((1, 4), float(number)),)
+                    model.zero_grad()
+                    model(*arguments).sum().backward()
+                    other(torch.ones(1, 4)).sum().backward()
+            except (ZeroDivisionError, CollectiveError, TypeError, ValueError):
+                if handling:
+                    make_steps(numbers)
+                continue
+            found[number] = gradient_of(model)
+
+    make_steps(iter(range(7)))
     return found
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "handling"),
     [
-        [(0, 2, "forward"), (0, 3, "between steps")],
-        [(0, 2, "backward"), (0, 3, "between steps"), (0, 4, "arguments")],
-        [(0, 2, "between steps"), (1, 2, "between steps"), (1, 3, "between steps")],
-        [(0, 2, "forward"), (1, 3, "between steps"), (0, 3, "arguments")],
+        ([(0, 2, "forward"), (0, 3, "between steps")], False),
+        ([(0, 2, "backward"), (0, 3, "between steps"), (0, 4, "arguments")], False),
+        ([(0, 2, "between steps"), (1, 2, "between steps"), (1, 3, "between steps")], False),
+        ([(0, 2, "forward"), (1, 3, "between steps"), (0, 3, "arguments")], False),
+        ([(0, 1, "forward"), (0, 2, "forward"), (0, 3, "backward"), (1, 5, "forward")], True),
     ],
 )
 def test_ranks_stay_in_step_when_one_fails_again(
-    cluster: Cluster, faults: list[tuple[int, int, str]]
+    cluster: Cluster, faults: list[tuple[int, int, str]], handling: bool
 ) -> None:
     failed = {number for _, number, _ in faults}
     right = {number: float(number) for number in range(7) if number not in failed}
-    assert cluster.run(fail_in_steps, 2, faults, timeout=30.0) == [right, right]
+    assert cluster.run(fail_in_steps, 2, faults, handling, timeout=30.0) == [right, right]
 
 
 def swap_wrappers(rank: int, world_size: int) -> tuple[list[str], list[float]]:
