@@ -382,6 +382,29 @@ def test_an_error_outside_is_told_and_nothing_is_lost(cluster: Cluster, view: bo
     cluster.run(_fails_after_the_cut, 2, view)
 
 
+def _hook_says_no(rank: int, world_size: int) -> None:
+    net = Net()
+    model = dp.DistributedDataParallel(net, ["cpu"] * 2)
+    model(batch(rank, 0)).sum().backward()
+
+    def refuse(grad: Tensor) -> Tensor:
+        raise ValueError("a hook says no")
+
+    handle = net.first.weight.register_hook(refuse) if rank == 1 else None
+    kind, text = (ValueError, "") if rank == 1 else (RuntimeError, "rank 1 .* failed.*ValueError: ")
+    with pytest.raises(kind, match=f"(?s){text}a hook says no"):
+        model(batch(rank, 1)).sum().backward()
+    if handle is not None:
+        handle.remove()
+    net.zero_grad()
+    model(batch(rank, 0)).sum().backward()
+    model.close()
+
+
+def test_what_a_hook_says_is_told(cluster: Cluster) -> None:
+    cluster.run(_hook_says_no, 2)
+
+
 @pytest.mark.parametrize("view", [False, True])
 def test_after_a_hook_that_raised_nothing_keeps_the_module(view: bool) -> None:
     def refuse(grad: Tensor) -> Tensor:
