@@ -89,9 +89,9 @@ def test_processes_that_are_not_in_a_new_group_keep_the_old_one(cluster: Cluster
         torch.testing.assert_close(other, p.grad)
 
 
-def _accumulated_over_two_groups(rank: int, world_size: int) -> list[float]:
+def _accumulated_over_two_groups(rank: int, world_size: int, first: Any) -> list[float]:
     net = nn.Linear(2, 1, bias=False)
-    model = dp.DistributedDataParallel(net, ["cpu"], average="none")
+    model = dp.DistributedDataParallel(net, ["cpu"], average="none", process_group=first)
     for group in (dist.group.WORLD, dist.new_group([0, 1])):
         model.update_process_group(group)
         model(torch.full((1, 2), rank + 1.0)).sum().backward()
@@ -100,8 +100,11 @@ def _accumulated_over_two_groups(rank: int, world_size: int) -> list[float]:
     return found
 
 
-def test_what_was_reduced_is_not_reduced_again_in_another_group(cluster: Cluster) -> None:
-    assert cluster.run(_accumulated_over_two_groups, 2) == [[6.0, 6.0]] * 2
+@pytest.mark.parametrize("first", [None, False])
+def test_what_was_reduced_is_not_reduced_again_in_another_group(
+    cluster: Cluster, first: Any
+) -> None:
+    assert cluster.run(_accumulated_over_two_groups, 2, first) == [[6.0, 6.0]] * 2
 
 
 def _without_hooks(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -127,7 +127,10 @@ class Reducer:
     def go_on_from(self, other: Reducer) -> None:
         """Know what another reducer of the same parameters knew of their gradients."""
         if list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters)):
-            self._accumulated, self._late = other._accumulated, other._late
+            self._late = other._late
+            # A process that has trained alone does not know what is reduced.
+            if self._accumulated.summed == other._accumulated.summed:
+                self._accumulated = other._accumulated
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
