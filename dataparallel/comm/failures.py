@@ -369,13 +369,18 @@ class Failures:
         *,
         kind: str = "raised",
         generation: int | None = None,
+        handled: BaseException | None = None,
     ) -> None:
         """Let all ranks raise because of an error here. Returns within seconds in any case.
 
         ``generation`` is that in which the error arose; the current one if there are no links yet.
         """
         generation = self.generation if generation is None else generation
-        if self.is_told(error, generation) or generation in self.ends or len(self.ranks) == 1:
+        if (
+            self.is_told(error, generation, handled)
+            or generation in self.ends
+            or len(self.ranks) == 1
+        ):
             return
         failure = error.failure if isinstance(error, CollectiveFailure) else None
         if failure is None:
@@ -387,16 +392,21 @@ class Failures:
             failure = self.ask(self._record(failure, generation), _ANSWER)
         self._end(generation, failure)
 
-    def is_told(self, error: BaseException, generation: int) -> bool:
+    def is_told(
+        self, error: BaseException, generation: int, handled: BaseException | None = None
+    ) -> bool:
         """Whether an error, or one that it came from, has ended the newest links; it does now.
 
-        ``generation`` is that which it ends if it has ended none yet.
+        ``generation`` is that which it ends if it has ended none yet. It did not come from what was
+        ``handled`` when it arose.
         """
         chain = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            if cause is handled or cause in chain:
+                break
             chain.append(cause)
         ended = [vars(each).get("dataparallel_ended", {}).get(self._name, 0) for each in chain]
-        told = max(ended) >= max(self._met, 1)
+        told: bool = max(ended) >= max(self._met, 1)
         if not told:
             # Python's own errors take no weak references, and one that is kept keeps tensors.
             vars(error).setdefault("dataparallel_ended", {})[self._name] = generation
@@ -511,7 +521,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def report(error: BaseException, doing: str, group: dist.ProcessGroup | None = None) -> None:
+def report(
+    error: BaseException,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    handled: BaseException | None = None,
+) -> None:
     """Let all ranks that wait for this one raise: in ``group`` and in all groups inside of it.
 
     Returns within seconds in any case.
@@ -523,7 +538,7 @@ def report(error: BaseException, doing: str, group: dist.ProcessGroup | None = N
         ours = each.size() == 1 or each in _inherited or each.group_desc.startswith(OWN)
         if not ours and members.issuperset(dist.get_process_group_ranks(each)):
             try:
-                failures_of(each).report(error, doing)
+                failures_of(each).report(error, doing, handled=handled)
             except CollectiveFailure:
                 # All groups have one store. Whoever can't be told finds the connections closed.
                 return
@@ -550,10 +565,11 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
     Args:
         doing: What the block does, for the message. Default: ``"the training loop"``.
     """
+    handled = sys.exc_info()[1]
     try:
         yield
     except BaseException as error:
-        report(error, doing)
+        report(error, doing, handled=handled)
         raise
 
 

@@ -259,6 +259,7 @@ def fail_in_steps(
         ([(0, 2, "between steps"), (1, 2, "between steps"), (1, 3, "between steps")], False),
         ([(0, 2, "forward"), (1, 3, "between steps"), (0, 3, "arguments")], False),
         ([(0, 1, "forward"), (0, 2, "forward"), (0, 3, "backward"), (1, 5, "forward")], True),
+        ([(0, 1, "forward"), (0, 2, "between steps"), (1, 4, "between steps")], True),
     ],
 )
 def test_ranks_stay_in_step_when_one_fails_again(
