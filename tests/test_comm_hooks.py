@@ -104,6 +104,20 @@ def test_hooks_by_name(name: str, dtype: torch.dtype) -> None:
     check(reduced(name, dtype=dtype), numbers(dtype=dtype))
 
 
+def test_gradients_of_a_single_process_may_be_changed_before_they_are_added_to() -> None:
+    """A sum over one process may be taken again; nobody has to know what of it is reduced."""
+    net = Known()
+    model = DistributedDataParallel(net, ["cpu"] * 2, average="none")
+    model.register_comm_hook(None, "allreduce")
+    for _ in range(2):
+        model(torch.ones(2)).sum().backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    check(found, numbers(1.5))
+
+
 @pytest.mark.parametrize(
     "kind", [k for k in DDPCommHookType if "QUANT" not in k.name], ids=lambda kind: str(kind.name)
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,20 @@ def test_inputs_that_cannot_be_split(
         model(*args, **kwargs)
     good = torch.ones(4, 3)
     assert model(good, good).eq(1).all()
+
+
+def test_a_struct_sequence_beside_the_batch(slots: list[str]) -> None:
+    """Their types refuse to be made as other tuples are."""
+
+    class Dated(nn.Module):
+        def forward(self, x: Tensor, when: time.struct_time) -> tuple[Tensor, time.struct_time]:
+            return x * when.tm_year, when
+
+    x, when = torch.randn(4, 3), time.gmtime(0)
+    result, returned = DataParallel(Dated(), slots)(x, when)
+    torch.testing.assert_close(result.cpu(), x * 1970)
+    assert type(returned) is time.struct_time
+    assert returned == when
 
 
 def test_a_dimension_out_of_range(slots: list[str]) -> None:

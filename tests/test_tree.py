@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ def test_rebuilds_every_kind_of_container() -> None:
         OrderedDict(b=1, a=2),
         Counter(a=1, b=2),
         Point(1, 2),
+        time.gmtime(0),
         returned.max((1, 2)),
         Pair(1),
         deque([1, 2]),

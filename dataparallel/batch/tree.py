@@ -180,6 +180,9 @@ def _open(obj: Any) -> _Opened:
         if hasattr(kind, "_make"):
             return kind._fields, obj, kind._make, None
         keys, values = range(len(obj)), list(obj)
+        if hasattr(kind, "n_sequence_fields"):
+            # A struct sequence, such as time.struct_time, refuses `tuple.__new__`.
+            return keys, values, kind, None
     else:
         if isinstance(obj, UserDict):
             keys = ("data",)

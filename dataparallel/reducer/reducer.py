@@ -68,7 +68,8 @@ class Reducer:
         self._user_hooks = originals.OriginalHooks(trained.parameters)
         self._beginning = threading.Lock()
         self._round: Round | None = None
-        summed = processes is not None and options.average == "none"
+        # A sum over one process may be taken again.
+        summed = options.world_size > 1 and options.average == "none"
         self._accumulated = Accumulated(trained.parameters, summed=summed)
         self._late: set[int] = set()
         #: Per parameter, whether some replica of this process had a gradient in the last round.
