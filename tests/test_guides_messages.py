@@ -70,6 +70,11 @@ class Own:
         self.tensor = tensor
 
 
+def write(net: Returns, x: Tensor, shared: Own) -> Tensor:
+    shared.tensor = x
+    return x
+
+
 def differ(net: Returns, x: Tensor) -> object:
     return (x,) if current() else x
 
@@ -161,9 +166,10 @@ CASES: dict[str, Callable[[], object]] = {
     "is a PackedSequence, which interleaves the samples and cannot be split": lambda: call(
         lambda net, packed: packed, nn.utils.rnn.pack_sequence([torch.randn(3, 4)] * 2)
     ),
-    "which is no container that can be split, and ... replicas would share it": lambda: call(
+    "which is no container that can be split, but it holds a tensor": lambda: call(
         lambda net, x, shared: x, x(), Own(x())
     ),
+    "but the replicas have written tensors into it": lambda: call(write, x(), Own()),
     "grad can be implicitly created only for scalar outputs": lambda: torch.autograd.backward(
         call(lambda net, x: net.layer(x).sum(), x())  # type: ignore[arg-type]
     ),

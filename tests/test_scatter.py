@@ -41,7 +41,7 @@ def test_scatter_of_a_tensor_is_a_tuple_of_tensors(slots: list[str]) -> None:
 
 
 def test_what_is_no_tensor_goes_to_each_replica_as_it_is() -> None:
-    marker = len
+    marker = object()
     empty: list[Any] = [{}, [], ()]
     x = torch.randn(4, 1)
     chunks = scatter([x, 3, "text", None, marker, *empty], CPU[:2])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel.batch.tree import OPAQUE, Path, Replicate, Structure, flatten
+from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
 from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
@@ -33,7 +34,7 @@ class BatchSplitter(Protocol):
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
 DEFAULT: Any = object()
 
-#: What becomes of a leaf. Replicas do not share an "unknown" object.
+#: What becomes of a leaf. Replicas share an "unknown" object if it holds nothing of the batch.
 Action = Literal["split", "copy", "share", "unknown"]
 
 
@@ -75,8 +76,8 @@ def scatter(
 
     Args:
         inputs: A tensor or any container: tuples, lists, dicts, dataclasses, what is registered
-            with ``torch.utils._pytree``. Numbers, strings and functions go to each replica as they
-            are, and so do tensors without dimensions and what is in a :class:`Replicate`.
+            with ``torch.utils._pytree``. What is not a tensor goes to each replica as it is, and so
+            do tensors without dimensions.
         target_gpus: One device per slot, of any type; repeats allowed.
         dim: Dimension to split.
         chunk_sizes: Samples per slot; the last slots may get none. Default: as ``torch.chunk``
@@ -89,7 +90,7 @@ def scatter(
         single tensor, else a list.
 
     Raises:
-        TypeError: A ``PackedSequence``, or an object of unknown type, is to be split.
+        TypeError: A ``PackedSequence``, or an object of unknown type with a batch, is to be split.
         ValueError: Batch sizes disagree, ``dim`` is out of range, ``chunk_sizes`` don't add up, or
             a device doesn't exist.
     """
@@ -185,14 +186,7 @@ def plan_container(
     total = _batch_size(by_action.get("split", ()))
     sizes = settle(total, num_slots, chunk_sizes)
     if "unknown" in by_action and total is not None and len(sizes) > 1:
-        leaf = by_action["unknown"][0]
-        raise TypeError(
-            f"{leaf.path} is a {type(leaf.value).__name__}, which is no container that can be "
-            f"split, and {len(sizes)} replicas would share it; pass its tensors in a tuple, a dict "
-            "or a dataclass, or register its class with "
-            "torch.utils._pytree.register_pytree_node. A cache of keys and values is left out with "
-            "use_cache=False. Replicate(...) gives the object itself to all replicas"
-        )
+        _refuse_batches(by_action["unknown"], total, dim)
     return ScatterPlan(structure, leaves, by_action, total, sizes)
 
 
@@ -214,7 +208,7 @@ def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
             "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
         )
     is_empty = isinstance(value, (list, tuple, dict)) and not value
-    is_known = own is None or is_empty or isinstance(value, OPAQUE)
+    is_known = own is None or is_empty or not may_hold(value)
     return Leaf(value, path, "share" if is_known else "unknown")
 
 
@@ -265,6 +259,15 @@ def _batch_size(split: Sequence[Leaf]) -> int | None:
             "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
         )
     return next(iter(found), None)
+
+
+def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
+    """Raise a TypeError if an object, which replicas would share, holds a batch."""
+    for leaf in unknown:
+        for tensor in held_tensors(leaf.value):
+            if -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == batch_size:
+                found = f"it holds a tensor of shape {tuple(tensor.shape)}, with the {batch_size} "
+                raise TypeError(_about_shared(leaf, f"{found}samples along dim {dim}"))
 
 
 def settle(
@@ -368,3 +371,36 @@ def move(container: Any, device: DeviceLike | None) -> Any:
         target = parse_output_device(device, torch.device("cpu"))
         leaves = [move_tensor(x, target) if isinstance(x, torch.Tensor) else x for x in leaves]
     return structure.rebuild(leaves)
+
+
+@contextlib.contextmanager
+def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
+    """Raise a RuntimeError if replicas put tensors into objects that nobody said they may share.
+
+    See Note [Objects of unknown type].
+    """
+    # The tensors are held, so that no other one gets their identity.
+    before = [(leaf, *_traces(leaf)) for leaf in leaves]
+    try:
+        yield
+    finally:
+        # What a replica raises is often what it found of the others.
+        for leaf, _, traces in before:
+            if _traces(leaf)[1] != traces:
+                found = "the replicas have written tensors into it, a mixture of their chunks"
+                raise RuntimeError(_about_shared(leaf, found))
+
+
+def _about_shared(leaf: Leaf, found: str) -> str:
+    """What an error says of an object that all replicas share, and of what to do."""
+    return (
+        f"{leaf.path} is a {type(leaf.value).__name__}, which is no container that can be split, "
+        f"but {found}; pass its tensors in a tuple, a dict or a dataclass, or register its class "
+        "with torch.utils._pytree.register_pytree_node. A cache of keys and values is left out "
+        "with use_cache=False. Replicate(...) gives the object itself to all replicas"
+    )
+
+
+def _traces(leaf: Leaf) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    tensors = held_tensors(leaf.value)
+    return tensors, [(id(t), -1 if t.is_inference() else t._version) for t in tensors]

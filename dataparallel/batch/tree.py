@@ -7,10 +7,10 @@ it is often there to be filled, and the caller looks into it afterwards.
 
 Note [Objects of unknown type]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A number, a name, a function or a module goes to each replica as the one object that it is. An
-object of unknown type may hold a batch, which would reach each replica whole, or be one that a
-module fills (a cache of keys and values), which all replicas would do at the same time. So where
-several replicas run it is an error that says what to do; ``Replicate(obj)`` shares an object.
+A leaf that is no tensor goes to each replica as the one object that it is. For a number, a name or
+a configuration that is right. An object that holds a batch would reach each replica whole, and one
+that a module fills (a cache of keys and values) would be filled by all replicas at the same time.
+Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
 import operator
 import types
 from collections import OrderedDict, UserDict, defaultdict
@@ -30,14 +31,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.torch_internals import registered_containers
 
-#: What replicas may share. What a module or a function holds is shared on purpose.
-OPAQUE = (
-    *(type(None), int, float, complex, str, bytes, slice, range, type, enum.Enum, nn.Module),
-    *(torch.Size, torch.dtype, torch.device, torch.Generator, functools.partial),
+# Nothing in these is looked at. What a module or a function holds is shared on purpose.
+_OPAQUE = (
+    *(type(None), int, float, complex, str, bytes, type, enum.Enum, nn.Module),
+    *(torch.Size, torch.dtype, torch.device, torch.Generator),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
 # A PackedSequence is a named tuple, but its parts have no batch dimension of their own.
-_LEAF_TYPES = (torch.Tensor, *OPAQUE, PackedSequence)
+_LEAF_TYPES = (torch.Tensor, *_OPAQUE, PackedSequence)
+#: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
+_MOST_VALUES = 10_000
 
 _Make: TypeAlias = Callable[[Sequence[Any]], Any]
 #: The keys of a container, its children, what makes another one of others, and the context of a
@@ -216,3 +219,28 @@ def _another(obj: Any, keys: Sequence[Any], children: Sequence[Any]) -> Any:
         if base is object or key in getattr(new, "__dict__", ()):
             object.__setattr__(new, key, child)
     return new
+
+
+# --- tensors in objects that are no containers ----------------------------------------------------
+
+
+def may_hold(obj: Any) -> bool:
+    """Whether it takes a look to know that an object holds no tensors."""
+    return not isinstance(obj, _OPAQUE)
+
+
+def held_tensors(obj: Any) -> list[torch.Tensor]:
+    """The tensors that an object holds, however deep, each once."""
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}
+    pending = [obj]
+    while pending and len(seen) < _MOST_VALUES:
+        value = pending.pop()
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            pending.extend(gc.get_referents(value))
+    return found

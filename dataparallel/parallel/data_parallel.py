@@ -241,8 +241,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
                 "with a batch dimension, or call .module, which splits nothing"
             )
+        shared = plan.by_action.get("unknown", ()) if len(plan.sizes) > 1 else ()
         own, named = zip(*execute(plan, devices), strict=True)
-        return Chunks(own, named, plan.sizes)
+        return Chunks(own, named, plan.sizes, shared=shared)
 
     def _plan(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], num_slots: int

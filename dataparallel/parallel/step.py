@@ -19,6 +19,7 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.batch.gather import join_scalars
+from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.collectives.replica_batch_norm import synchronize
@@ -156,6 +157,8 @@ class Chunks(NamedTuple):
     sizes: tuple[int, ...]
     #: Why the samples were not counted, where they could not be; each chunk counts 1 then.
     fault: str = ""
+    #: Objects that all replicas get.
+    shared: Sequence[Leaf] = ()
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _run_replicas(
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
         scalars, counts = join_scalars(
-            model.scalars if loss is None else "stack", *chunks, weighs=call.weight is None
+            model.scalars if loss is None else "stack", *chunks[:4], weighs=call.weight is None
         )
         args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
@@ -229,15 +232,17 @@ def _run_replicas(
         replicas: Sequence[Any] = [model.module]
         if not direct:
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
+    guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
     with runner.using(chunks.sizes):
         if loss is None:
-            outputs = model.parallel_apply(replicas, args, kwargs)
+            with guarded:
+                outputs = model.parallel_apply(replicas, args, kwargs)
         else:
             criteria: Sequence[Any] = [loss.criterion] * len(args)
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
             each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
-            with runner.using(chunks.sizes):
+            with runner.using(chunks.sizes), guarded:
                 outputs = runner.run(
                     [functools.partial(loss, model.timeline, *one) for one in each]
                 )
