@@ -37,6 +37,13 @@ def test_gather_concatenates_in_every_container(slots: list[str]) -> None:
         assert gathered["t"][0].device == torch.device(target)
 
 
+def test_keys_may_come_in_another_order() -> None:
+    first, second = torch.ones(1), torch.zeros(1)
+    gathered = gather([{"a": first, "b": second}, {"b": second, "a": first}], "cpu")
+    assert list(gathered) == ["a", "b"]
+    assert gathered["a"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("dim", [1, -1])
 def test_gather_along_another_dim(slots: list[str], dim: int) -> None:
     parts = [torch.randn(2, n) for n in (3, 0, 1)]

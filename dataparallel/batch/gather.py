@@ -114,8 +114,11 @@ class _Cell(NamedTuple):
 
 def _columns(outputs: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Structure]:
     """For each place what the replicas returned there, and how their outputs are built."""
-    rows, (structure, *others) = zip(*map(flatten, outputs), strict=True)
-    for i, other in enumerate(others, start=1):
+    first, structure = flatten(outputs[0])
+    rows = [first]
+    for i, output in enumerate(outputs[1:], start=1):
+        leaves, other = flatten(output, like=structure)
+        rows.append(leaves)
         if other != structure:
             raise ValueError(
                 f"the replicas return different containers: {structure} in replica 0 but {other} "

@@ -136,26 +136,30 @@ class Path(NamedTuple):
         return self.structure.paths(self.root)[self.place]
 
 
-def flatten(obj: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a container in order, and the structure that builds it around others."""
+def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
+    """The leaves of a container in order, and the structure that builds it around others.
+
+    Dicts with the same keys as in ``like`` are taken in its order.
+    """
     if isinstance(obj, _LEAF_TYPES):
         return [obj], LEAF
     kind: Any = type(obj)
     is_plain = kind is tuple or kind is list
-    opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj)
+    opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj, like)
     keys, values, make, context = opened
     if not keys:
         return [obj], LEAF
     leaves: list[Any] = []
     children: list[Structure] = []
     is_marked = kind is Replicate
-    for value in values:
+    for position, value in enumerate(values):
         # Mostly there are no keyword arguments.
         if isinstance(value, _LEAF_TYPES) or (type(value) is dict and not value):
             leaves.append(value)
             children.append(LEAF)
             continue
-        found, child = flatten(value)
+        below = like.children[position] if position < len(like.children) else LEAF
+        found, child = flatten(value, like=below)
         leaves += found
         children.append(child)
         is_marked = is_marked or child.is_marked
@@ -165,14 +169,14 @@ def flatten(obj: Any) -> tuple[list[Any], Structure]:
 # --- kinds of containers --------------------------------------------------------------------------
 
 
-def _open(obj: Any) -> _Opened:
+def _open(obj: Any, like: Structure) -> _Opened:
     """A container that is neither a plain tuple nor a list; without keys where it is a leaf."""
     kind: Any = type(obj)
     keys: Sequence[Any] = ()
     if kind is Replicate:
         return ("value",), (obj.value,), operator.itemgetter(0), None
     if isinstance(obj, dict):
-        keys = tuple(obj)
+        keys = like.keys if kind is like.kind and set(obj) == set(like.keys) else tuple(obj)
         values = [dict.__getitem__(obj, key) for key in keys]
     elif kind in registered_containers:
         node = registered_containers[kind]

@@ -560,7 +560,10 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
 
         with telling_failures():
             for x, y in loader:
-                step(x, y)
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
     Args:
         doing: What the block does, for the message. Default: ``"the training loop"``.
