@@ -27,7 +27,7 @@ FOLDERS = tuple(f"{folder}/" for folder in (PACKAGE, PACKAGE.parent / "kernels")
 #: The most that a step runs: files, functions, calls for no layers, and calls for each layer. They
 #: only fall.
 MOST = {
-    "DataParallel": (18, 132, 174, 4.0),
+    "DataParallel": (18, 132, 182, 2.0),
     "DistributedDataParallel": (24, 174, 286, 0.0),
 }
 

@@ -233,8 +233,14 @@ def test_checkpoints_ask_for_the_states_of_replicas(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "get_device_states", original)
     monkeypatch.setattr(module, "_infer_device_type", lambda *args: "virtual")
-    torch_internals.replace_checkpoint_states(lambda *found: found)
-    assert module.get_device_states(3, 5) == ([3, 5], ("virtual", [3, 5], ["theirs"] * 2))
+    own = torch.Generator().manual_seed(7)
+    # The replica on the first of the two draws from one of its own.
+    generators = {torch.device("virtual", 3): own, torch.device("virtual", 5): None}
+    torch_internals.replace_checkpoint_states(generators.__getitem__)
+    indices, (first, second) = module.get_device_states(3, 5)
+    assert indices == [3, 5]
+    assert torch.equal(first, own.get_state())
+    assert second == "theirs"
 
 
 def test_threads_that_compiled_may_end() -> None:
