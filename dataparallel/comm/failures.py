@@ -377,7 +377,7 @@ class Failures:
         """
         generation = self.generation if generation is None else generation
         if (
-            self.is_told(error, generation, handled)
+            self.note_error(error, generation, handled)
             or generation in self.ends
             or len(self.ranks) == 1
         ):
@@ -392,13 +392,12 @@ class Failures:
             failure = self.ask(self._record(failure, generation), _ANSWER)
         self._end(generation, failure)
 
-    def is_told(
+    def note_error(
         self, error: BaseException, generation: int, handled: BaseException | None = None
     ) -> bool:
-        """Whether an error, or one that it came from, has ended the newest links; it does now.
+        """Note which generation an error ends; returns whether it has ended the newest links.
 
-        ``generation`` is that which it ends if it has ended none yet. It did not come from what was
-        ``handled`` when it arose.
+        It has if an error from which it came has; what was ``handled`` when it arose is none.
         """
         chain = [error]
         while cause := chain[-1].__cause__ or chain[-1].__context__:
@@ -459,11 +458,11 @@ class Failures:
             before = self.ends.get(generation - 1)
             text += "" if before is None else f". Before that, {before}"
             error = (CollectiveTimeout if is_late else CollectiveError)(text)
-        self.is_told(error, generation)
+        self.note_error(error, generation)
         # The same rank may have ended the links over other groups: they are made anew, too.
         for failures in list(_known.values()):
             if failures is not self and failures.while_waiting() is not None:
-                failures.is_told(error, failures.generation - 1)
+                failures.note_error(error, failures.generation - 1)
         return error
 
     def _exchange(self, mine: Failure, generation: int) -> tuple[Failure, dict[int, Failure]]:

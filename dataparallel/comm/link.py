@@ -272,7 +272,7 @@ class ProcessLink:
             f"the processes again. Why: {self.broken}",
             self.failure,
         )
-        self._failures.is_told(error, self._generation)
+        self._failures.note_error(error, self._generation)
         return error
 
     # --- collectives -----------------------------------------------------------------------------

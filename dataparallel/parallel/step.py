@@ -57,9 +57,9 @@ class Runner:
         self._pace = Pace()
         # Of the model, and some of criteria and of forwards that run at the same time.
         self._idle: deque[ModuleClones] = deque(maxlen=8)
-        # Per thread the clones that its forward will use next, and whether others may have them
-        # afterwards. Users, too, get replicas from `replicate`, maybe without any forward.
-        self._lent: dict[int, tuple[ModuleClones, bool]] = {}
+        # Per thread the first replica of those that it was given last, their clones, and whether
+        # others may have these afterwards. Users, too, call `replicate`, maybe without any forward.
+        self._lent: dict[int, tuple[Any, ModuleClones, bool]] = {}
         several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
         #: For what the calling thread itself does to the inputs and outputs of replicas.
         self.quiet: Callable[[], AbstractContextManager[None]] = (
@@ -97,7 +97,7 @@ class Runner:
         standing = training.clones if training and training.clones.module is module else None
         clones = standing or self._take_idle(module) or self.make_clones(module)
         replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
-        self._lent[threading.get_ident()] = clones, standing is None
+        self._lent[threading.get_ident()] = replicas[0], clones, standing is None
         return replicas
 
     def make_clones(
@@ -125,10 +125,10 @@ class Runner:
         return None
 
     @contextlib.contextmanager
-    def using(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Use the clones lent last: what a forward wrote in them goes back to the original."""
-        clones, returns = self._lent.pop(threading.get_ident(), (None, False))
-        if clones is None:
+    def using(self, replicas: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+        """Use what was lent last: what a forward wrote in the clones goes back to the original."""
+        first, clones, returns = self._lent.pop(threading.get_ident(), (None, None, False))
+        if clones is None or replicas[0] is not first:
             # It runs the module itself, or replicas that the user has made.
             yield
             return
@@ -233,7 +233,7 @@ def _run_replicas(
         if not direct:
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
-    with runner.using(chunks.sizes):
+    with runner.using(replicas, chunks.sizes):
         if loss is None:
             with guarded:
                 outputs = model.parallel_apply(replicas, args, kwargs)
@@ -242,7 +242,7 @@ def _run_replicas(
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
             each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
-            with runner.using(chunks.sizes), guarded:
+            with runner.using(criteria, chunks.sizes), guarded:
                 outputs = runner.run(
                     [functools.partial(loss, model.timeline, *one) for one in each]
                 )

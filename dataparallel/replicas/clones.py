@@ -245,9 +245,9 @@ class ModuleClones:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
         self._counterparts: list[dict[int, Any]] = []
-        # Per replica whose writes matter, two: the tables of its clones before the forward but for
+        # Per replica whose writes matter, the tables of its clones before the forward: all but
         # those of buffers, and these.
-        self._looks: list[_Look] = []
+        self._looks: list[tuple[_Look, _Look]] = []
 
     # --- before a forward ------------------------------------------------------------------------
 
@@ -305,7 +305,8 @@ class ModuleClones:
                 self._dress(parts, self._counterparts)
             self._looks = []
             for replica in self._counterparts[: 1 if self._leaves is None else None]:
-                self._looks += _looks_at([replica[id(module)] for module in parts.modules])
+                clones = [replica[id(module)] for module in parts.modules]
+                self._looks.append(_looks_at(clones))
         self._filled, self._is_forward = self._leaves is not None, True
         return [replica[id(self.module)] for replica in self._counterparts[:num_replicas]]
 
@@ -362,8 +363,8 @@ class ModuleClones:
             for replica in self._counterparts if buffers else ():
                 found = map(replica.get, map(id, buffers.values()))
                 replica[id(module)]._buffers.update(zip(buffers, found, strict=True))
-        for look in self._looks[1::2]:
-            look.note()
+        for _, buffers_before in self._looks:
+            buffers_before.note()
 
     # --- after a forward -------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class ModuleClones:
                 "same time and would each change their own copy, so change parameters outside of "
                 "forward, or make them buffers"
             )
-        self._is_touched = not all(map(_Look.is_same, self._looks))
+        self._is_touched = not all(map(_Look.is_same, _joined(self._looks)))
         if self._is_touched and self._num_replicas > 1:
             first = self._counterparts[0]
             known = set(map(id, first.values()))
@@ -420,7 +421,7 @@ class ModuleClones:
         if self._is_touched:
             first, parts = self._counterparts[0], self._parts
             assert parts is not None
-            tables, buffers = (look.before() for look in self._looks[:2])
+            tables, buffers = (look.before() for look in self._looks[0])
             everything = (*parts.parameters, *parts.buffers, *parts.modules)
             back = {id(first[id(part)]): part for part in everything}
             for i, module in enumerate(parts.modules):
