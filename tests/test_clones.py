@@ -339,6 +339,54 @@ def test_parameters_written_in_forward_are_an_error_and_nothing_is_stale(slots: 
     torch.testing.assert_close(model(x), module(x))
 
 
+class Forgetting(nn.Module):
+    """Has a buffer and an attribute until its first forward."""
+
+    first: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.start = "now"
+        self.register_buffer("first", torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        if hasattr(self, "first"):
+            output = output + self.first
+            del self.first, self.start
+        self.count = self.count + 1
+        return output
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_what_replica_0_deletes_is_deleted_from_the_original(
+    wrapper: Any, slots: list[str]
+) -> None:
+    model = wrapper(Forgetting().to(slots[0]), slots[:2])
+    x = torch.ones(4, 3, device=slots[0])
+    before, after = model(x), model(x)
+    assert_all_close([before.detach() - after.detach()], [torch.ones(4, 2, device=slots[0])])
+    assert [name for name, _ in model.module.named_buffers()] == ["count"]
+    assert model.module.count.item() == 2
+    assert not hasattr(model.module, "start")
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_replicas_that_the_user_has_taken_are_no_concern_of_a_forward(wrapper: Any) -> None:
+    net = nn.Linear(3, 2)
+    model = wrapper(net, ["cpu"])
+    taken = model.replicate(net, model.device_ids)
+    with torch.no_grad():
+        net.weight.add_(1)
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    loss = model.loss(nn.MSELoss(), x, y)
+    assert_all_close([loss], [nn.functional.mse_loss(net(x), y)])
+    assert_all_close([taken[0](x)], [net(x)])
+
+
 def test_an_uninitialized_module_is_a_clear_error(slots: list[str]) -> None:
     model = DataParallel(nn.LazyLinear(3, device=slots[0]), slots)
     with pytest.raises(ValueError, match="uninitialized parameter"):
