@@ -1,61 +1,79 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
 import importlib as _importlib
+import os as _os
 import typing as _typing
-from importlib import metadata as _metadata
-
-from dataparallel import virtual
-
-#: The version of the package; of a copy that nobody has installed, nobody knows it.
-try:
-    __version__ = _metadata.version("dataparallel")
-except _metadata.PackageNotFoundError:
-    __version__ = "0+unknown"
-
-virtual.enable_from_environment()
-
-# After the virtual devices exist: what is imported here may ask which devices there are.
-from dataparallel import collectives, comm  # noqa: E402
-from dataparallel.batch.gather import gather  # noqa: E402
-from dataparallel.batch.scatter import scatter, scatter_kwargs  # noqa: E402
-from dataparallel.batch.tree import Replicate  # noqa: E402
-from dataparallel.comm.bucket_plan import compute_bucket_assignment_by_size  # noqa: E402
-from dataparallel.comm.failures import telling_failures  # noqa: E402
-from dataparallel.devices import accelerators  # noqa: E402
-from dataparallel.optim.sharded import ShardedOptimizer  # noqa: E402
-from dataparallel.parallel.data_parallel import DataParallel, data_parallel  # noqa: E402
-from dataparallel.parallel.distributed import DistributedDataParallel  # noqa: E402
-from dataparallel.reducer.options import MixedPrecision  # noqa: E402
-from dataparallel.replicas.clones import replicate  # noqa: E402
-from dataparallel.threads.apply import Replica, current_replica, parallel_apply  # noqa: E402
 
 if _typing.TYPE_CHECKING:
-    from dataparallel import distributed_autograd, monitor
+    from dataparallel import collectives, comm, distributed_autograd, monitor, virtual
+    from dataparallel.batch.gather import gather
+    from dataparallel.batch.scatter import scatter, scatter_kwargs
+    from dataparallel.batch.tree import Replicate
+    from dataparallel.comm.bucket_plan import compute_bucket_assignment_by_size
+    from dataparallel.comm.failures import telling_failures
+    from dataparallel.devices import accelerators
     from dataparallel.extras import checkpoint
     from dataparallel.extras.balancing import balance
     from dataparallel.extras.elastic import init_process_group
+    from dataparallel.optim.sharded import ShardedOptimizer
+    from dataparallel.parallel.data_parallel import DataParallel, data_parallel
+    from dataparallel.parallel.distributed import DistributedDataParallel
+    from dataparallel.reducer.options import MixedPrecision
+    from dataparallel.replicas.clones import replicate
+    from dataparallel.threads.apply import Replica, current_replica, parallel_apply
 
-#: What stands beside or above the wrappers is imported when it is first asked for: a module, or
-#: what a module has by this name.
-_LATE = {
+    __version__: str
+
+#: Where each public name is: a module, or what a module has by this name. All are imported when
+#: they are first asked for, so that who needs one room does not load the others.
+_PLACES = {
+    "DataParallel": "dataparallel.parallel.data_parallel",
+    "DistributedDataParallel": "dataparallel.parallel.distributed",
+    "MixedPrecision": "dataparallel.reducer.options",
+    "Replica": "dataparallel.threads.apply",
+    "Replicate": "dataparallel.batch.tree",
+    "ShardedOptimizer": "dataparallel.optim.sharded",
+    "accelerators": "dataparallel.devices",
     "balance": "dataparallel.extras.balancing",
     "checkpoint": "dataparallel.extras.checkpoint",
+    "collectives": "dataparallel.collectives",
+    "comm": "dataparallel.comm",
+    "compute_bucket_assignment_by_size": "dataparallel.comm.bucket_plan",
+    "current_replica": "dataparallel.threads.apply",
+    "data_parallel": "dataparallel.parallel.data_parallel",
     "distributed_autograd": "dataparallel.distributed_autograd",
+    "gather": "dataparallel.batch.gather",
     "init_process_group": "dataparallel.extras.elastic",
     "monitor": "dataparallel.monitor",
+    "parallel_apply": "dataparallel.threads.apply",
+    "replicate": "dataparallel.replicas.clones",
+    "scatter": "dataparallel.batch.scatter",
+    "scatter_kwargs": "dataparallel.batch.scatter",
+    "telling_failures": "dataparallel.comm.failures",
+    "virtual": "dataparallel.virtual",
 }
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _LATE:
+    value: _typing.Any
+    if name == "__version__":
+        metadata = _importlib.import_module("importlib.metadata")
+        try:
+            value = metadata.version("dataparallel")
+        except metadata.PackageNotFoundError:
+            # Of a copy that nobody has installed, nobody knows it.
+            value = "0+unknown"
+    elif name in _PLACES:
+        module = _importlib.import_module(_PLACES[name])
+        value = getattr(module, name, module)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _importlib.import_module(_LATE[name])
-    globals()[name] = value = getattr(module, name, module)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
 
 
 __all__ = [
@@ -84,3 +102,9 @@ __all__ = [
     "telling_failures",
     "virtual",
 ]
+
+if _os.environ.get("DATAPARALLEL_VIRTUAL_DEVICES"):
+    from dataparallel import virtual
+
+    # Before anything asks which devices there are.
+    virtual.enable_from_environment()

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from threading import RLock
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from dataparallel import kernels, torch_internals
 from dataparallel.batch.gather import ScalarsOption, read_weight
 from dataparallel.batch.tree import flatten
-from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
 from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
@@ -56,6 +55,9 @@ from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas, verify_across_processes
 from dataparallel.replicas.clones import check_placement, is_spread
 from dataparallel.replicas.values import ReplicaParameters
+
+if TYPE_CHECKING:
+    from dataparallel.collectives.hybrid_group import HybridGroup
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -92,6 +94,8 @@ class Training:
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
             if policy == "sync":
+                from dataparallel.collectives.hybrid_group import HybridGroup
+
                 self._batch_group = HybridGroup(group, options.timeout)
         leaves = self._make_leaves(model.device_ids)
         self.reducer = Reducer(

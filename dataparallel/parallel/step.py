@@ -21,8 +21,6 @@ from dataparallel import kernels
 from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
-from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.replica_batch_norm import synchronize
 from dataparallel.devices import is_accelerator
 from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
 from dataparallel.parallel.loss import Loss
@@ -111,6 +109,10 @@ class Runner:
         is_mean = self._policy == "mean" and len(self.devices) > 1
         dress = None
         if self._policy == "sync":
+            # Imported late: without it, no forward needs a collective.
+            from dataparallel.collectives.local_group import LocalGroup
+            from dataparallel.collectives.replica_batch_norm import synchronize
+
             dress = functools.partial(synchronize, group or LocalGroup())
         sharing: Sharing = "none" if is_mean else "first"
         return ModuleClones(module, self.devices, sharing, leaves=leaves, dress=dress)

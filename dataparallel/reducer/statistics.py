@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
 from dataparallel.reducer.buckets import make_plan
 from dataparallel.threads.timeline import Listener, Span, Timeline
 
@@ -158,6 +157,8 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
+    from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+
     options = reducer.options
     *places, output = [torch.device(device).index for device in devices]
     parameters = reducer.trained.parameters[: reducer.trained.num_reduced]

@@ -1,4 +1,4 @@
-"""Registers the virtual devices with torch, once per process."""
+"""The C++ backend of the virtual devices: compiled, loaded and registered once per process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import atexit
 import os
 import threading
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch.utils import backend_registration
 
 from dataparallel import torch_internals
-from dataparallel.virtual import extension
+
+if TYPE_CHECKING:
+    from dataparallel.kernels.native import NativeExtension
 
 _NAME = "virtual"
 _DEVICES_VARIABLE = "DATAPARALLEL_VIRTUAL_DEVICES"
@@ -18,6 +23,55 @@ _STRICT_VARIABLE = "DATAPARALLEL_VIRTUAL_STRICT"
 _MAX_DEVICES = 64
 
 _lock = threading.Lock()
+
+
+class Extension(Protocol):
+    """What ``csrc/bindings.cpp`` offers."""
+
+    def initialize(self, count: int) -> None: ...
+    def device_count(self) -> int: ...
+    def strict(self) -> bool: ...
+    def set_strict(self, value: bool) -> None: ...
+    def in_forked_child(self) -> bool: ...
+    def counters(self, device: int) -> dict[str, int]: ...
+    def reset_counters(self, device: int) -> None: ...
+    def memory_info(self, device: int) -> tuple[int, int]: ...
+    def set_memory_limit(self, device: int, limit: int | None) -> None: ...
+    def default_generators(self) -> list[torch.Generator]: ...
+    def pending_on_stream(self, device: int, stream: int) -> int: ...
+    def pending_on_device(self, device: int) -> int: ...
+
+
+_loaded: Extension | None = None
+
+
+def loaded() -> Extension | None:
+    """The extension, or None before the devices were enabled."""
+    return _loaded
+
+
+def required() -> Extension:
+    """The extension; RuntimeError before the devices were enabled."""
+    if _loaded is None:
+        raise RuntimeError(
+            "virtual devices are not enabled: call dataparallel.virtual.enable() first, "
+            "or set DATAPARALLEL_VIRTUAL_DEVICES"
+        )
+    return _loaded
+
+
+def native_extension() -> NativeExtension:
+    """What is compiled; imported late, since nobody needs it who does not enable the devices."""
+    from dataparallel.kernels.native import NativeExtension
+
+    return NativeExtension(
+        name="dataparallel_virtual_backend",
+        label="the virtual device",
+        prefix="virtual",
+        sources=Path(__file__).parent / "csrc",
+        # These need the headers that the others do not.
+        first_unit=frozenset({"autocast", "bindings", "generator", "hooks"}),
+    )
 
 
 def is_enabled() -> bool:
@@ -31,7 +85,7 @@ def is_enabled() -> bool:
     Returns:
         True after ``enable``.
     """
-    return extension.loaded() is not None
+    return _loaded is not None
 
 
 def device_count() -> int:
@@ -44,8 +98,7 @@ def device_count() -> int:
     Returns:
         The number that ``enable`` got; 0 before that call.
     """
-    loaded = extension.loaded()
-    return 0 if loaded is None else loaded.device_count()
+    return 0 if _loaded is None else _loaded.device_count()
 
 
 def enable(n: int = 4, *, strict: bool | None = None) -> None:
@@ -75,17 +128,16 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
     if not 1 <= n <= _MAX_DEVICES:
         raise ValueError(f"the number of virtual devices must be 1 to {_MAX_DEVICES}, got {n}")
     with _lock:
-        loaded = extension.loaded()
-        if loaded is None:
-            loaded = _register(n)
+        if _loaded is None:
+            _register(n)
             strict = _strict_from_environment() if strict is None else strict
-        elif loaded.device_count() != n:
+        elif _loaded.device_count() != n:
             raise RuntimeError(
-                f"{loaded.device_count()} virtual devices are enabled already, and a process "
+                f"{_loaded.device_count()} virtual devices are enabled already, and a process "
                 f"cannot change their number to {n}: start another process"
             )
         if strict is not None:
-            loaded.set_strict(bool(strict))
+            required().set_strict(bool(strict))
 
 
 def enable_from_environment() -> None:
@@ -119,7 +171,8 @@ def _strict_from_environment() -> bool:
     return text == "1"
 
 
-def _register(n: int) -> extension.Extension:
+def _register(n: int) -> None:
+    global _loaded
     other = torch_internals.privateuse1_name()
     if other != "privateuseone":
         raise RuntimeError(
@@ -127,19 +180,16 @@ def _register(n: int) -> extension.Extension:
             "torch can have one backend from outside in a process"
         )
     _strict_from_environment()  # Complain before anything is registered.
-    # Imported late: building is needed by nobody who does not enable the devices.
     from dataparallel.virtual import device_module
-    from dataparallel.virtual.build import load
 
-    loaded = load()
-    loaded.initialize(n)
-    device_module.use_generators(loaded.default_generators())
+    extension = cast(Extension, native_extension().load())
+    extension.initialize(n)
+    device_module.use(extension)
     backend_registration.rename_privateuse1_backend(_NAME)
     torch_internals.register_device_module(_NAME, device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    extension.keep(loaded)
+    _loaded = extension
     atexit.register(_let_engine_threads_finish)
-    return loaded
 
 
 def _let_engine_threads_finish() -> None:

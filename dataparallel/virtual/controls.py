@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dataparallel.virtual.extension import required
+from dataparallel.virtual.backend import required
 
 
 def _index_of(device: torch.device | str | int | None) -> int:

@@ -6,12 +6,13 @@ import contextlib
 import platform
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import accelerator
 
-from dataparallel.virtual.extension import loaded, required
+if TYPE_CHECKING:
+    from dataparallel.virtual.backend import Extension
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 
@@ -29,6 +30,15 @@ def _index(device: DeviceLike) -> int:
 
 # Activation checkpointing asks for this name; without it, it keeps no generator state.
 _initialized = True
+
+_extension: Extension
+default_generators: tuple[torch.Generator, ...] = ()
+
+
+def use(extension: Extension) -> None:
+    """Let this be the extension whose devices this module shows."""
+    global _extension, default_generators
+    _extension, default_generators = extension, tuple(extension.default_generators())
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -49,13 +59,12 @@ def init() -> None:
 
 
 def _lazy_init() -> None:
-    required()
+    """Do nothing, as ``init``."""
 
 
 def device_count() -> int:
     """The number of virtual devices."""
-    extension = loaded()
-    return 0 if extension is None else extension.device_count()
+    return _extension.device_count()
 
 
 def current_device() -> int:
@@ -69,8 +78,7 @@ def set_device(device: DeviceLike) -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    extension = loaded()
-    return extension is not None and extension.in_forked_child()
+    return _extension.in_forked_child()
 
 
 class device:
@@ -215,20 +223,11 @@ def empty_cache() -> None:
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Free and total bytes; the host's memory is each device's own, up to its limit."""
-    free, total = required().memory_info(_index(device))
+    free, total = _extension.memory_info(_index(device))
     return free, total
 
 
 # --- random numbers --------------------------------------------------------------------------
-
-
-default_generators: tuple[torch.Generator, ...] = ()
-
-
-def use_generators(generators: Iterable[torch.Generator]) -> None:
-    """Let these be the generators of the devices."""
-    global default_generators
-    default_generators = tuple(generators)
 
 
 def _generator(device: DeviceLike) -> torch.Generator:

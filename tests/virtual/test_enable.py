@@ -59,7 +59,7 @@ def test_fresh_process_with_environment() -> None:
 import sys, torch, dataparallel.virtual as v
 assert not v.is_enabled() and v.device_count() == 0
 assert not hasattr(torch, "virtual")
-assert not {"dataparallel.kernels.native", "dataparallel.virtual.build"} & set(sys.modules)
+assert not {"dataparallel.kernels.native", "dataparallel.virtual.device_module"} & set(sys.modules)
 try:
     v.pending()
 except RuntimeError as error:
