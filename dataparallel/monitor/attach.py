@@ -1,19 +1,55 @@
-"""Watch a run from another process."""
+"""Watch a run from another process of the same user.
+
+Note [Sockets of runs]
+~~~~~~~~~~~~~~~~~~~~~~
+Each run listens on a Unix domain socket, ``PID.NUMBER.sock``, in a folder that only this user can
+enter; who can enter it may watch. The folder does not depend on where the environment puts
+temporary files: a run that cron or a scheduler has started has another environment than the
+watcher's shell.
+
+Whoever connects gets one line of JSON, and the run closes the connection. It reads nothing::
+
+    {"version": 2, "state": {"pid": 4711, ...}}      or      {"version": 2, "error": "..."}
+
+A socket on which nobody listens is what a dead process has left behind. Whether it is dead cannot
+be told from its number: that may have been given to another process, or belong to a container. So
+a socket gets its name when it is listening already.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
+import os
+import re
 import socket
+import stat
+import threading
 import time
-from types import TracebackType
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from dataparallel.monitor import sockets
 from dataparallel.monitor.run import RunState
 
-#: Between two attempts to reach a run that has no time, in seconds.
-_PAUSE = 0.02
+_log = logging.getLogger("dataparallel")
+
+#: Version of the protocol.
+VERSION = 2
+#: Variable that names another folder.
+VARIABLE = "DATAPARALLEL_MONITOR_DIR"
+_NAME = re.compile(r"(\d+)\.(\d+)\.sock")
+_MAX_ANSWER = 16 << 20
+#: So long a watcher may take to read its answer, in seconds.
+_PATIENCE = 0.5
+#: So long the thread of a run rests at most, in seconds.
+_MAX_REST = 0.2
+
+_numbers = itertools.count()
+_warned: set[str] = set()
 
 
 def runs() -> list[int]:
@@ -27,7 +63,7 @@ def runs() -> list[int]:
     Returns:
         Their numbers, in ascending order.
     """
-    return sorted({found.pid for found in sockets.listening()})
+    return sorted({pid for pid, _, path in _sockets() if not _remove_if_stale(path)})
 
 
 class Attachment:
@@ -35,30 +71,33 @@ class Attachment:
 
     Example::
 
-        with StepMonitor(model), Attachment(os.getpid()) as run:
-            print(run.state())
+        with StepMonitor(model):
+            print(Attachment(os.getpid()).state())
 
     Args:
-        pid: The process; one of :func:`runs`.
+        pid: The process; one of :func:`runs`. If it has several monitors, the newest one answers.
         timeout: How long an answer may take, in seconds. Default: 2.
-        number: Which monitor of the process, counted from 0. Default: the newest that there is.
 
     Raises:
         ValueError: The process has no run that can be watched.
         TypeError: ``pid`` is no integer.
     """
 
-    def __init__(self, pid: int, timeout: float = 2.0, number: int | None = None) -> None:
+    def __init__(self, pid: int, timeout: float = 2.0) -> None:
         if isinstance(pid, bool) or not isinstance(pid, int):
             raise TypeError(f"pid is the number of a process, but got {pid!r}")
         if not timeout > 0:
             raise ValueError(f"timeout is a time in seconds above 0, but got {timeout}")
         self._pid = pid
-        self._number = number
         self._timeout = timeout
-        self._closed = False
-        if not any(map(self._is_ours, sockets.listening())):
-            raise ValueError(_no_run(pid, number))
+        found = runs()
+        if pid not in found:
+            others = f"these have: {', '.join(map(str, found))}" if found else "no process has"
+            raise ValueError(
+                f"process {pid} has no run that can be watched, but {others}. A run can be watched "
+                "inside `with dataparallel.monitor.StepMonitor(model):`, by the user who has "
+                "started it"
+            )
 
     def state(self) -> RunState | None:
         """The run as it is now.
@@ -69,108 +108,199 @@ class Attachment:
         Raises:
             TimeoutError: The process has not answered in time.
             ValueError: What it answered cannot be understood.
-            RuntimeError: The attachment is closed.
         """
-        if self._closed:
-            raise RuntimeError("this attachment is closed; make another Attachment")
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                for file in self._files():
-                    with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-                        return self._read(self._ask(file.path, deadline))
-                return None
-            except TimeoutError:
-                raise self._too_late() from None
-            except OSError:
-                # Too many ask at once, or the monitor closes just now.
-                time.sleep(_PAUSE)
+        for pid, _, path in reversed(_sockets()):
+            if pid == self._pid:
+                with contextlib.suppress(ConnectionError, FileNotFoundError):
+                    answer = self._ask(path)
+                    # Shorter where the run ends just now.
+                    if answer.endswith(b"\n"):
+                        return self._read(answer)
+        return None
 
-    def close(self) -> None:
-        """Ask no more."""
-        self._closed = True
+    def _ask(self, path: Path) -> bytes:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(self._timeout)
+                connection.connect(str(path))
+                with connection.makefile("rb") as answer:
+                    return answer.readline(_MAX_ANSWER)
+        except (TimeoutError, BlockingIOError):
+            # The second one: nobody accepts, and the queue is full.
+            raise TimeoutError(
+                f"process {self._pid} has not answered within {self._timeout:g} seconds; it may be "
+                "stopped, or be in a call that lets no other thread run; try again"
+            ) from None
 
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _files(self) -> list[sockets.SocketFile]:
-        """The sockets of the process, the newest first."""
-        return [found for found in reversed(sockets.files()) if self._is_ours(found)]
-
-    def _is_ours(self, file: sockets.SocketFile) -> bool:
-        return file.pid == self._pid and self._number in (None, file.number)
-
-    def _ask(self, path: str, deadline: float) -> bytes:
-        """One line; an OSError where there is none."""
-        request = json.dumps({"version": sockets.VERSION, "get": "state"}).encode() + b"\n"
-        received = bytearray()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_left(deadline))
-            connection.connect(path)
-            connection.sendall(request)
-            while not received.endswith(b"\n"):
-                connection.settimeout(_left(deadline))
-                part = connection.recv(1 << 16)
-                if not part:
-                    raise ConnectionResetError("the connection has ended before the answer")
-                received += part
-                if len(received) > sockets.MAX_ANSWER:
-                    raise ValueError(f"process {self._pid} answers without end")
-        return bytes(received)
-
-    def _too_late(self) -> TimeoutError:
-        return TimeoutError(
-            f"process {self._pid} has not answered within {self._timeout:g} seconds; it may be "
-            "stopped, or be in a call that lets no other thread run; try again"
-        )
-
-    def _read(self, answer: bytes) -> RunState | None:
+    def _read(self, answer: bytes) -> RunState:
         try:
             content: Any = json.loads(answer)
             version, error = content["version"], content.get("error")
-            state: Any = content["state"] if error is None else None
+            state: Any = content["state"] if error is None and version == VERSION else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
             raise ValueError(
                 f"process {self._pid} answers with what is no state of a run: {answer[:80]!r}"
             ) from failure
-        if version != sockets.VERSION:
+        if version != VERSION:
             raise ValueError(
                 f"process {self._pid} speaks version {version} of the protocol, but this is "
-                f"version {sockets.VERSION}; watch it with the dataparallel that it uses"
+                f"version {VERSION}; watch it with the dataparallel that it uses"
             )
         if error is not None:
             raise ValueError(f"process {self._pid}: {error}")
         return RunState.from_json(state)
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+class Publisher:
+    """Answers watchers from a thread, which works at most a tenth of the time.
+
+    Where there can be no socket, the run goes on without it, and the log says why.
+
+    Args:
+        state: Tells the state of the run, in the thread; None when there is no run any more.
+    """
+
+    def __init__(self, state: Callable[[], RunState | None]) -> None:
+        self._state = state
+        self._closed = False
+        try:
+            self._listener, self._path = _listen()
+        except OSError as error:
+            self._closed = True
+            # A notebook may make many monitors.
+            text = f"the run cannot be watched from other processes: {error}"
+            if text not in _warned:
+                _warned.add(text)
+                _log.warning("%s", text)
+            return
+        self._thread = threading.Thread(
+            target=self._serve, name="dataparallel monitor", daemon=True
+        )
+        self._thread.start()
+        _publishers.add(self)
+
+    def close(self) -> None:
+        """Answer no more. May be called anywhere, also while garbage is collected."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        # Wakes the thread.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+
+    def abandon(self) -> None:
+        """In a forked child: the thread and the socket's file are the parent's."""
+        self._closed = True
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                # No file descriptor is left: that may pass.
+                if not self._closed:
+                    time.sleep(_MAX_REST)
+                continue
+            began = time.perf_counter()
+            # A watcher may go away.
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_PATIENCE)
+                connection.sendall(self._answer())
+            # So that watchers take little of the training's time.
+            time.sleep(min(9 * (time.perf_counter() - began), _MAX_REST))
+        self._listener.close()
+
+    def _answer(self) -> bytes:
+        try:
+            state = self._state()
+            if state is None:
+                return b""
+            content = {"state": state.to_json()}
+        except Exception as error:
+            told = f"the run cannot tell its state: {type(error).__name__}: {error}"
+            return json.dumps({"version": VERSION, "error": told}).encode() + b"\n"
+        return json.dumps({"version": VERSION, **content}).encode() + b"\n"
 
 
-def _no_run(pid: int, number: int | None) -> str:
-    reason = sockets.missing()
-    if reason is not None:
-        return f"runs cannot be watched here: {reason}"
-    found = sockets.listening()
-    of_process = [one.number for one in found if one.pid == pid]
-    if of_process:
-        return f"process {pid} has no monitor {number}; it has {', '.join(map(str, of_process))}"
-    others = sorted({one.pid for one in found})
-    there = (
-        f"these have: {', '.join(map(str, others))}" if others else "no process of this user has"
-    )
-    return (
-        f"process {pid} has no run that can be watched, but {there}. A run can be watched inside "
-        "`with dataparallel.monitor.StepMonitor(model):`, by the user who has started it"
-    )
+_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for publisher in list(_publishers):
+        publisher.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# --- where the sockets are -----------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    return Path(os.environ.get(VARIABLE) or f"/tmp/dataparallel-{os.geteuid()}")
+
+
+def _check(folder: Path) -> None:
+    """OSError where a folder is not this user's alone, or is not there."""
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} is not a directory of user {os.geteuid()} alone; close it for others with "
+            f"chmod 700, or name another one in {VARIABLE}"
+        )
+
+
+def _listen() -> tuple[socket.socket, Path]:
+    folder = _folder()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    _check(folder)
+    for _, _, left in _sockets():
+        _remove_if_stale(left)
+    path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
+    while os.path.lexists(path):
+        # It is that of a container's process, which has the same number.
+        path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path.with_suffix(".new")))
+        listener.listen(128)
+        path.with_suffix(".new").rename(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, path
+
+
+def _sockets() -> list[tuple[int, int, Path]]:
+    """Process, number and path of each socket; in order, with those that dead processes left."""
+    found = []
+    # There is none, or it is not this user's alone.
+    with contextlib.suppress(OSError):
+        folder = _folder()
+        _check(folder)
+        for path in folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match:
+                found.append((int(match[1]), int(match[2]), path))
+    return sorted(found)
+
+
+def _remove_if_stale(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return True
+        except BlockingIOError:
+            # Somebody listens but is busy.
+            pass
+    return False

@@ -9,14 +9,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from dataparallel.devices import memory_allocated
 from dataparallel.monitor.assembler import StepAssembler
+from dataparallel.monitor.attach import Publisher
 from dataparallel.monitor.optimizers import OptimizerSpans
-from dataparallel.monitor.publisher import Publisher
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState, describe_run, with_buckets
 from dataparallel.monitor.summary import Summary, summarize
@@ -24,6 +24,7 @@ from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.timeline import Listener, Phase
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -89,7 +90,6 @@ class StepMonitor:
             model.timeline, None if on_step is None else _weakly(self._tell), keep=keep
         )
         self._optimizers: OptimizerSpans | None = None
-        self._publisher: Publisher | None = None
         self._lock = threading.Lock()
 
     # --- life ------------------------------------------------------------------------------------
@@ -106,23 +106,17 @@ class StepMonitor:
         self._model.timeline.subscribe(self._listener)
         self._optimizers = OptimizerSpans(self._model.timeline, self._model)
         # Nobody may have left the with block that a notebook has entered by hand.
-        self._end = weakref.finalize(self, _end, self._assembler, self._optimizers)
-        if self._publish:
-            self._publisher = Publisher(self.state)
+        publisher = Publisher(_weakly(self.state)) if self._publish else None
+        self._end = weakref.finalize(self, _end, self._assembler, self._optimizers, publisher)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._optimizers is None:
             return
         self._model.timeline.unsubscribe(self._listener)
-        publisher, self._publisher = self._publisher, None
         self._optimizers = None
         self._end()
-        try:
-            self._assembler.finish()
-        finally:
-            if publisher is not None:
-                publisher.close()
+        self._assembler.finish()
 
     def step(self) -> None:
         """Say that a step ends here; from then on steps end nowhere else.
@@ -213,14 +207,13 @@ class StepMonitor:
         )
 
 
-def _weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+def _weakly(method: Callable[P, T]) -> Callable[P, T | None]:
     """A method that does not keep its object alive, and then does nothing."""
     found = weakref.WeakMethod(method)
 
-    def call(argument: T) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         still_there = found()
-        if still_there is not None:
-            still_there(argument)
+        return None if still_there is None else still_there(*args, **kwargs)
 
     return call
 
@@ -229,6 +222,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _end(assembler: StepAssembler, optimizers: OptimizerSpans) -> None:
+def _end(assembler: StepAssembler, optimizers: OptimizerSpans, publisher: Publisher | None) -> None:
     assembler.stop()
     optimizers.remove()
+    if publisher is not None:
+        publisher.close()

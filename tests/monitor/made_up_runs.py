@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.monitor import sockets
+from dataparallel.monitor import attach
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 
@@ -56,6 +56,6 @@ def a_state(num_steps: int = 1, pid: int | None = None) -> RunState:
 def run_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder with sockets; its name is short, as those of sockets must be."""
     folder = Path(tempfile.mkdtemp(prefix="dp", dir="/tmp"))
-    monkeypatch.setenv(sockets.VARIABLE, str(folder))
+    monkeypatch.setenv(attach.VARIABLE, str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,63 +1,62 @@
-"""The side of the watcher."""
+"""Watching a run from another process: both ends of its socket."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dataparallel
-from dataparallel.monitor import StepMonitor, sockets
-from dataparallel.monitor.attach import Attachment, runs
-from dataparallel.monitor.publisher import Publisher
+from dataparallel.monitor import StepMonitor, attach
+from dataparallel.monitor.attach import Attachment, Publisher, runs
+from dataparallel.monitor.run import RunState
 from tests.monitor.made_up_runs import a_state
 from tests.monitor.made_up_runs import run_folder as run_folder
 
 PID = 999_999_999
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def fake_run(run_folder: Path) -> Iterator[Callable[[bytes], None]]:
-    """A socket of process PID that answers what the test says, or nothing at all."""
-    listener, file = sockets.listen(PID, 0)
-    listener.setblocking(True)
-    answers: list[bytes] = []
-    ended = threading.Event()
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
-    def serve() -> None:
-        while not ended.is_set():
-            connection, _ = listener.accept()
-            with connection:
-                while answers and not connection.recv(4096).endswith(b"\n"):
-                    if ended.is_set():
-                        return
-                    break
-                else:
-                    for answer in answers:
-                        connection.sendall(answer)
 
-    thread = threading.Thread(target=serve, daemon=True)
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "dataparallel monitor"]
 
-    def answer(line: bytes) -> None:
-        answers.append(line)
-        thread.start()
 
-    yield answer
-    ended.set()
-    if thread.ident is not None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
-            last.connect(file.path)
-        thread.join(10)
-    listener.close()
+def socket_of(folder: Path, pid: int = PID) -> socket.socket:
+    """The socket of a process that does what the test does with it."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f"{pid}.0.sock"))
+    listener.listen()
+    return listener
+
+
+@pytest.fixture(autouse=True)
+def _warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_warned", set())
+
+
+# --- a run and its watchers ------------------------------------------------------------------
 
 
 def test_a_run_is_watched_while_it_trains(run_folder: Path) -> None:
@@ -65,24 +64,139 @@ def test_a_run_is_watched_while_it_trains(run_folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with StepMonitor(model) as monitor:
         assert runs() == [os.getpid()]
-        # Two who watch at the same time.
-        with Attachment(os.getpid()) as first, Attachment(os.getpid()) as second:
-            for number in range(1, 4):
-                model(torch.ones(4, 2)).sum().backward()
-                optimizer.step()
-                monitor.step()
-                for watcher in (first, second):
-                    state = watcher.state()
-                    assert state is not None
-                    assert (state.pid, state.num_steps) == (os.getpid(), number)
-                    assert state.last == monitor.steps[-1]
-            watcher = Attachment(os.getpid())
-    assert watcher.state() is None
-    assert runs() == []
+        watchers = [Attachment(os.getpid()) for _ in range(2)]
+        for number in range(1, 4):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            monitor.step()
+            for watcher in watchers:
+                state = watcher.state()
+                assert state is not None
+                assert (state.pid, state.num_steps) == (os.getpid(), number)
+                assert state.last == monitor.steps[-1]
+    assert watchers[0].state() is None
+    assert runs() == [] and not list(run_folder.iterdir()) and not threads()
+
+
+def test_a_run_of_another_process_is_watched(run_folder: Path) -> None:
+    """Also with other tools. It ends with its process, and what that leaves behind is removed."""
+    program = (
+        "import sys; from dataparallel.monitor.attach import Publisher;"
+        "from tests.monitor.made_up_runs import a_state;"
+        "publisher = Publisher(lambda: a_state(7)); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        attachment = Attachment(process.pid)
+        assert attachment.state() == a_state(7, pid=process.pid)
+        (file,) = run_folder.iterdir()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(file))
+            with connection.makefile() as answer:
+                assert json.loads(answer.read())["state"]["pid"] == process.pid
+        process.kill()
+        process.wait(10)
+        assert attachment.state() is None
+        assert file.exists()
+        assert runs() == [] and not list(run_folder.iterdir())
+
+
+def test_of_several_monitors_the_newest_answers(run_folder: Path) -> None:
+    first, second = Publisher(lambda: a_state(11)), Publisher(lambda: a_state(22))
+    assert runs() == [os.getpid()]
+    attachment = Attachment(os.getpid())
+    for publisher, expected in ((second, 22), (first, 11)):
+        state = attachment.state()
+        assert state is not None and state.num_steps == expected
+        publisher.close()
+    assert attachment.state() is None
+    first.close()
+
+
+def test_a_run_that_is_forgotten_is_gone(run_folder: Path) -> None:
+    monitor = StepMonitor(dataparallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]))
+    monitor.__enter__()
+    attachment = Attachment(os.getpid())
+    del monitor
+    gc.collect()
+    assert attachment.state() is None
+    wait_until(lambda: not threads())
+    assert not list(run_folder.iterdir())
+
+
+def test_a_forked_child_leaves_its_parents_socket_alone(run_folder: Path) -> None:
+    publisher = Publisher(a_state)
+    with warnings.catch_warnings():
+        # The tests have threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        publisher.close()
+        closed = publisher._listener.fileno() == -1
+        os._exit(0 if closed and list(run_folder.iterdir()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Attachment(os.getpid()).state() == a_state()
+    publisher.close()
+
+
+def test_a_state_that_fails_is_told(run_folder: Path) -> None:
+    def fails() -> RunState:
+        raise RuntimeError("no state today")
+
+    publisher = Publisher(fails)
+    with pytest.raises(ValueError, match="cannot tell its state: RuntimeError: no state today"):
+        Attachment(os.getpid()).state()
+    publisher.close()
+
+
+def test_a_watcher_that_does_not_read_delays_others_for_little(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_PATIENCE", 0.05)
+    # It does not fit into the socket.
+    monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (8 << 20) + b"{}\n")
+    publisher = Publisher(a_state)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(next(run_folder.iterdir())))
+        with pytest.raises(ValueError, match="no state of a run"):
+            Attachment(os.getpid(), timeout=10).state()
+    publisher.close()
+
+
+def test_the_thread_rests_nine_times_as_long_as_it_works(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+
+    class Time:
+        now = 0.0
+        perf_counter = staticmethod(lambda: Time.now)
+        sleep = staticmethod(rests.append)
+
+    def state() -> RunState:
+        Time.now += 0.01
+        return a_state()
+
+    monkeypatch.setattr(attach, "time", Time)
+    publisher = Publisher(state)
+    with socket.socket(socket.AF_UNIX) as watcher:
+        watcher.connect(str(next(run_folder.iterdir())))
+        watcher.makefile().read()
+    publisher.close()
+    assert rests == [pytest.approx(0.09)]
+
+
+# --- processes that answer something else ----------------------------------------------------
 
 
 def test_a_process_without_a_run_is_refused(run_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"process 999999999 has no run .* no process of this"):
+    with pytest.raises(ValueError, match=r"process 999999999 has no run .* but no process has"):
         Attachment(PID)
     publisher = Publisher(a_state)
     with pytest.raises(ValueError, match=f"these have: {os.getpid()}. A run can be watched"):
@@ -99,108 +213,127 @@ def test_a_process_without_a_run_is_refused(run_folder: Path) -> None:
         (ValueError, (PID, float("nan")), "seconds above 0, but got nan"),
     ],
 )
-def test_bad_arguments(error: type[Exception], arguments: tuple[int], message: str) -> None:
+def test_bad_arguments(error: type[Exception], arguments: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         Attachment(*arguments)
 
 
-def test_a_closed_attachment_asks_no_more(run_folder: Path) -> None:
-    publisher = Publisher(a_state)
-    attachment = Attachment(os.getpid())
-    attachment.close()
-    with pytest.raises(RuntimeError, match="closed; make another"):
-        attachment.state()
-    publisher.close()
-
-
-def test_a_process_that_does_not_answer(run_folder: Path) -> None:
-    """As one that is stopped: the system accepts the connection, and nothing more happens."""
-    listener, _ = sockets.listen(PID, 0)
+@pytest.mark.parametrize("asked_before", [0, 3])
+def test_a_process_that_does_not_answer(run_folder: Path, asked_before: int) -> None:
+    """As one that is stopped: until its queue is full, the system accepts connections for it."""
+    listener = socket_of(run_folder)
     attachment = Attachment(PID, timeout=0.05)
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"999999999 has not answered within 0.05 seconds"):
-        attachment.state()
-    assert time.monotonic() - began < 10
-    listener.close()
-    assert attachment.state() is None
-
-
-def test_a_process_that_always_hangs_up(fake_run: Callable[[bytes], None]) -> None:
-    fake_run(b"")
-    with pytest.raises(TimeoutError, match=r"has not answered within 0\.1 seconds"):
-        Attachment(PID, timeout=0.1).state()
-
-
-def test_a_process_that_accepts_no_more(run_folder: Path) -> None:
-    """Its queue of connections is full."""
-    listener, file = sockets.listen(PID, 0)
     listener.listen(0)
-    attachment = Attachment(PID, timeout=0.1)
-    queue = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    queue = [socket.socket(socket.AF_UNIX) for _ in range(asked_before)]
     for one in queue:
         one.setblocking(False)
-        one.connect_ex(file.path)
-    with pytest.raises(TimeoutError, match="has not answered"):
+        one.connect_ex(str(run_folder / f"{PID}.0.sock"))
+    with pytest.raises(TimeoutError, match=r"999999999 has not answered within 0.05 seconds"):
         attachment.state()
     for one in (*queue, listener):
         one.close()
+    assert attachment.state() is None
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (b"", None),
+        (b'{"version": 2', None),
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
-        (b'{"version": 1}\n', "what is no state of a run"),
-        (b'{"version": 2, "state": {}}\n', "version 2 of the protocol, but this is version 1"),
-        (b'{"version": 1, "error": "not now"}\n', "process 999999999: not now"),
-        (b'{"version": 1, "state": {"pid": 1}}\n', "no state of a run: KeyError"),
-        (b'{"version": 1, "state": []}\n', "no state of a run"),
+        (b'{"version": 2}\n', "what is no state of a run"),
+        (b'{"version": 3, "news": {}}\n', "version 3 of the protocol, but this is version 2"),
+        (b'{"version": 2, "error": "not now"}\n', "process 999999999: not now"),
+        (b'{"version": 2, "state": {"pid": 1}}\n', "no state of a run: KeyError"),
+        (b'{"version": 2, "state": []}\n', "no state of a run"),
     ],
 )
-def test_an_answer_that_cannot_be_understood(
-    fake_run: Callable[[bytes], None], answer: bytes, message: str
-) -> None:
-    fake_run(answer)
-    with pytest.raises(ValueError, match=message):
-        Attachment(PID).state()
+def test_an_answer_that_is_no_state(run_folder: Path, answer: bytes, message: str | None) -> None:
+    listener = socket_of(run_folder)
 
+    def serve() -> None:
+        # The first one is a look whether somebody listens.
+        for _ in range(2):
+            with listener.accept()[0] as connection, contextlib.suppress(BrokenPipeError):
+                connection.sendall(answer)
 
-def test_an_answer_without_end(
-    fake_run: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "MAX_ANSWER", 100)
-    fake_run(b"x" * 200)
-    with pytest.raises(ValueError, match="answers without end"):
-        Attachment(PID).state()
-
-
-def test_a_run_of_another_process_is_watched(run_folder: Path) -> None:
-    """Also with other tools: a line in, a line out."""
-    program = (
-        "import sys; from dataparallel.monitor.publisher import Publisher;"
-        "from tests.monitor.made_up_runs import a_state;"
-        "publisher = Publisher(lambda: a_state(7)); print(publisher.path, flush=True);"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        path = process.stdout.readline().decode().strip()
-        assert runs() == [process.pid]
-        attachment = Attachment(process.pid)
-        state = attachment.state()
-        assert state == a_state(7, pid=process.pid)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(path)
-            connection.sendall(b'{"get": "state"}\n')
-            line = connection.makefile().readline()
-        assert json.loads(line)["state"]["pid"] == process.pid
-        process.kill()
-        process.wait(10)
+    thread = threading.Thread(target=serve)
+    attachment = Attachment(PID)
+    thread.start()
+    if message is None:
+        # The run has ended while it answered.
         assert attachment.state() is None
-        assert runs() == []
+    else:
+        with pytest.raises(ValueError, match=message):
+            attachment.state()
+    thread.join(10)
+    listener.close()
+
+
+# --- the folder ------------------------------------------------------------------------------
+
+
+def test_the_folder_is_made_for_this_user_alone(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_folder / "new"
+    monkeypatch.setenv(attach.VARIABLE, str(folder))
+    publisher = Publisher(a_state)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(list(folder.iterdir())) == 1
+    publisher.close()
+    # Where the environment puts temporary files does not matter: the watcher has another one.
+    monkeypatch.delenv(attach.VARIABLE)
+    monkeypatch.setenv("TMPDIR", str(run_folder))
+    assert attach._folder() == Path(f"/tmp/dataparallel-{os.geteuid()}")
+
+
+@pytest.mark.parametrize("kind", ["open", "file", "link", "somebody else's", "missing", "long"])
+def test_training_goes_on_where_the_folder_cannot_be_used(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    folder = run_folder / ("x" * 100 if kind == "long" else "x")
+    if kind == "file":
+        folder.touch()
+    elif kind == "link":
+        (run_folder / "y").mkdir(mode=0o700)
+        folder.symlink_to(run_folder / "y")
+    elif kind == "missing":
+        folder = folder / "below"
+    else:
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o755 if kind == "open" else 0o700)
+    monkeypatch.setenv(attach.VARIABLE, str(folder))
+    if kind == "somebody else's":
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    model = dataparallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
+    # Twice, but one line of the log.
+    for _ in range(2):
+        with StepMonitor(model) as monitor:
+            model(torch.ones(4, 2)).sum().backward()
+            assert runs() == []
+        assert len(monitor.steps) == 1
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    expected = {"missing": "No such file or directory", "long": "AF_UNIX path too long"}
+    assert expected.get(kind, "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR") in line
+
+
+def test_only_what_dead_processes_have_left_is_removed(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket_of(run_folder, 4711).close()
+    other = run_folder / "notes.txt"
+    other.touch()
+    # As that of a process of a container, whose numbers begin anew.
+    monkeypatch.setattr(attach, "_numbers", iter([0, 1]))
+    same_number = socket_of(run_folder, os.getpid())
+    publisher = Publisher(a_state)
+    assert {path.name for path in run_folder.iterdir()} == {
+        other.name,
+        f"{os.getpid()}.0.sock",
+        f"{os.getpid()}.1.sock",
+    }
+    publisher.close()
+    same_number.close()
