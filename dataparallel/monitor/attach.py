@@ -92,7 +92,11 @@ class Attachment:
         self._timeout = timeout
         found = runs()
         if pid not in found:
-            others = f"these have: {', '.join(map(str, found))}" if found else "no process has"
+            others = (
+                f"these have: {', '.join(map(str, found))}"
+                if found
+                else "no process of this user has"
+            )
             raise ValueError(
                 f"process {pid} has no run that can be watched, but {others}. A run can be watched "
                 "inside `with dataparallel.monitor.StepMonitor(model):`, by the user who has "

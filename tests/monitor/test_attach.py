@@ -196,7 +196,9 @@ def test_the_thread_rests_nine_times_as_long_as_it_works(
 
 
 def test_a_process_without_a_run_is_refused(run_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"process 999999999 has no run .* but no process has"):
+    with pytest.raises(
+        ValueError, match=r"process 999999999 has no run .* but no process of this user"
+    ):
         Attachment(PID)
     publisher = Publisher(a_state)
     with pytest.raises(ValueError, match=f"these have: {os.getpid()}. A run can be watched"):
