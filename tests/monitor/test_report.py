@@ -239,7 +239,7 @@ def test_the_command_prints_a_report(
     assert main(["monitor", "report", str(path)]) == 0
     out = capsys.readouterr().out
     assert "24 samples in 23 s" in out
-    assert "cut off" in out
+    assert "this is no sample" in out
     assert "replica" in out and "change first" in out
     assert "\x1b" not in out
 

@@ -12,6 +12,18 @@ from typing import Literal, TypeAlias
 
 Unit: TypeAlias = Literal["ratio", "bytes", "bytes/s", "W", "J", "C", "Hz", "count"]
 
+#: How Prometheus calls the units.
+_SUFFIXES: dict[Unit, str] = {
+    "ratio": "ratio",
+    "bytes": "bytes",
+    "bytes/s": "bytes_per_second",
+    "W": "watts",
+    "J": "joules",
+    "C": "celsius",
+    "Hz": "hertz",
+    "count": "errors",
+}
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -28,6 +40,11 @@ class Metric:
     unit: Unit
     meaning: str
     is_counter: bool = False
+
+    @property
+    def name_with_unit(self) -> str:
+        """The name in tables and, behind a prefix, in Prometheus."""
+        return f"{self.name}_{_SUFFIXES[self.unit]}{'_total' if self.is_counter else ''}"
 
 
 #: All metrics of devices, in the order in which they are shown.

@@ -146,7 +146,8 @@ class Sample:
 
 
 def _device(data: Mapping[str, Any]) -> DeviceReading:
-    values = {name: value for name, value in data["values"].items() if name in BY_NAME}
+    # The names are those of the table, so that all samples share them.
+    values = {name: data["values"][name] for name in BY_NAME if name in data["values"]}
     return DeviceReading(**{**data, "values": values, "throttle": tuple(data["throttle"])})
 
 
