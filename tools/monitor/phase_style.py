@@ -1,34 +1,15 @@
-"""How each phase of a replica looks in a terminal: a letter, and the palette on dark ground."""
+"""How each phase of a replica looks on dark ground: a letter, a color, and the color of writing."""
 
 from __future__ import annotations
 
-import colorsys
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dataparallel.threads.timeline import PHASES, Phase
-from dataparallel.tools.monitor.palette import PHASE_COLORS
+from dataparallel.threads.timeline import Phase
 
-#: What stands for a phase where there are no colors.
-_LETTERS: dict[Phase, str] = {
-    "input": "I",
-    "scatter": "S",
-    "forward": "F",
-    "gather": "G",
-    "loss": "L",
-    "backward": "B",
-    "reduce local": "R",
-    "reduce across processes": "X",
-    "optimizer": "O",
-    "idle": ".",
-}
-
-#: Terminals are dark, mostly, and dark colors of the palette would be lost there.
-_LEAST_LIGHTNESS = 0.46
 _DARK_INK, _LIGHT_INK = "#101418", "#ffffff"
 
 
-@dataclass(frozen=True)
-class PhaseStyle:
+class PhaseStyle(NamedTuple):
     """How one phase looks.
 
     Attributes:
@@ -42,18 +23,17 @@ class PhaseStyle:
     ink: str
 
 
-def _style(phase: Phase) -> PhaseStyle:
-    if phase == "idle":
-        # What matters least stands out least.
-        return PhaseStyle(_LETTERS[phase], "#3a414c", "#aab2be")
-    red, green, blue = (int(PHASE_COLORS[phase][i : i + 2], 16) / 255 for i in (1, 3, 5))
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    light = colorsys.hls_to_rgb(hue, max(lightness, _LEAST_LIGHTNESS), saturation)
-    color = "#" + "".join(f"{round(255 * part):02x}" for part in light)
-    luminance = 0.2126 * light[0] ** 2.2 + 0.7152 * light[1] ** 2.2 + 0.0722 * light[2] ** 2.2
-    # Where both inks have the same contrast (WCAG 2).
-    return PhaseStyle(_LETTERS[phase], color, _DARK_INK if luminance > 0.18 else _LIGHT_INK)
-
-
-#: Of every phase, in the order in which they are shown.
-PHASE_STYLES: dict[Phase, PhaseStyle] = {phase: _style(phase) for phase in PHASES}
+#: The palette of plots, its dark colors lighter; in the order of :data:`PHASES`.
+PHASE_STYLES: dict[Phase, PhaseStyle] = {
+    "input": PhaseStyle("I", "#ddcc77", _DARK_INK),
+    "scatter": PhaseStyle("S", "#88ccee", _DARK_INK),
+    "forward": PhaseStyle("F", "#462fbc", _LIGHT_INK),
+    "gather": PhaseStyle("G", "#44aa99", _DARK_INK),
+    "loss": PhaseStyle("L", "#b0b03b", _DARK_INK),
+    "backward": PhaseStyle("B", "#cc6677", _DARK_INK),
+    "reduce local": PhaseStyle("R", "#aa4499", _LIGHT_INK),
+    "reduce across processes": PhaseStyle("X", "#bc2f75", _LIGHT_INK),
+    "optimizer": PhaseStyle("O", "#1dcd58", _DARK_INK),
+    # What matters least stands out least.
+    "idle": PhaseStyle(".", "#3a414c", "#aab2be"),
+}
