@@ -17,6 +17,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import HashStore
 import dataparallel
 from dataparallel import checkpoint, collectives, comm, distributed_autograd, kernels, virtual
 from tests.distributed_autograd.rpc_workers import expect_clean
+from tests.launched import launched
 from tests.test_public_surface import OWN_METHODS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -205,9 +207,9 @@ def names_for(code: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _four_devices_and_not_strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", "4")
-    yield
+def _not_strict() -> Iterator[None]:
+    with mock.patch.dict(os.environ):  # an example sets a variable
+        yield
     virtual.set_strict(False)
 
 
@@ -371,17 +373,7 @@ def test_the_start_page_leads_to_every_page() -> None:
 
 def launch(command: str, code: str, folder: pathlib.Path) -> str:
     """Run a script as its first line says, and give what it prints."""
-    *options, script = command.removeprefix(LAUNCHED).split()
+    option, processes, script = command.removeprefix(LAUNCHED).split()
+    assert option == "--nproc-per-node"
     (folder / script).write_text(code)
-    # On the loopback interface: the machine's name may lead elsewhere, or nowhere.
-    interface = "lo" if sys.platform == "linux" else "lo0"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, script],
-        cwd=folder,
-        env=os.environ | {"TP_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return launched(folder / script, int(processes), folder, virtual=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import pathlib
 import queue
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import nbformat
 import pytest
@@ -26,7 +22,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import checkpoint
-from tests.cluster import Cluster
+from tests.launched import launched
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _EXAMPLES = _ROOT / "examples"
@@ -34,16 +30,15 @@ _SHORT = ("one_process.py", "one_process_per_gpu.py", "hybrid.py", "resume.py")
 
 
 def start(
-    script: str, *options: str, folder: pathlib.Path, processes: int = 1, devices: int = 0
+    script: str, *options: str, folder: pathlib.Path, processes: int = 1
 ) -> subprocess.Popen[str]:
-    """Start a script in a folder, in several processes under torchrun."""
+    """Start a script in a folder as a user does, in several processes under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    virtual = {"DATAPARALLEL_VIRTUAL_DEVICES": str(devices)}
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, *launcher[: 5 * (processes > 1)], str(_EXAMPLES / script), *options],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (virtual if devices else {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,51 +51,6 @@ def end(process: subprocess.Popen[str]) -> str:
     assert process.returncode == 0, errors
     assert "Warning" not in errors
     return printed
-
-
-def launched(
-    cluster: Cluster,
-    script: str,
-    processes: int,
-    folder: pathlib.Path,
-    *options: str,
-    virtual: bool,
-) -> str:
-    """What a script prints in processes that are there already, with what torchrun tells them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    arguments = (str(_EXAMPLES / script), str(folder), port, options)
-    return "".join(
-        cluster.run(run_as_rank, processes, *arguments, init_group=False, virtual=virtual)
-    )
-
-
-@contextlib.contextmanager
-def in_folder(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-def run_as_rank(
-    rank: int, world_size: int, script: str, folder: str, port: int, options: tuple[str, ...]
-) -> str:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    numbers["LOCAL_WORLD_SIZE"] = world_size
-    printed = io.StringIO()
-    with (
-        mock.patch.dict(os.environ, {name: str(value) for name, value in numbers.items()}),
-        mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
-        mock.patch.object(sys, "argv", [script, *options]),
-        in_folder(folder),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
 
 
 def losses(printed: str) -> list[float]:
@@ -121,14 +71,14 @@ def test_all_examples_are_tried() -> None:
 
 
 def test_one_process(tmp_path: pathlib.Path) -> None:
-    printed = end(start("one_process.py", folder=tmp_path))
+    printed = launched(_EXAMPLES / "one_process.py", 1, tmp_path, virtual=False)
     check_one_process(printed, ["cpu"])
     state = torch.load(tmp_path / "net.pt")
     assert sorted(state) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
-def test_one_process_with_four_accelerators(cluster: Cluster, tmp_path: pathlib.Path) -> None:
-    printed = launched(cluster, "one_process.py", 1, tmp_path, virtual=True)
+def test_one_process_with_four_accelerators(tmp_path: pathlib.Path) -> None:
+    printed = launched(_EXAMPLES / "one_process.py", 1, tmp_path, virtual=True)
     check_one_process(printed, [f"virtual:{i}" for i in range(4)])
 
 
@@ -138,30 +88,27 @@ def check_one_process(printed: str, devices: list[str]) -> None:
     assert all(device in printed for device in devices)
 
 
-def test_one_process_per_gpu(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_one_process_per_gpu(tmp_path: pathlib.Path) -> None:
     alone = end(start("one_process_per_gpu.py", folder=tmp_path, processes=2))
     assert re.search(r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%", alone), alone
-    on_accelerators = launched(cluster, "one_process_per_gpu.py", 2, tmp_path, virtual=True)
+    on_accelerators = launched(_EXAMPLES / "one_process_per_gpu.py", 2, tmp_path, virtual=True)
     assert losses(on_accelerators) == losses(alone)
     assert len(losses(alone)) == 5
 
 
-def test_hybrid(cluster: Cluster, tmp_path: pathlib.Path) -> None:
-    on_accelerators = end(start("hybrid.py", folder=tmp_path, processes=2, devices=4))
-    on_cpu = launched(cluster, "hybrid.py", 2, tmp_path, virtual=False)
-    for printed, shares in (
-        (on_accelerators, ["virtual:0, virtual:1", "virtual:2, virtual:3"]),
-        (on_cpu, ["cpu, cpu", "cpu, cpu"]),
+def test_hybrid(tmp_path: pathlib.Path) -> None:
+    for virtual, shares in (
+        (True, ["virtual:0, virtual:1", "virtual:2, virtual:3"]),
+        (False, ["cpu, cpu", "cpu, cpu"]),
     ):
+        printed = launched(_EXAMPLES / "hybrid.py", 2, tmp_path, virtual=virtual)
         for rank, share in enumerate(shares):
             assert f"rank {rank} trains on: {share}" in printed
         assert len(losses(printed)) == 5
         assert losses(printed)[-1] < 0.5 * losses(printed)[0]
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_same_weights(
-    cluster: Cluster, tmp_path: pathlib.Path
-) -> None:
+def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: pathlib.Path) -> None:
     killed = start("resume.py", folder=tmp_path / "killed")
     assert killed.stdout is not None
     # At whatever the training and the thread that saves are doing just then.
@@ -171,10 +118,10 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
-    begun = re.findall(r"begins at step (\d+)", end(start("resume.py", folder=tmp_path / "killed")))
-    assert 0 < int(begun[0]) < 400
+    again = launched(_EXAMPLES / "resume.py", 1, tmp_path / "killed", virtual=False)
+    assert 0 < int(re.findall(r"begins at step (\d+)", again)[0]) < 400
     (tmp_path / "whole").mkdir()
-    launched(cluster, "resume.py", 1, tmp_path / "whole", virtual=False)
+    launched(_EXAMPLES / "resume.py", 1, tmp_path / "whole", virtual=False)
     states = []
     for name in ("whole", "killed"):
         net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 4))
@@ -238,11 +185,9 @@ def test_digits_are_learned_saved_and_drawn(tmp_path: pathlib.Path) -> None:
     assert len(list(written.iterdir())) == 2
 
 
-def test_two_processes_train_on_two_accelerators_each(
-    cluster: Cluster, tmp_path: pathlib.Path
-) -> None:
+def test_two_processes_train_on_two_accelerators_each(tmp_path: pathlib.Path) -> None:
     options = ("--epochs", "1", "--batch-size", "128", "--output", "two")
-    printed = launched(cluster, "train_digits.py", 2, tmp_path, *options, virtual=True)
+    printed = launched(_EXAMPLES / "train_digits.py", 2, tmp_path, *options, virtual=True)
     for rank, devices in enumerate(["virtual:0, virtual:1", "virtual:2, virtual:3"]):
         assert f"rank {rank} trains on: {devices}" in printed
     assert printed.count("Test accuracy") == 1

@@ -8,10 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from tests.guides import definitions
+from tests.launched import launched
 from tests.models import assert_all_close, grads_of
 from tests.test_docstrings import ROOT
 
@@ -367,17 +365,9 @@ if accelerator.is_main_process:
 
 def test_several_processes(tmp_path: pathlib.Path) -> None:
     """Two processes with two replicas each, against the bare model in one."""
-    (tmp_path / "script.py").write_text(definitions("hugging_face") + IN_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", str(tmp_path / "script.py"), str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "script.py"
+    script.write_text(definitions("hugging_face") + IN_PROCESSES)
+    launched(script, 2, ROOT, str(tmp_path), virtual=False)
     found = torch.load(tmp_path / "found.pt")
 
     bare, _ = pair(gpt2)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.guides import definitions
+from tests.launched import launched
 from tests.models import assert_all_close
-from tests.test_docstrings import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -168,14 +165,6 @@ assert refused.equal(net.weight) and not alone.equal(net.weight)
 
 def test_several_processes(tmp_path: pathlib.Path) -> None:
     """Torch's wrapper around the module: DataParallel in it is right, the other one refuses."""
-    (tmp_path / "script.py").write_text(definitions("lightning") + IN_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py")],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "script.py"
+    script.write_text(definitions("lightning") + IN_PROCESSES)
+    launched(script, 2, tmp_path, virtual=False)
