@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
 
-from dataparallel.distributed_autograd.endpoint import find_context, in_context
-from dataparallel.distributed_autograd.local_optimizer import LocalOptimizer
-from dataparallel.distributed_autograd.remote_reference import RRef, around, remote
+from dataparallel import devices
+from dataparallel.distributed_autograd.calls import current_endpoint, in_context, rpc_async
+from dataparallel.distributed_autograd.contexts import find_context
+from dataparallel.distributed_autograd.references import RRef, around
+from dataparallel.graph.originals import IN_GRAD
 
-Parameter = Any
 _Groups = list[dict[str, Any]]
 
 
@@ -43,27 +44,25 @@ class DistributedOptimizer:
         kwargs: More arguments for ``optimizer_class``, ``lr`` for one.
 
     Raises:
-        TypeError: Something is neither a reference nor a tensor, or the optimizer needs a closure.
-        ValueError: There are no parameters, or one is given twice or is no leaf.
-        RuntimeError: This process is no worker, or a worker cannot make its optimizer for another
-            reason. The text has the errors of all workers; their type, if they share one, is kept.
+        TypeError: Something is neither a reference nor a tensor.
+        ValueError: There are no parameters.
+        RuntimeError: This process is no worker.
+        Exception: A worker cannot make its optimizer, since a parameter is no leaf for one. The
+            text has the errors of all workers.
     """
 
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        params_rref: Iterable[Parameter],
+        params_rref: Iterable[Any],
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        _refuse_closures(optimizer_class)
-        by_owner = _groups_by_owner(params_rref)
-        with in_context(None):
-            self._optimizers: dict[str, RRef[LocalOptimizer]] = {
-                owner: remote(owner, LocalOptimizer, (optimizer_class, groups, args, kwargs))
-                for owner, groups in by_owner.items()
-            }
-            self._on_all("construct")
+        groups = _groups_by_owner(params_rref)
+        calls = {owner: (optimizer_class, each, args, kwargs) for owner, each in groups.items()}
+        self._optimizers: dict[str, RRef[_LocalOptimizer]] = _on_all(
+            "the optimizer could not be made", _make, calls
+        )
 
     def step(self, context_id: int) -> None:
         """Update the parameters of all workers by the gradients of a context.
@@ -80,11 +79,11 @@ class DistributedOptimizer:
 
         Raises:
             ValueError: There is no such context on this worker.
-            Exception: The optimizer of a worker raised this. The other workers have made their
-                step. If several failed, the text has all errors.
+            Exception: The optimizer of a worker raised an error; the text has those of all
+                workers. The other workers have made their step.
         """
         find_context(context_id)
-        self._on_all("step", lambda owner: (context_id,))
+        self._call("step", dict.fromkeys(self._optimizers, (context_id,)))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The state of every worker's optimizer, copied to the CPU of this worker.
@@ -97,7 +96,7 @@ class DistributedOptimizer:
         Returns:
             By the name of the worker, what ``state_dict()`` of its optimizer returns.
         """
-        return self._on_all("state_dict")
+        return self._call("state_dict", dict.fromkeys(self._optimizers, ()))
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
         """Give every worker's optimizer its state back.
@@ -119,49 +118,14 @@ class DistributedOptimizer:
                 f"the state is for the workers {sorted(state_dict)}, but the parameters belong to "
                 f"{sorted(self._optimizers)}: load what an optimizer of the same parameters saved"
             )
-        self._on_all("load_state_dict", lambda owner: (state_dict[owner],))
+        self._call("load_state_dict", {owner: (state_dict[owner],) for owner in state_dict})
 
-    def _on_all(
-        self, method: str, args: Callable[[str], tuple[Any, ...]] = lambda owner: ()
-    ) -> dict[str, Any]:
-        """Call a method of the optimizers of all owners at once, outside of any context."""
-        results: dict[str, Any] = {}
-        errors: dict[str, Exception] = {}
-        futures: dict[str, torch.futures.Future[Any]] = {}
-        with in_context(None):
-            for owner, optimizer in self._optimizers.items():
-                try:
-                    futures[owner] = getattr(optimizer.rpc_async(), method)(*args(owner))
-                except Exception as error:
-                    errors[owner] = error
-            for owner, future in futures.items():
-                try:
-                    results[owner] = future.wait()
-                except Exception as error:
-                    errors[owner] = error
-        if errors:
-            _raise_together(method, errors)
-        return results
+    def _call(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        calls = {owner: (method, args[owner], rref) for owner, rref in self._optimizers.items()}
+        return _on_all(f"{method}() of the optimizer failed", _call, calls)
 
 
-def _refuse_closures(optimizer_class: Callable[..., torch.optim.Optimizer]) -> None:
-    if not callable(optimizer_class):
-        raise TypeError(
-            f"optimizer_class is {optimizer_class!r}: it must be a class of torch.optim, not an "
-            "optimizer"
-        )
-    step = getattr(optimizer_class, "step", None)
-    if step is None:
-        return
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{optimizer_class.__name__} needs a closure that computes the loss again, which "
-            "cannot run on several workers: use an optimizer whose step() needs none"
-        )
-
-
-def _groups_by_owner(params: Iterable[Parameter]) -> dict[str, _Groups]:
+def _groups_by_owner(params: Iterable[Any]) -> dict[str, _Groups]:
     """The groups of parameters of each owner, with those of its parameters in them."""
     if isinstance(params, torch.Tensor | RRef | torch_rpc.PyRRef):  # type: ignore[attr-defined]
         raise TypeError("params_rref must be a list of references, not a single one: write [rref]")
@@ -171,23 +135,16 @@ def _groups_by_owner(params: Iterable[Parameter]) -> dict[str, _Groups]:
     groups = listed if isinstance(listed[0], Mapping) else [{"params": listed}]
     by_owner: dict[str, _Groups] = {}
     for group in groups:
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(
-                f"a parameter group is {group!r}: it must be a dict with the key 'params'"
-            )
-        given = group["params"]
-        members = [given] if isinstance(given, torch.Tensor | RRef) else list(given)
-        options = {name: option for name, option in group.items() if name != "params"}
         of_owner: dict[str, list[RRef[Any]]] = {}
-        for member in members:
+        for member in group["params"]:
             rref = _reference(member)
             of_owner.setdefault(rref.owner_name(), []).append(rref)
         for owner, rrefs in of_owner.items():
-            by_owner.setdefault(owner, []).append({"params": rrefs, **options})
+            by_owner.setdefault(owner, []).append({**group, "params": rrefs})
     return by_owner
 
 
-def _reference(parameter: Parameter) -> RRef[Any]:
+def _reference(parameter: Any) -> RRef[Any]:
     if isinstance(parameter, RRef):
         return parameter
     if isinstance(parameter, torch_rpc.PyRRef):  # type: ignore[attr-defined]
@@ -200,16 +157,91 @@ def _reference(parameter: Parameter) -> RRef[Any]:
     )
 
 
-def _raise_together(method: str, errors: Mapping[str, Exception]) -> None:
-    kinds = {type(error) for error in errors.values()}
-    parts = [f"worker '{owner}': {error}" for owner, error in errors.items()]
-    doing = {
-        "construct": "the optimizer could not be made",
-        "step": "the step of the optimizer failed",
-    }.get(method, f"{method}() of the optimizer failed")
-    text = f"{doing} on " + "\n\non ".join(parts)
-    try:
-        together = kinds.pop()(text) if len(kinds) == 1 else RuntimeError(text)
-    except Exception:
-        together = RuntimeError(text)
-    raise together from next(iter(errors.values()))
+def _on_all(
+    failure: str, function: Callable[..., Any], calls: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Call a function on all owners at once, outside of any context."""
+    results: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
+    with in_context(None):
+        futures = {owner: rpc_async(owner, function, args) for owner, args in calls.items()}
+    for owner, future in futures.items():
+        try:
+            results[owner] = future.wait()
+        except Exception as error:
+            errors[owner] = error
+    if errors:
+        parts = (f"worker '{owner}': {error}" for owner, error in errors.items())
+        kinds = {type(error) for error in errors.values()}
+        kind = kinds.pop() if len(kinds) == 1 else RuntimeError
+        raise kind(f"{failure} on " + "\n\non ".join(parts)) from next(iter(errors.values()))
+    return results
+
+
+# --- on an owner ---------------------------------------------------------------------------------
+
+#: Optimizers of this worker may have the same parameters, so they take turns.
+_turn = threading.Lock()
+
+
+class _LocalOptimizer:
+    """Updates parameters of this worker by the gradients of a context."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, context_id: int) -> None:
+        """Update the parameters that have a gradient in the context."""
+        context = current_endpoint().worker.find(context_id)
+        if context is None:
+            # No call of the context came here, so no gradient did.
+            return
+        groups = self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        with _turn:
+            own = IN_GRAD.swap(parameters, [context.gradient(each) for each in parameters])
+            try:
+                self._optimizer.step()
+            finally:
+                IN_GRAD.swap(parameters, own)
+            # Calls that come next may use other streams.
+            for device in {parameter.device for parameter in parameters}:
+                if (stream := devices.current_stream(device)) is not None:
+                    stream.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, on the CPU."""
+        with _turn:
+            state: dict[str, Any] = _on_cpu(self._optimizer.state_dict())
+            return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        with _turn:
+            self._optimizer.load_state_dict(state)
+
+
+def _make(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> RRef[_LocalOptimizer]:
+    local = [
+        {**group, "params": [rref.local_value() for rref in group["params"]]} for group in groups
+    ]
+    return RRef(_LocalOptimizer(optimizer_class(local, *args, **kwargs)))
+
+
+def _call(method: str, args: Sequence[Any], rref: RRef[_LocalOptimizer]) -> Any:
+    return getattr(rref.local_value(), method)(*args)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(item) for item in value)
+    return value

@@ -426,8 +426,7 @@ class _Backward:
 
         def backward() -> None:
             try:
-                with originals.passes.outside():
-                    self._each(self._accumulate)
+                self._each(self._accumulate)
             finally:
                 inputs.extend(originals.IN_GRAD.swap(leaves, [None] * len(leaves)))
 

@@ -8,7 +8,7 @@ context: it adds to them, sends what ``no_sync`` has left there, and knows nothi
 and of ``.grad``. Which of the two it is, is asked once for each round, in the node that begins it.
 
 The parameters of the replicas are no concern of the context: the backward through the replicas is
-one of its own, and runs as if outside of the pass. So the pass does not go on from there to other
+one of its own, and belongs to no pass. So the pass does not go on from there to other
 workers: a wrapped module whose outputs lead to some raises an error at the end of its forward.
 
 The wrappers know nothing of contexts. ``dataparallel.distributed_autograd`` registers here, by
@@ -28,10 +28,8 @@ each hook is put into a guard, in its own place.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,10 +61,6 @@ class GradientHome:
                 self.write(parameter, new)
         return before
 
-    def lent(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
-        """A ``with`` block in which ``.grad`` of a parameter is its gradient, for hooks."""
-        return contextlib.nullcontext()
-
 
 #: Outside of contexts.
 IN_GRAD = GradientHome()
@@ -78,10 +72,6 @@ class BackwardPasses:
     def home(self) -> GradientHome:
         """Where the backward that runs in this thread leaves gradients."""
         return IN_GRAD
-
-    def outside(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which backward leaves gradients in ``.grad``, whatever is around."""
-        return contextlib.nullcontext()
 
     def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether a backward from the outputs of the replicas goes on to other workers."""
@@ -192,5 +182,4 @@ class OriginalHooks:
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
                 if isinstance(hook, _Guarded):
-                    with home.lent(original):
-                        hook.args[0](original)
+                    hook.args[0](original)

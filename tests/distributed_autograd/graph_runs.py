@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import distributed_autograd
-from dataparallel.distributed_autograd.endpoint import in_context
+from dataparallel.distributed_autograd.calls import in_context
 from tests.distributed_autograd import random_graphs as graphs
 from tests.distributed_autograd.random_graphs import Body, Program
 
@@ -107,7 +107,7 @@ class Worker:
     Args:
         leaves: Its parameters and constants.
         slots: What calls have stored.
-        runs: How often the backward of each `Counted` ran here; 0: the hook of a leaf.
+        runs: How often the backward of each `Counted` ran here.
     """
 
     leaves: dict[str, Tensor]
@@ -152,14 +152,7 @@ def begin(number: int) -> None:
         values = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
         leaves[name] = values.requires_grad_(grad)
     worker = Worker(leaves)
-    hooked = leaves["gain"]
-    hooked.register_hook(_halved)
-
-    def count(leaf: Tensor) -> None:
-        with _counting:
-            worker.runs[0] += 1
-
-    hooked.register_post_accumulate_grad_hook(count)
+    leaves["gain"].register_hook(_halved)
     _workers[number] = worker
 
 

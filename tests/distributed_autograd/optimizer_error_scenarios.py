@@ -10,7 +10,7 @@ import torch
 
 from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_sync
 from dataparallel.distributed_autograd.optimizer import DistributedOptimizer
-from dataparallel.distributed_autograd.remote_reference import RRef, remote
+from dataparallel.distributed_autograd.references import RRef, remote
 from tests.distributed_autograd.optimizer_scenarios import (
     OWNERS,
     Model,
@@ -43,10 +43,10 @@ def errors_of_steps_name_their_workers() -> None:
         rpc_sync(owner, set_broken, (True,))
     with context() as context_id:
         backward(context_id, [model.loss(0)])
-        with pytest.raises(ArithmeticError, match=r"(?s)worker 'worker1': .*worker 'worker2': "):
+        with pytest.raises(RuntimeError, match=r"(?s)worker 'worker1': .*worker 'worker2': "):
             optimizer.step(context_id)
         rpc_sync("worker1", set_broken, (False,))
-        with pytest.raises(ArithmeticError, match=r"(?s)^the step .* failed on worker 'worker2'"):
+        with pytest.raises(RuntimeError, match=r"(?s)^step\(\) .* failed on worker 'worker2'"):
             optimizer.step(context_id)
         rpc_sync("worker2", set_broken, (False,))
     model = Model()
@@ -61,7 +61,7 @@ def error_of_a_step_leaves_nothing() -> None:
     rpc_sync("worker1", set_broken, (True,))
     with context() as context_id:
         backward(context_id, [rref.to_here().sum()])
-        with pytest.raises(ArithmeticError, match=r"broken, tensor\(\[1\., 1\., 1\.\]\)"):
+        with pytest.raises(RuntimeError, match=r"broken, tensor\(\[1\., 1\., 1\.\]\)"):
             optimizer.step(context_id)
     rpc_sync("worker1", set_broken, (False,))
     with context() as context_id:
@@ -74,26 +74,22 @@ def bad_input() -> None:
     rrefs: Any = [remote(owner, leaf) for owner in OWNERS]
     sgd: Any = torch.optim.SGD
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (
-            TypeError,
-            r"LBFGS needs a closure",
-            lambda: DistributedOptimizer(torch.optim.LBFGS, rrefs),
-        ),
         (ValueError, r"no parameters", lambda: DistributedOptimizer(sgd, [])),
         (TypeError, r"write \[rref\]", lambda: DistributedOptimizer(sgd, rrefs[0])),
         (TypeError, r"type int: it must be an RRef", lambda: DistributedOptimizer(sgd, [3])),
-        (TypeError, r"type Part on its owner", lambda: DistributedOptimizer(sgd, [RRef(Part(0))])),
-        (TypeError, r"must be a class", lambda: DistributedOptimizer(sgd([leaf()]), rrefs)),
-        (TypeError, r"key 'params'", lambda: DistributedOptimizer(sgd, [{"lr": 1}])),
-        (ValueError, r"given twice", lambda: DistributedOptimizer(sgd, [rrefs[0]] * 2)),
+        (
+            TypeError,
+            r"can only optimize Tensors",
+            lambda: DistributedOptimizer(sgd, [RRef(Part(0))]),
+        ),
         (
             ValueError,
-            r"shape \(3,\) is no leaf",
+            r"can't optimize a non-leaf Tensor",
             lambda: DistributedOptimizer(sgd, [RRef(leaf() * 2)]),
         ),
         (
             ValueError,
-            r"(?s)could not be made on worker 'worker1': Invalid.*on worker 'worker2': Invalid",
+            r"(?s)could not be made on worker 'worker1': .*Invalid.*on worker 'worker2': .*Invalid",
             lambda: DistributedOptimizer(sgd, rrefs, lr=-1.0),
         ),
         (

@@ -18,7 +18,7 @@ from torch import nn
 
 from dataparallel.distributed_autograd import backward, context, rpc_sync
 from dataparallel.distributed_autograd.optimizer import DistributedOptimizer
-from dataparallel.distributed_autograd.remote_reference import RRef, remote
+from dataparallel.distributed_autograd.references import RRef, remote
 
 OWNERS = ("worker1", "worker2")
 STEPS = 4

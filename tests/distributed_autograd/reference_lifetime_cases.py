@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_async, rpc_sync
-from dataparallel.distributed_autograd.remote_reference import RRef, remote
+from dataparallel.distributed_autograd.references import RRef, remote
 from tests.distributed_autograd.reference_cases import (
     OTHER,
     THIRD,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
@@ -100,45 +99,8 @@ def passes_over_one_graph() -> None:
         torch.testing.assert_close(get_gradients(context_id)[x], once * (THREADS + 1))
 
 
-def hooked(x: Tensor) -> Tensor:
-    weight = leaf("hooked")
-    if not weight._post_accumulate_grad_hooks:
-        weight.register_post_accumulate_grad_hook(note_hook)
-    return x * weight
-
-
-hook_runs: list[Any] = []
-
-
-def note_hook(weight: Tensor) -> None:
-    assert weight.grad is not None
-    hook_runs.append(weight.grad.tolist())
-
-
-def take_hook_runs() -> list[Any]:
-    taken = list(hook_runs)
-    hook_runs.clear()
-    return taken
-
-
-def post_accumulate_hooks_take_turns() -> None:
-    """Passes that show their gradients in one leaf's ``.grad`` do so one after the other."""
-
-    def train(index: int) -> None:
-        x = torch.full((3,), index + 1.0, dtype=torch.float64)
-        for _ in range(5):
-            with context() as context_id:
-                backward(context_id, [rpc_sync("worker1", hooked, (x,)).sum()], timeout=20)
-
-    in_threads(train)
-    runs = rpc_sync("worker1", take_hook_runs)
-    expected = [[index + 1.0] * 3 for index in range(THREADS) for _ in range(5)]
-    assert sorted(runs) == sorted(expected)
-
-
 def test_threads(cluster: Cluster) -> None:
-    rest = (passes_over_one_graph, post_accumulate_hooks_take_turns)
-    scenarios(cluster, 3, contexts_of_threads, passes_of_one_context, *rest)
+    scenarios(cluster, 3, contexts_of_threads, passes_of_one_context, passes_over_one_graph)
 
 
 def first_use_of_a_leaf() -> None:
@@ -164,9 +126,6 @@ def first_use_of_a_leaf() -> None:
 
 def many_leaves(x: Tensor) -> Tensor:
     leaves = [leaf(f"leaf {index}") for index in range(20)]
-    for tensor in leaves:
-        if not tensor._post_accumulate_grad_hooks:
-            tensor.register_post_accumulate_grad_hook(note_hook)
     return torch.stack([x * tensor for tensor in leaves])
 
 

@@ -60,7 +60,6 @@ def call_outstanding() -> None:
     with context():
         future = rpc_async("worker1", behind_gate, (x, "late"))
         torch_rpc.rpc_sync("worker1", wait_for_gate, ("late entered",))
-        assert debug_info()["num_outstanding_calls"] == 1
     # The release has to be there before the function goes on.
     expect_clean_everywhere(3, calling=True)
     torch_rpc.rpc_sync("worker1", open_gate, ("late",))

@@ -370,8 +370,6 @@ def everything_is_zero() -> None:
     expected = {
         "num_current_backward_passes": 0,
         "num_autograd_contexts": 0,
-        "num_outstanding_calls": 0,
-        "num_outstanding_messages": 0,
     }
     assert everywhere(debug_info) == [expected] * 3
 

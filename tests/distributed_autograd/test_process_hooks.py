@@ -16,7 +16,7 @@ from dataparallel.distributed_autograd import (
     rpc_sync,
 )
 from tests.cluster import Cluster
-from tests.distributed_autograd.oracle import Call, compare_all, everywhere, leaf
+from tests.distributed_autograd.oracle import Call, compare_all, leaf
 from tests.distributed_autograd.rpc_workers import expect_clean_everywhere, scenarios
 
 seen: list[Any] = []
@@ -108,95 +108,43 @@ def test_hooks_of_nodes(cluster: Cluster) -> None:
 # --- after a gradient was accumulated --------------------------------------------------------
 
 
-def note_gradient(tensor: Tensor) -> None:
-    seen.append(None if tensor.grad is None else tensor.grad.tolist())
+def sees_nothing(tensor: Tensor) -> None:
+    raise AssertionError("not called")
 
 
-def hooked_there(x: Tensor) -> Tensor:
+def hooked_there(x: Tensor, hooked: bool) -> Tensor:
     weight = leaf("post there")
-    weight.register_post_accumulate_grad_hook(note_gradient)
-    weight.grad = torch.full((3,), 7.0, dtype=torch.float64)
+    if hooked:
+        handles.append(weight.register_post_accumulate_grad_hook(sees_nothing))
+    else:
+        handles.pop().remove()
     return x * weight
 
 
-def check_own_grad(name: str, value: float) -> None:
-    gradient = leaf(name).grad
-    assert gradient is not None
-    assert gradient.tolist() == [value] * 3
+handles: list[Any] = []
 
 
-def post_accumulate() -> None:
-    """The hook sees the gradient of the context in ``.grad``; what was there comes back."""
+def post_accumulate_hooks_are_refused() -> None:
+    """They read ``.grad``, which no pass writes; where they are removed the leaf is as any."""
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    x.register_post_accumulate_grad_hook(note_gradient)
-    kept = x.grad = torch.full((3,), 9.0, dtype=torch.float64)
     with context() as context_id:
-        loss = rpc_sync("worker1", hooked_there, (x * 2,)).sum()
-        backward(context_id, [loss], retain_graph=True)
+        loss = rpc_sync("worker1", hooked_there, (x, True)).sum()
+        with pytest.raises(WorkerError, match=r"worker1(.|\n)*register_post_accumulate_grad_hook"):
+            backward(context_id, [loss])
+        loss = rpc_sync("worker1", hooked_there, (x, False)).sum()
+        handle = x.register_post_accumulate_grad_hook(sees_nothing)
+        with pytest.raises(RuntimeError, match=r"leaf of shape \[3\] has hooks from register_post"):
+            backward(context_id, [loss])
+        handle.remove()
         backward(context_id, [loss])
-        value = get_gradients(context_id)[x].tolist()
-        once = [entry / 2 for entry in value]
-        assert take_seen() == [once, value]
-        assert x.grad is kept
-        assert kept.tolist() == [9] * 3
-    assert rpc_sync("worker1", take_seen) == [[2] * 3, [4] * 3]
-    rpc_sync("worker1", check_own_grad, ("post there", 7.0))
-
-
-def sgd_in_hook(tensor: Tensor) -> None:
-    with torch.no_grad():
-        assert tensor.grad is not None
-        tensor.sub_(tensor.grad, alpha=0.5)
-        tensor.grad = None
-
-
-def optimizer_in_backward() -> None:
-    """The hook uses the gradient up and drops it, so the context has none."""
-    x = torch.ones(3, requires_grad=True)
-    x.register_post_accumulate_grad_hook(sgd_in_hook)
-    for _ in range(2):
-        with context() as context_id:
-            backward(context_id, [rpc_sync("worker1", torch.mul, (x, 2.0)).sum()])
-            assert get_gradients(context_id) == {}
-        assert x.grad is None
-    assert x.tolist() == [-1] * 3
-
-
-def scaled_in_hook() -> None:
-    """What a hook puts into ``.grad`` is the gradient of the context from then on."""
-    x = torch.ones(3, requires_grad=True)
-
-    def clip(tensor: Tensor) -> None:
-        assert tensor.grad is not None
-        tensor.grad = tensor.grad.clamp(max=1.0)
-
-    x.register_post_accumulate_grad_hook(clip)
-    with context() as context_id:
-        loss = rpc_sync("worker1", torch.mul, (x, 2.0)).sum()
-        backward(context_id, [loss], retain_graph=True)
-        assert get_gradients(context_id)[x].tolist() == [1] * 3
-        backward(context_id, [loss])
-        assert get_gradients(context_id)[x].tolist() == [1] * 3
-        assert x.grad is None
-
-
-def ordinary_backward_after() -> None:
-    """Hooks of ours that stay on a leaf do nothing in an ordinary backward."""
-    x = torch.ones(3, requires_grad=True)
-    x.register_post_accumulate_grad_hook(note_gradient)
-    with context() as context_id:
-        backward(context_id, [rpc_sync("worker1", torch.mul, (x, 2.0)).sum()])
+        assert x in get_gradients(context_id)
         (x * 5).sum().backward()
         assert x.grad is not None
         assert x.grad.tolist() == [5] * 3
-        assert get_gradients(context_id)[x].tolist() == [2] * 3
-        assert torch.autograd.grad((x * 3).sum(), x)[0].tolist() == [3] * 3
-    assert take_seen() == [[2] * 3, [5] * 3]
 
 
 def test_post_accumulate_hooks(cluster: Cluster) -> None:
-    uses = (optimizer_in_backward, scaled_in_hook, ordinary_backward_after)
-    scenarios(cluster, 2, post_accumulate, *uses)
+    scenarios(cluster, 2, post_accumulate_hooks_are_refused)
 
 
 # --- hooks that fail -------------------------------------------------------------------------
@@ -206,20 +154,13 @@ def failing(gradient: Tensor) -> None:
     raise ArithmeticError("the hook failed")
 
 
-def failing_post(x: Tensor) -> Tensor:
-    weight = leaf("failing")
-    weight.register_post_accumulate_grad_hook(failing)
-    weight.grad = torch.full((3,), 7.0, dtype=torch.float64)
-    return x * weight
-
-
 def failing_hook(x: Tensor) -> Tensor:
     x.register_hook(failing)
     return x * 2
 
 
 def hooks_that_raise_here() -> None:
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+    for register in ("register_hook",):
         x = torch.ones(3, requires_grad=True)
         kept = x.grad = torch.full((3,), 9.0)
         handle = getattr(x, register)(failing)
@@ -238,67 +179,38 @@ def hooks_that_raise_here() -> None:
 
 def hooks_that_raise_there() -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    for function in (failing_hook, failing_post):
+    for function in (failing_hook,):
         with context() as context_id:
             loss = rpc_sync("worker1", function, (x,)).sum()
             with pytest.raises(WorkerError, match=r"'worker1'(.|\n)*ArithmeticError: the hook fai"):
                 backward(context_id, [loss])
             assert x.grad is None
         expect_clean_everywhere(2)
-    rpc_sync("worker1", check_own_grad, ("failing", 7.0))
     with context() as context_id:
         backward(context_id, [rpc_sync("worker1", torch.mul, (x, 2.0)).sum()])
         assert get_gradients(context_id)[x].tolist() == [2] * 3
 
 
-def other_hooks_still_run() -> None:
-    """After a hook that failed, the leaf can be lent again by the next pass."""
-    x = torch.ones(3, requires_grad=True)
-    handle = x.register_post_accumulate_grad_hook(failing)
+def hook_that_runs_backward() -> None:
+    """An ordinary backward within a pass leaves its gradients in ``.grad``."""
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+
+    def inner(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            (x * y * 3).sum().backward()
+
+    x.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    y.register_hook(lambda gradient: seen.append(gradient.tolist()))
     with context() as context_id:
-        loss = rpc_sync("worker1", torch.mul, (x, 2.0)).sum()
-        for _ in range(2):
-            with pytest.raises(ArithmeticError, match="the hook failed"):
-                backward(context_id, [loss], retain_graph=True, timeout=10)
-        handle.remove()
-        x.register_post_accumulate_grad_hook(note_gradient)
-        backward(context_id, [loss], timeout=10)
-    assert len(take_seen()) == 1
-    assert everywhere(take_seen) == [[], []]
-
-
-def hooks_that_run_backward() -> None:
-    """A hook that runs an ordinary backward through its own leaf does not wait for itself.
-
-    As in one process, the inner gradient is added to what the hook sees in ``.grad``.
-    """
-    x = torch.ones(3, requires_grad=True)
-    handle = x.register_post_accumulate_grad_hook(inner_backward_once)
-    with context() as context_id:
-        loss = rpc_sync("worker1", torch.mul, (x, 2.0)).sum()
-        backward(context_id, [loss], timeout=10)
-        seen.append(get_gradients(context_id)[x].tolist())
-    handle.remove()
-    assert take_seen() == [[5] * 3]
-    assert x.grad is None
-
-
-def inner_backward_once(tensor: Tensor) -> None:
-    if not running:
-        running.append(True)
-        try:
-            with torch.enable_grad():
-                (tensor * 3).sum().backward()
-        finally:
-            running.clear()
-
-
-running: list[bool] = []
-
-
-def test_hooks_that_run_backward(cluster: Cluster) -> None:
-    scenarios(cluster, 2, hooks_that_run_backward)
+        z = x * 1
+        z.register_hook(inner)
+        backward(context_id, [(rpc_sync("worker1", torch.mul, (z, 2.0)) + y).sum()], timeout=10)
+        found = get_gradients(context_id)
+        assert (found[x].tolist(), found[y].tolist()) == ([2] * 3, [1] * 3)
+        assert x.grad is not None and y.grad is not None
+        assert x.grad.tolist() == y.grad.tolist() == [3] * 3
+    assert len(take_seen()) == 4
 
 
 def test_hooks_that_fail(cluster: Cluster) -> None:
-    scenarios(cluster, 2, hooks_that_raise_here, hooks_that_raise_there, other_hooks_still_run)
+    scenarios(cluster, 2, hooks_that_raise_here, hooks_that_raise_there, hook_that_runs_backward)

@@ -153,18 +153,13 @@ def hooks_on_parameters(replicas: int, view: bool) -> None:
 
 def record_hooks(net: Net) -> dict[str, list[Tensor]]:
     """What hooks see, which change the gradient before it is added."""
-    seen: dict[str, list[Tensor]] = {"before": [], "after": []}
+    seen: dict[str, list[Tensor]] = {"before": []}
 
     def before(grad: Tensor) -> Tensor:
         seen["before"].append(grad.clone())
         return grad * 3
 
-    def after(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        seen["after"].append(parameter.grad.clone())
-
     net.scale.register_hook(before)
-    net.scale.register_post_accumulate_grad_hook(after)
     net.rare.weight.register_hook(before)
     return seen
 

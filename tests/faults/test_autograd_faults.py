@@ -21,7 +21,7 @@ from dataparallel.distributed_autograd import (
     get_gradients,
     rpc_sync,
 )
-from dataparallel.distributed_autograd.endpoint import current_endpoint
+from dataparallel.distributed_autograd.calls import current_endpoint
 from tests.cluster import Cluster, RankDied
 from tests.distributed_autograd.rpc_workers import expect_clean, rpc_world
 from tests.faults.harness import Figures
@@ -80,7 +80,7 @@ def hears_errors(rank: int, world_size: int, count: int) -> list[float]:
 def release(context_id: int) -> None:
     """End a context too early, as a worker does that takes it for lost."""
     endpoint = current_endpoint()
-    endpoint.worker.release(context_id, endpoint.default_timeout())
+    endpoint.worker.release(context_id, 20.0)
 
 
 def test_errors(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:

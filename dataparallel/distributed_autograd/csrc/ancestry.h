@@ -1,27 +1,27 @@
 // Which tensors of a context were computed from which, as far as this worker knows.
 #pragma once
 
-#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
+#include <torch/csrc/autograd/function.h>
+
 #include "messages.h"
-#include "node_pointer.h"
 
 namespace dataparallel {
 
 // Numbers in ascending order, as runs of consecutive ones: first, count, first, count ...
 using Runs = std::vector<int64_t>;
-Runs to_runs(const std::vector<int64_t>& ascending);
+Runs to_runs(std::vector<int64_t> numbers);
 std::vector<int64_t> from_runs(const Runs& runs);
 
 // Note [Live sends]
 // A worker may run a node only when all of its gradients are there, so it must know which of the
 // tensors that it sent will get one: a tensor that nobody used never will, and waiting for it would
 // be for ever. So each worker records, when it sends a tensor, which received tensors it was
-// computed from, see Note [Items]: an edge of a small graph of the parts of messages. What a worker
+// computed from: an edge of a small graph of the parts of messages. What a worker
 // knows of that graph travels with its messages, each edge once to each peer. Edges never change
 // after they are made. Hence the worker that starts a backward pass knows all that its roots were
 // computed from, closes over the edges, and tells every worker which parts are live. A worker awaits
@@ -55,36 +55,7 @@ class Knowledge {
   std::unordered_map<WorkerId, size_t> told_;
 };
 
-// Note [Items]
-// The graph of a worker goes on from send to send, so what a node was computed from is kept: each
-// node is visited once in a context. It is one number, the node's item: none; a received part; or,
-// where several items meet, a joint, a number of its own whose origins are those items. Joints are
-// known to the other workers as parts are, but nothing is ever sent or awaited for them. So each
-// send tells of one item and of the joints that are new, however long its graph is.
-//
-// Nodes are known by address. Those that a send reaches live as long as the send, and sends as long
-// as the context.
-class Reach {
- public:
-  Reach(ContextId context, Worker& worker) : context_(context), worker_(worker) {}
-
-  // The item of each edge of a send, 0 for none; its joints are entered in `knowledge`.
-  std::vector<PartId> items(const torch::autograd::edge_list& edges, Knowledge& knowledge);
-  // The items that these edges lead to. Nothing of this is kept: a root may not live.
-  std::vector<PartId> reached(const torch::autograd::edge_list& edges) const;
-  void clear();
-
- private:
-  PartId received(const torch::autograd::Edge& edge) const;
-  PartId item(const torch::autograd::Edge& edge) const;
-  PartId joined(const torch::autograd::Node& node, Knowledge& knowledge);
-
-  const ContextId context_;
-  Worker& worker_;
-  mutable std::mutex mutex_;
-  std::unordered_map<torch::autograd::Node*, PartId> items_;
-  std::unordered_map<PartId, std::vector<PartId>> joints_;
-  std::map<std::vector<PartId>, PartId> joint_of_;
-};
+// The received parts of a context that these edges lead to.
+std::vector<PartId> reached(const torch::autograd::edge_list& edges, ContextId context);
 
 } // namespace dataparallel

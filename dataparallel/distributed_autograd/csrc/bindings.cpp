@@ -4,9 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "context.h"
 #include "pass.h"
-#include "threads.h"
-#include "worker.h"
 
 namespace dataparallel {
 
@@ -38,12 +37,6 @@ std::string describe(const std::exception_ptr& error) {
 
 namespace py = pybind11;
 using namespace dataparallel;
-using Tensors = std::vector<at::Tensor>;
-
-// The block of a `with` statement.
-struct OutsidePasses {
-  std::unique_ptr<NoPass> guard;
-};
 
 // Whoever waits for a lock of ours must not hold the interpreter: nodes and tensors may want it.
 using NoGil = py::call_guard<py::gil_scoped_release>;
@@ -61,7 +54,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("missing", &Pass::missing, NoGil())
       .def("failed_worker", &Pass::failed_worker, NoGil())
       .def("fail", [](Pass& pass, const std::string& text) { pass.fail(text); }, NoGil())
-      .def("id", &Pass::id)
       .def("context", &Pass::context)
       .def(
           "describe_error",
@@ -80,9 +72,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Context, std::shared_ptr<Context>>(module, "Context")
       .def("id", &Context::id)
-      .def("add_send", &Context::add_send, NoGil())
-      .def("add_receive", &Context::add_receive, NoGil())
-      .def("meet", &Context::meet, NoGil())
+      .def("send", &Context::send, NoGil())
+      .def("receive", &Context::receive, NoGil())
       .def("reached_by", &Context::reached_by, NoGil())
       .def("start", &Context::start, NoGil())
       .def("gradients", &Context::gradients, NoGil())
@@ -100,9 +91,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           NoGil())
       .def("released", &Context::released)
-      .def(
-          "news", [](Context& context, WorkerId peer) { return context.knowledge().news(peer); },
-          NoGil())
       .def(
           "learn",
           [](Context& context, const std::vector<int64_t>& news, WorkerId from) {
@@ -134,25 +122,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "release",
           [](Worker& worker, ContextId id, double timeout) { worker.release(id, timeout); },
           NoGil())
-      .def("tell_released", &Worker::tell_released, NoGil())
-      .def("debug_info", &Worker::debug_info, NoGil())
-      .def(
-          "ping",
-          [](const std::shared_ptr<Worker>& worker, WorkerId to, double timeout,
-             std::function<void(std::string)> done) {
-            notify(
-                to, {worker->id(), 0, 0, Notice::kAlive, "", {}}, timeout,
-                [done](const std::string& error) {
-                  done(error);
-                });
-          },
-          NoGil());
+      .def("debug_info", &Worker::debug_info, NoGil());
 
-  py::class_<OutsidePasses>(module, "OutsidePasses")
-      .def(py::init<>())
-      .def("__enter__", [](OutsidePasses& block) { block.guard = std::make_unique<NoPass>(); })
-      .def("__exit__", [](OutsidePasses& block, const py::args&) { block.guard.reset(); });
-  module.def("no_pass", [] { return std::make_unique<OutsidePasses>(); });
   module.def("wait_for_threads", &wait_for_threads, NoGil());
   module.def("set_process_worker", &set_process_worker, NoGil());
   module.def("current_pass", &Pass::current, NoGil());

@@ -1,10 +1,50 @@
 #include "border.h"
 
+#include <torch/csrc/utils/pybind.h>
+
+#include "context.h"
 #include "pass.h"
 
 namespace dataparallel {
 
+using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
+
+namespace {
+
+class ToContext : public torch::autograd::FunctionPreHook {
+ public:
+  explicit ToContext(AccumulateGrad& leaf) : leaf_(leaf) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    auto pass = Pass::current();
+    if (!pass) {
+      return gradients;
+    }
+    if (gradients.at(0).defined()) {
+      pass->context()->accumulate(leaf_.variable, gradients[0]);
+    }
+    return variable_list(gradients.size());
+  }
+
+  // Nothing to compile: in a compiled backward there is no pass.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  // The hook is a part of the node, so the node is there.
+  AccumulateGrad& leaf_;
+};
+
+bool has_post_accumulate_hooks(AccumulateGrad& leaf) {
+  if (!leaf.tensor_post_acc_grad_hooks()) {
+    return false;
+  }
+  // There may be none left in the dictionary.
+  const pybind11::gil_scoped_acquire gil;
+  return pybind11::len(pybind11::cast(leaf.variable).attr("_post_accumulate_grad_hooks")) > 0;
+}
+
+} // namespace
 
 Send::Send(const std::vector<at::Tensor>& tensors)
     : Node(torch::autograd::collect_next_edges(tensors)) {
@@ -27,10 +67,6 @@ Send::Send(const Send& whole, const std::vector<bool>& live) : devices_(whole.de
   set_next_edges(std::move(edges));
 }
 
-variable_list Send::apply(variable_list&& gradients) {
-  return std::move(gradients);
-}
-
 variable_list Receive::apply(variable_list&& gradients) {
   auto pass = Pass::current();
   TORCH_CHECK(
@@ -39,6 +75,24 @@ variable_list Receive::apply(variable_list&& gradients) {
       "dataparallel.distributed_autograd.backward(context_id, [loss]) instead of loss.backward()");
   pass->hand_on(*this, std::move(gradients));
   return {};
+}
+
+void collect_in_contexts(AccumulateGrad& leaf) {
+  TORCH_CHECK(
+      !has_post_accumulate_hooks(leaf),
+      "a leaf of shape ", leaf.variable.sizes(), " has hooks from "
+      "register_post_accumulate_grad_hook(), which read .grad, but distributed autograd puts its "
+      "gradient into the context: remove the hooks, and read get_gradients(context_id) after the "
+      "backward; register_hook() can change the gradient before");
+  // Two passes may reach one leaf.
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& hook : leaf.pre_hooks()) {
+    if (dynamic_cast<ToContext*>(hook.get())) {
+      return;
+    }
+  }
+  leaf.add_pre_hook(std::make_unique<ToContext>(leaf));
 }
 
 } // namespace dataparallel

@@ -1,10 +1,11 @@
-// The borders of a worker's graph: where gradients arrive from another worker, and where they leave.
+// Where a pass enters and leaves a worker's graph: the tensors that it sent, those that it
+// received, and its leaves.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include "engine.h"
 #include "messages.h"
-#include "node_pointer.h"
 
 namespace dataparallel {
 
@@ -15,11 +16,13 @@ class Send : public torch::autograd::Node {
   explicit Send(const std::vector<at::Tensor>& tensors);
   // The same without what only dead parts lead to; see Note [Live sends].
   Send(const Send& whole, const std::vector<bool>& live);
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
   std::string name() const override {
     return "dataparallel::Send";
   }
-  // What the gradient of tensor `index` must look like here.
+  // Where the gradient of tensor `index` must be.
   c10::Device device_of(size_t index) const {
     return devices_.at(index);
   }
@@ -49,7 +52,13 @@ class Receive : public torch::autograd::Node {
   MessageId message_;
 };
 
-// See Note [Gradients of leaves].
+// Note [Gradients of leaves]
+// In a distributed backward pass gradients belong to the context, never to `.grad`. Each
+// AccumulateGrad node that a pass will reach gets a hook, once, which does nothing in an ordinary
+// backward. It runs after the leaf's own pre hooks (that were there when a pass first reached it:
+// the list may not change while it is in use), adds the gradient to the context and returns an
+// undefined one, for which the node leaves `.grad` alone. It would still call the leaf's
+// post-accumulate hooks, which are written for `.grad`: a pass refuses leaves that have any.
 void collect_in_contexts(torch::autograd::AccumulateGrad& leaf);
 
 } // namespace dataparallel

@@ -1,192 +1,142 @@
 #include "context.h"
 
-#include <algorithm>
-
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "border.h"
 #include "pass.h"
-#include "streams.h"
-#include "worker.h"
 
 namespace dataparallel {
 
 using torch::autograd::AccumulateGrad;
+using torch::autograd::edge_list;
 
-Context::Context(std::shared_ptr<Worker> worker, ContextId id)
-    : worker_(std::move(worker)), id_(id), reach_(id, *worker_) {}
+// --- what is recorded
 
-MessageId Context::add_send(const std::vector<at::Tensor>& tensors) {
-  const auto message = worker_->next_number(tensors.size());
-  auto send = make_node<Send>(tensors);
-  std::vector<PartId> items(tensors.size());
-  if (receives_ > 0) {
-    items = reach_.items(send->next_edges(), knowledge_);
+std::optional<std::pair<MessageId, std::vector<int64_t>>> Context::send(
+    const std::vector<at::Tensor>& tensors,
+    WorkerId to) {
+  MessageId message = -1;
+  NodePointer node;
+  std::vector<Runs> origins(tensors.size());
+  if (!tensors.empty()) {
+    message = worker_->next_number(tensors.size());
+    node = make_node<Send>(tensors);
+    for (size_t index = 0; receives_ && index < tensors.size(); ++index) {
+      origins[index] = to_runs(reached({node->next_edge(index)}, id_));
+    }
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (released_) {
-      return -1;
+      return std::nullopt;
     }
-    sends_.emplace(message, std::move(send));
+    peers_.insert(to);
+    if (node) {
+      sends_.emplace(message, std::move(node));
+    }
   }
   for (size_t index = 0; index < tensors.size(); ++index) {
-    knowledge_.add(message + index, items[index] ? Runs{items[index], 1} : Runs(), worker_->id());
+    knowledge_.add(message + index, std::move(origins[index]), worker_->id());
   }
-  return message;
+  return std::make_pair(message, knowledge_.news(to));
 }
 
-void Context::add_receive(MessageId message, const std::vector<at::Tensor>& tensors) {
-  ++receives_;
-  NodePointer receive = make_node<Receive>(id_, message);
+void Context::receive(MessageId message, const std::vector<at::Tensor>& tensors) {
+  receives_ = true;
+  NodePointer node = make_node<Receive>(id_, message);
   for (const auto& tensor : tensors) {
-    const auto number = receive->add_input_metadata(tensor);
-    torch::autograd::impl::set_gradient_edge(tensor, {receive, number});
+    const auto number = node->add_input_metadata(tensor);
+    torch::autograd::impl::set_gradient_edge(tensor, {node, number});
   }
-}
-
-bool Context::meet(WorkerId peer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!released_) {
-    peers_.insert(peer);
-  }
-  return !released_;
 }
 
 std::unordered_map<MessageId, NodePointer> Context::sends(const std::vector<PartId>& live) const {
-  struct Found {
-    NodePointer node;
-    std::vector<bool> live;
-  };
-  std::unordered_map<MessageId, Found> found;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto part : live) {
-      if (maker(part) != worker_->id()) {
-        continue;
-      }
-      auto entry = sends_.upper_bound(part);
-      TORCH_CHECK(
-          entry != sends_.begin() &&
-              part < std::prev(entry)->first + std::prev(entry)->second->num_inputs(),
-          "worker '", worker_->name(), "' has not sent message ", part, " in context ", id_);
-      --entry;
-      auto& send = found[entry->first];
-      send.node = entry->second;
-      send.live.resize(send.node->num_inputs());
-      send.live[part - entry->first] = true;
-    }
-  }
   std::unordered_map<MessageId, NodePointer> sends;
-  for (auto& [message, send] : found) {
-    const bool whole = std::find(send.live.begin(), send.live.end(), false) == send.live.end();
-    sends.emplace(
-        message,
-        whole ? send.node
-              : NodePointer(make_node<Send>(static_cast<const Send&>(*send.node), send.live)));
+  std::unordered_map<MessageId, std::vector<bool>> parts;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto part : live) {
+    if (maker(part) != worker_->id()) {
+      continue;
+    }
+    auto entry = sends_.upper_bound(part);
+    TORCH_CHECK(
+        entry != sends_.begin() &&
+            part < std::prev(entry)->first + std::prev(entry)->second->num_inputs(),
+        "worker '", worker_->name(), "' has not sent message ", part, " in context ", id_);
+    --entry;
+    auto& chosen = parts[entry->first];
+    chosen.resize(entry->second->num_inputs());
+    chosen[part - entry->first] = true;
+  }
+  for (const auto& [message, chosen] : parts) {
+    sends.emplace(message, make_node<Send>(static_cast<const Send&>(*sends_.at(message)), chosen));
   }
   return sends;
 }
 
 std::vector<PartId> Context::reached_by(const std::vector<at::Tensor>& roots) const {
-  if (receives_ == 0) {
-    return {};
-  }
-  torch::autograd::edge_list edges;
+  edge_list edges;
   for (const auto& root : roots) {
     edges.push_back(torch::autograd::impl::gradient_edge(root));
   }
-  return reach_.reached(edges);
+  return receives_ ? reached(edges, id_) : std::vector<PartId>();
 }
+
+// --- passes
 
 std::shared_ptr<Pass> Context::start(
     const std::vector<at::Tensor>& roots,
     const std::vector<PartId>& live,
     bool retain_graph,
     double timeout) {
-  const Description description{worker_->next_number(), retain_graph, timeout, live};
-  return begin(description.to_numbers(), roots);
+  return begin(
+      Description{worker_->next_number(), retain_graph, timeout, live}.to_numbers(), roots);
 }
 
 std::shared_ptr<Pass> Context::begin(
-    const std::vector<int64_t>& numbers,
+    const std::vector<int64_t>& description,
     const std::vector<at::Tensor>& roots) {
-  const auto description = Description::from_numbers(numbers);
-  const auto id = description.pass;
-  std::shared_ptr<Pass> pass;
-  std::vector<Delivery> early;
-  {
-    std::lock_guard<std::mutex> preparing(beginning_);
-    {
-      std::lock_guard<std::mutex> lock(passes_mutex_);
-      if (passes_.count(id) || ended_.count(id)) {
-        return passes_.count(id) ? passes_.at(id) : nullptr;
-      }
-    }
-    pass = std::make_shared<Pass>(shared_from_this(), description);
-    {
-      // Before it starts: it may be over at once. What is here when the context ends is failed.
-      std::lock_guard<std::mutex> lock(passes_mutex_);
-      TORCH_CHECK(!released_, "the distributed autograd context ", id_, " has ended");
-      passes_.emplace(id, pass);
-    }
-    try {
-      pass->start(roots);
-    } catch (...) {
-      erase(id);
-      throw;
-    }
-    std::lock_guard<std::mutex> lock(passes_mutex_);
-    early = std::move(early_[id]);
-    early_.erase(id);
+  // Held while the pass is prepared: another delivery may be for it, too.
+  std::lock_guard<std::mutex> lock(passes_mutex_);
+  const PassId id = description.at(0);
+  if (ended_.count(id)) {
+    return nullptr;
   }
-  for (auto& delivery : early) {
-    pass->take(std::move(delivery));
+  if (const auto found = passes_.find(id); found != passes_.end()) {
+    return found->second;
   }
+  TORCH_CHECK(!released_, "the distributed autograd context ", id_, " has ended");
+  auto pass =
+      std::make_shared<Pass>(shared_from_this(), Description::from_numbers(description));
+  try {
+    pass->start(roots);
+  } catch (...) {
+    ended_.insert(id);
+    throw;
+  }
+  passes_.emplace(id, pass);
   return pass;
 }
 
-void Context::take(Delivery delivery) {
+void Context::take(Notice notice) {
   std::shared_ptr<Pass> pass;
-  if (!delivery.description.empty()) {
-    pass = begin(delivery.description, {});
+  if (notice.kind == Kind::kGradients) {
+    pass = begin(notice.description, {});
   } else {
-    // Prepared, or not yet known: what overtook the description waits for it.
-    std::lock_guard<std::mutex> preparing(beginning_);
     std::lock_guard<std::mutex> lock(passes_mutex_);
-    if (const auto found = passes_.find(delivery.pass); found != passes_.end()) {
+    if (const auto found = passes_.find(notice.pass); found != passes_.end()) {
       pass = found->second;
-    } else if (!ended_.count(delivery.pass)) {
-      early_[delivery.pass].push_back(std::move(delivery));
-      return;
+    } else if (notice.kind == Kind::kCancelled) {
+      ended_.insert(notice.pass);
     }
   }
   if (pass) {
-    pass->take(std::move(delivery));
-  }
-}
-
-void Context::take(const Notification& notification) {
-  std::shared_ptr<Pass> pass;
-  std::vector<Delivery> dropped;
-  {
-    std::lock_guard<std::mutex> lock(passes_mutex_);
-    if (const auto found = passes_.find(notification.pass); found != passes_.end()) {
-      pass = found->second;
-    } else if (notification.notice == Notice::kCancelled) {
-      ended_.insert(notification.pass);
-      dropped = std::move(early_[notification.pass]);
-      early_.erase(notification.pass);
-    }
-  }
-  if (pass) {
-    pass->take(notification);
+    pass->take(std::move(notice));
   }
 }
 
 void Context::erase(PassId id) {
   std::shared_ptr<Pass> pass;
-  std::vector<Delivery> dropped;
   std::lock_guard<std::mutex> lock(passes_mutex_);
   if (const auto found = passes_.find(id); found != passes_.end()) {
     pass = std::move(found->second);
@@ -203,6 +153,8 @@ std::vector<std::shared_ptr<Pass>> Context::passes() const {
   }
   return passes;
 }
+
+// --- gradients
 
 void Context::Leaf::wait() const {
   if (ready) {
@@ -240,19 +192,16 @@ at::Tensor Context::gradient(const at::Tensor& variable) const {
 }
 
 void Context::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
-  Leaf before;
-  std::lock_guard<std::mutex> lock(gradients_mutex_);
-  auto* key = variable.unsafeGetTensorImpl();
-  if (const auto found = leaves_.find(key); found != leaves_.end()) {
-    before = std::move(found->second);
-    leaves_.erase(found);
-  }
-  if (!gradient.defined()) {
-    return;
-  }
+  // What is replaced is dropped after the lock: tensors may want the interpreter.
   Leaf leaf{variable, std::move(gradient), std::nullopt};
-  leaf.mark();
-  leaves_.emplace(key, std::move(leaf));
+  std::lock_guard<std::mutex> lock(gradients_mutex_);
+  auto& place = leaves_[variable.unsafeGetTensorImpl()];
+  std::swap(place, leaf);
+  if (place.gradient.defined()) {
+    place.mark();
+  } else {
+    leaves_.erase(variable.unsafeGetTensorImpl());
+  }
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
@@ -270,7 +219,6 @@ std::unordered_set<WorkerId> Context::release() {
   // Dropped after the locks are: nodes and tensors may want the interpreter.
   decltype(sends_) sends;
   decltype(leaves_) leaves;
-  decltype(early_) early;
   decltype(passes_) passes;
   std::unordered_set<WorkerId> others;
   {
@@ -281,7 +229,6 @@ std::unordered_set<WorkerId> Context::release() {
   }
   {
     std::lock_guard<std::mutex> lock(passes_mutex_);
-    early.swap(early_);
     passes.swap(passes_);
   }
   for (const auto& entry : passes) {
@@ -291,10 +238,154 @@ std::unordered_set<WorkerId> Context::release() {
     std::lock_guard<std::mutex> lock(gradients_mutex_);
     leaves.swap(leaves_);
   }
-  reach_.clear();
   others.merge(knowledge_.senders());
   others.erase(worker_->id());
   return others;
+}
+
+// --- workers
+
+namespace {
+
+// How many ends of contexts a worker remembers.
+constexpr size_t kRemembered = 4096;
+// Seconds that word of the end of a context may take where nobody says.
+constexpr double kTelling = 60;
+// One counter for the process, so that a worker made anew does not repeat numbers.
+std::atomic<int64_t> counter{0};
+
+std::mutex process_worker_mutex;
+std::shared_ptr<Worker> of_process;
+
+} // namespace
+
+std::shared_ptr<Worker> process_worker() {
+  std::lock_guard<std::mutex> lock(process_worker_mutex);
+  TORCH_CHECK(
+      of_process,
+      "this process takes no part in distributed autograd: it has not imported "
+      "dataparallel.distributed_autograd, or its RPC was shut down");
+  return of_process;
+}
+
+void set_process_worker(std::shared_ptr<Worker> worker) {
+  {
+    std::lock_guard<std::mutex> lock(process_worker_mutex);
+    of_process.swap(worker);
+  }
+  if (worker) {
+    worker->close();
+  }
+}
+
+int64_t Worker::next_number(int64_t count) {
+  return (id_ << kCounterBits) | (counter.fetch_add(count) + 1);
+}
+
+std::shared_ptr<Context> Worker::new_context() {
+  end_overdue_passes();
+  auto context = obtain(next_number());
+  TORCH_CHECK(context, "worker '", name_, "' is closed");
+  return context;
+}
+
+std::shared_ptr<Context> Worker::obtain(ContextId id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_ || released_.count(id)) {
+    return nullptr;
+  }
+  auto& context = contexts_[id];
+  if (!context) {
+    context = std::make_shared<Context>(shared_from_this(), id);
+  }
+  return context;
+}
+
+std::shared_ptr<Context> Worker::find(ContextId id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = contexts_.find(id);
+  return found == contexts_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Context> Worker::forget(ContextId id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (released_.insert(id).second) {
+    released_order_.push_back(id);
+  }
+  if (released_order_.size() > kRemembered) {
+    released_.erase(released_order_.front());
+    released_order_.pop_front();
+  }
+  auto entry = contexts_.extract(id);
+  return entry ? std::move(entry.mapped()) : nullptr;
+}
+
+void Worker::release(ContextId id, double timeout, WorkerId told_by) {
+  const auto context = forget(id);
+  if (!context) {
+    return;
+  }
+  for (const auto peer : context->release()) {
+    if (peer != told_by) {
+      post(peer, {Kind::kReleased, id_, id}, timeout);
+    }
+  }
+}
+
+void Worker::close() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  }
+  for (const auto& context : contexts()) {
+    forget(context->id());
+    context->release();
+  }
+}
+
+std::vector<std::shared_ptr<Context>> Worker::contexts() const {
+  std::vector<std::shared_ptr<Context>> contexts;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& entry : contexts_) {
+    contexts.push_back(entry.second);
+  }
+  return contexts;
+}
+
+void Worker::take(Notice notice) {
+  if (notice.kind == Kind::kReleased) {
+    release(notice.context, kTelling, notice.sender);
+    return;
+  }
+  const auto context = find(notice.context);
+  TORCH_CHECK(
+      context || notice.kind != Kind::kGradients, "worker '", name_,
+      "' has no distributed autograd context ", notice.context, ": it has ended");
+  if (context) {
+    context->take(std::move(notice));
+  }
+}
+
+std::unordered_map<std::string, int64_t> Worker::debug_info() {
+  end_overdue_passes();
+  const auto open = contexts();
+  int64_t passes = 0;
+  for (const auto& context : open) {
+    passes += static_cast<int64_t>(context->passes().size());
+  }
+  return {
+      {"num_current_backward_passes", passes},
+      {"num_autograd_contexts", static_cast<int64_t>(open.size())}};
+}
+
+void Worker::end_overdue_passes() {
+  for (const auto& context : contexts()) {
+    for (const auto& pass : context->passes()) {
+      if (pass->overdue()) {
+        pass->fail("the backward pass did not end in time");
+      }
+    }
+  }
 }
 
 } // namespace dataparallel

@@ -1,19 +1,23 @@
-// One distributed autograd context, as one worker has it.
+// Workers, the processes that take part in distributed autograd, and their contexts.
 #pragma once
 
+#include <deque>
 #include <map>
 
 #include <c10/core/Event.h>
 
 #include "ancestry.h"
+#include "engine.h"
 
 namespace dataparallel {
 
 class Pass;
+class Worker;
 
+// One distributed autograd context, as one worker has it.
 class Context : public std::enable_shared_from_this<Context> {
  public:
-  Context(std::shared_ptr<Worker> worker, ContextId id);
+  Context(std::shared_ptr<Worker> worker, ContextId id) : worker_(std::move(worker)), id_(id) {}
 
   ContextId id() const {
     return id_;
@@ -25,17 +29,17 @@ class Context : public std::enable_shared_from_this<Context> {
     return knowledge_;
   }
 
-  // Record that these tensors, all of which require grad, are sent. Negative, and nothing
-  // recorded, once the context was released.
-  MessageId add_send(const std::vector<at::Tensor>& tensors);
+  // Record a message to a worker with these tensors, all of which require grad, and that the
+  // worker takes part. Its number, negative without tensors, and what the worker is to learn; or
+  // nothing once the context has ended.
+  std::optional<std::pair<MessageId, std::vector<int64_t>>> send(
+      const std::vector<at::Tensor>& tensors,
+      WorkerId to);
   // Give tensors that arrived with a message their gradient function.
-  void add_receive(MessageId message, const std::vector<at::Tensor>& tensors);
-  // Remember that `peer` takes part in the context, so that it is told when the context ends;
-  // false if it has ended.
-  bool meet(WorkerId peer);
-  // The sends of those of these parts that are of this worker's messages.
+  void receive(MessageId message, const std::vector<at::Tensor>& tensors);
+  // Those of these parts' messages that this worker sent.
   std::unordered_map<MessageId, NodePointer> sends(const std::vector<PartId>& live) const;
-  // What the roots were computed from: parts and joints.
+  // The received parts that the roots were computed from.
   std::vector<PartId> reached_by(const std::vector<at::Tensor>& roots) const;
 
   // Start a pass whose roots are here.
@@ -44,8 +48,7 @@ class Context : public std::enable_shared_from_this<Context> {
       const std::vector<PartId>& live,
       bool retain_graph,
       double timeout);
-  void take(Delivery delivery);
-  void take(const Notification& notification);
+  void take(Notice notice);
   void erase(PassId pass);
   std::vector<std::shared_ptr<Pass>> passes() const;
 
@@ -74,6 +77,7 @@ class Context : public std::enable_shared_from_this<Context> {
     // Note that it is there once that stream has come this far.
     void mark();
   };
+  // The pass of this description, started where it is new; null once it has ended.
   std::shared_ptr<Pass> begin(
       const std::vector<int64_t>& description,
       const std::vector<at::Tensor>& roots);
@@ -81,25 +85,72 @@ class Context : public std::enable_shared_from_this<Context> {
   const std::shared_ptr<Worker> worker_;
   const ContextId id_;
   Knowledge knowledge_;
-  Reach reach_;
   std::atomic<bool> released_{false};
-  std::atomic<int64_t> receives_{0};
+  std::atomic<bool> receives_{false};
 
   mutable std::mutex mutex_;
   // Ordered, to find the message of a part.
   std::map<MessageId, NodePointer> sends_;
   std::unordered_set<WorkerId> peers_;
 
-  // Held while a pass is prepared, so that it is prepared once.
-  std::mutex beginning_;
   mutable std::mutex passes_mutex_;
   std::unordered_map<PassId, std::shared_ptr<Pass>> passes_;
-  std::unordered_map<PassId, std::vector<Delivery>> early_;
   std::unordered_set<PassId> ended_;
 
   // Guards the gradients; a sum is computed under it, so two passes add one after the other.
   mutable std::mutex gradients_mutex_;
   std::unordered_map<at::TensorImpl*, Leaf> leaves_;
 };
+
+class Worker : public std::enable_shared_from_this<Worker> {
+ public:
+  Worker(std::string name, WorkerId id) : name_(std::move(name)), id_(id) {}
+
+  const std::string& name() const {
+    return name_;
+  }
+  WorkerId id() const {
+    return id_;
+  }
+  // The first of `count` numbers that nothing else has.
+  int64_t next_number(int64_t count = 1);
+
+  std::shared_ptr<Context> new_context();
+  // The context with this number, made where it is new; null once it was released or all were.
+  std::shared_ptr<Context> obtain(ContextId id);
+  // The same, but null where it is unknown.
+  std::shared_ptr<Context> find(ContextId id) const;
+  // Release a context here and on all workers that are known to take part in it, but for the one
+  // that said so.
+  void release(ContextId id, double timeout, WorkerId told_by = -1);
+  // Release every context here, without a word to the others, and take part in none any more.
+  void close();
+
+  void take(Notice notice);
+
+  // What is under way, by torch's names.
+  std::unordered_map<std::string, int64_t> debug_info();
+
+ private:
+  // Let go of a context; null where it is unknown. It is not made anew.
+  std::shared_ptr<Context> forget(ContextId id);
+  std::vector<std::shared_ptr<Context>> contexts() const;
+  void end_overdue_passes();
+
+  const std::string name_;
+  const WorkerId id_;
+
+  mutable std::mutex mutex_;
+  bool closed_ = false;
+  std::unordered_map<ContextId, std::shared_ptr<Context>> contexts_;
+  // Late messages must not make a context anew.
+  std::unordered_set<ContextId> released_;
+  std::deque<ContextId> released_order_;
+};
+
+// The worker that this process is; an error where there is none.
+std::shared_ptr<Worker> process_worker();
+// Let another worker, or none, be that one; what was it before is closed.
+void set_process_worker(std::shared_ptr<Worker> worker);
 
 } // namespace dataparallel

@@ -4,10 +4,6 @@
 
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
-#include "streams.h"
-#include "threads.h"
-#include "worker.h"
-
 namespace dataparallel {
 
 using torch::autograd::AccumulateGrad;
@@ -20,8 +16,38 @@ using torch::autograd::ReadyQueue;
 
 namespace {
 
-// Nothing else uses this slot in a process with Python: it is for runtimes on phones.
-const auto kSlot = c10::DebugInfoKind::MOBILE_RUNTIME_INFO;
+// Passes that run, by the ids of their tasks.
+std::mutex running_mutex;
+std::unordered_map<int, std::weak_ptr<Pass>> running_passes;
+
+// Enter every node that can be reached from `roots` into a task.
+void count_dependencies(GraphTask& task, const std::vector<NodePointer>& roots) {
+  std::vector<Node*> queue;
+  const auto visit = [&](Node* node) {
+    if (task.nodes_in_graph_.insert(node).second) {
+      // Every node is needed. An entry for each, instead of none at all, is what makes a
+      // re-entrant checkpoint refuse to run: its inner backward would write to `.grad`.
+      task.exec_info_[node].needed_ = true;
+      queue.push_back(node);
+    }
+  };
+  for (const auto& root : roots) {
+    visit(root.get());
+  }
+  while (!queue.empty()) {
+    auto* node = queue.back();
+    queue.pop_back();
+    if (auto* leaf = dynamic_cast<AccumulateGrad*>(node)) {
+      collect_in_contexts(*leaf);
+    }
+    for (const auto& edge : node->next_edges()) {
+      if (auto* next = edge.function.get()) {
+        task.dependencies_[next] += 1;
+        visit(next);
+      }
+    }
+  }
+}
 
 } // namespace
 
@@ -60,18 +86,18 @@ Pass::Pass(std::shared_ptr<Context> context, Description description)
 }
 
 std::shared_ptr<Pass> Pass::current() {
-  const auto* info = static_cast<CurrentPass*>(c10::ThreadLocalDebugInfo::get(kSlot));
-  return info ? info->pass.lock() : nullptr;
+  const auto id = torch::autograd::get_current_graph_task_id();
+  std::lock_guard<std::mutex> lock(running_mutex);
+  const auto found = running_passes.find(id);
+  return found == running_passes.end() ? nullptr : found->second.lock();
 }
 
-NoPass::NoPass() : guard_(kSlot, std::make_shared<CurrentPass>(std::weak_ptr<Pass>())) {}
-
 bool Pass::is_root() const {
-  return description_.root() == context_->worker().id();
+  return root() == context_->worker().id();
 }
 
 void Pass::start(const std::vector<at::Tensor>& roots) {
-  const auto sends = context_->sends(description_.live);
+  auto sends = context_->sends(description_.live);
   torch::autograd::edge_list edges;
   torch::autograd::variable_list gradients;
   for (const auto& root : roots) {
@@ -79,63 +105,28 @@ void Pass::start(const std::vector<at::Tensor>& roots) {
     gradients.push_back(at::ones_like(root, LEGACY_CONTIGUOUS_MEMORY_FORMAT));
   }
   NodePointer root = make_node<GraphRoot>(std::move(edges), std::move(gradients));
-
-  const c10::DebugInfoGuard guard(kSlot, std::make_shared<CurrentPass>(weak_from_this()));
-  auto task = make_graph_task(description_.retain_graph, queue_);
-  task->outstanding_tasks_ = sends.size();
-  stash_current_streams(*task);
-  std::exception_ptr error;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    task_ = task;
-    awaited_ = sends;
-    error = error_;
-  }
   std::vector<NodePointer> begins{root};
   for (const auto& send : sends) {
     begins.push_back(send.second);
   }
+  auto task = make_graph_task(description_.retain_graph, queue_);
+  task->outstanding_tasks_ = sends.size();
   count_dependencies(*task, begins);
-  if (error) {
-    fail_graph_task(task, queue_, error);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    task_ = task;
+    awaited_ = std::move(sends);
   }
-  run_in_thread([pass = shared_from_this(), task, root = std::move(root)]() mutable {
-    pass->run(std::move(task), std::move(root));
+  {
+    std::lock_guard<std::mutex> lock(running_mutex);
+    running_passes.emplace(id_of(task), weak_from_this());
+  }
+  run_in_thread([pass = shared_from_this(), task = std::move(task), root]() mutable {
+    pass->run(std::exchange(task, nullptr), std::move(root));
   });
 }
 
-void Pass::count_dependencies(GraphTask& task, const std::vector<NodePointer>& roots) {
-  std::vector<Node*> queue;
-  const auto visit = [&](Node* node) {
-    if (task.nodes_in_graph_.insert(node).second) {
-      // Every node is needed. An entry for each, instead of none at all, is what makes a
-      // re-entrant checkpoint refuse to run: its inner backward would write to `.grad`.
-      task.exec_info_[node].needed_ = true;
-      queue.push_back(node);
-    }
-  };
-  for (const auto& root : roots) {
-    visit(root.get());
-  }
-  while (!queue.empty()) {
-    auto* node = queue.back();
-    queue.pop_back();
-    if (node->num_outputs() == 0) {
-      if (auto* leaf = dynamic_cast<AccumulateGrad*>(node)) {
-        collect_in_contexts(*leaf);
-      }
-      continue;
-    }
-    for (const auto& edge : node->next_edges()) {
-      if (auto* next = edge.function.get()) {
-        task.dependencies_[next] += 1;
-        visit(next);
-      }
-    }
-  }
-}
-
-void Pass::run(Task task, NodePointer root) {
+void Pass::run(const Task& task, NodePointer root) {
   std::exception_ptr error;
   try {
     run_graph_task(task, queue_, std::move(root));
@@ -145,23 +136,14 @@ void Pass::run(Task task, NodePointer root) {
   if (!error && task->future_result_->hasError()) {
     error = task->future_result_->exception_ptr();
   }
-  task.reset();
+  {
+    std::lock_guard<std::mutex> lock(running_mutex);
+    running_passes.erase(id_of(task));
+  }
   finish(error);
 }
 
 void Pass::finish(std::exception_ptr error) {
-  std::vector<at::Tensor> lent;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& entry : lent_) {
-      entry.second.depth = 1;
-      lent.push_back(entry.second.variable);
-    }
-  }
-  // What a hook that failed has left behind.
-  for (const auto& variable : lent) {
-    take_back(variable);
-  }
   if (error) {
     fail(error);
   }
@@ -170,12 +152,8 @@ void Pass::finish(std::exception_ptr error) {
   Task task;
   decltype(awaited_) awaited;
   bool failed;
-  bool handed_over;
-  std::vector<WorkerId> finished{context_->worker().id()};
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    handed_over = handed_over_;
-    finished.insert(finished.end(), finished_.begin(), finished_.end());
     task.swap(task_);
     awaited.swap(awaited_);
     failed = error_ != nullptr;
@@ -183,26 +161,24 @@ void Pass::finish(std::exception_ptr error) {
   task.reset();
   awaited.clear();
   if (!is_root() || failed) {
-    context_->erase(id());
+    context_->erase(description_.pass);
   }
-  if (!is_root() && !failed && !handed_over) {
-    send(description_.root(), Notice::kFinished, "", finished);
+  if (!is_root() && !failed) {
+    tell(root(), Kind::kFinished);
   }
-  settle({context_->worker().id()});
+  settle(context_->worker().id());
 }
 
-void Pass::settle(const std::vector<WorkerId>& workers) {
+void Pass::settle(WorkerId worker) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto worker : workers) {
-      missing_.erase(worker);
-    }
+    missing_.erase(worker);
     if (!missing_.empty() || over_) {
       return;
     }
   }
   // Before the caller sees the end, nothing of the pass may be left.
-  context_->erase(id());
+  context_->erase(description_.pass);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
@@ -232,18 +208,16 @@ void Pass::fail(std::exception_ptr error, WorkerId worker) {
     fail_graph_task(task, queue_, error);
   }
   if (!is_root()) {
-    send(description_.root(), Notice::kFailed, describe(error));
+    tell(root(), Kind::kFailed, describe(error));
     return;
   }
   const auto& own = context_->worker();
-  if (!others.count(own.id())) {
+  if (!others.erase(own.id())) {
     // Its own part has ended before, so nothing else will.
-    context_->erase(id());
+    context_->erase(description_.pass);
   }
   for (const auto to : others) {
-    if (to != own.id()) {
-      send(to, Notice::kCancelled, "worker '" + own.name() + "' cancelled it");
-    }
+    tell(to, Kind::kCancelled, "worker '" + own.name() + "' cancelled it");
   }
 }
 
@@ -280,9 +254,19 @@ double Pass::patience() const {
   return description_.timeout > 0 ? description_.timeout + kMore : 0;
 }
 
-void Pass::take(Delivery delivery) {
-  const auto message = delivery.message;
-  auto& gradients = delivery.gradients;
+void Pass::take(Notice notice) {
+  if (notice.kind == Kind::kCancelled) {
+    fail(notice.text);
+    return;
+  }
+  if (notice.kind == Kind::kFailed) {
+    fail(notice.text, notice.sender);
+    return;
+  }
+  if (notice.kind == Kind::kFinished) {
+    settle(notice.sender);
+    return;
+  }
   NodePointer node;
   Task task;
   {
@@ -290,21 +274,18 @@ void Pass::take(Delivery delivery) {
     if (error_) {
       return;
     }
-    const auto found = awaited_.find(message);
+    auto entry = awaited_.extract(notice.message);
     TORCH_CHECK(
-        found != awaited_.end(), "worker '", context_->worker().name(),
-        "' does not await gradients for message ", message);
-    TORCH_CHECK(arrived_.insert(message).second, "gradients for message ", message, " came twice");
-    if (!is_root()) {
-      finished_.insert(finished_.end(), delivery.finished.begin(), delivery.finished.end());
-      delivery.finished.clear();
-    }
-    node = found->second;
+        entry, "worker '", context_->worker().name(), "' does not await gradients for message ",
+        notice.message);
+    node = std::move(entry.mapped());
     task = task_;
   }
+  auto& gradients = notice.gradients;
   TORCH_CHECK(
-      gradients.size() == node->num_inputs(), "message ", message, " had ", node->num_inputs(),
-      " tensors that require grad, and ", gradients.size(), " gradients arrived for it");
+      gradients.size() == node->num_inputs(), "message ", notice.message, " had ",
+      node->num_inputs(), " tensors that require grad, and ", gradients.size(),
+      " gradients arrived for it");
   const auto& send = static_cast<Send&>(*node);
   InputBuffer buffer(gradients.size());
   for (size_t index = 0; index < gradients.size(); ++index) {
@@ -316,7 +297,6 @@ void Pass::take(Delivery delivery) {
     }
   }
   queue_->push(NodeTask(task, node, std::move(buffer)), /*incrementOutstandingTasks=*/false);
-  settle(delivery.finished);
 }
 
 void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
@@ -331,77 +311,28 @@ void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
       "began; received tensors belong to the context that they came with");
   const auto to = maker(message);
   auto& worker = context_->worker();
-  Delivery delivery{worker.id(), context_->id(), id(), message, std::move(gradients), {}, {}};
+  Notice notice{Kind::kGradients, worker.id(), context_->id(), description_.pass};
+  notice.message = message;
+  notice.gradients = std::move(gradients);
+  notice.description = description_.to_numbers();
   if (to == worker.id()) {
-    context_->take(std::move(delivery));
+    context_->take(std::move(notice));
     return;
   }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (told_.insert(to).second) {
-      delivery.description = description_.to_numbers();
-    }
-  }
-  if (!is_root() && ends_with(receive)) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    finished_.push_back(worker.id());
-    delivery.finished.swap(finished_);
-    handed_over_ = true;
-  }
-  worker.message_left();
   auto done = [pass = shared_from_this(), to](const std::string& error) {
-    auto& worker = pass->context_->worker();
-    worker.message_arrived();
     if (!error.empty()) {
       pass->fail(
-          "worker '" + worker.name() + "' could not hand gradients to worker '" +
+          "worker '" + pass->context_->worker().name() + "' could not hand gradients to worker '" +
               worker_name(to) + "': " + error,
           to);
     }
   };
-  deliver(to, std::move(delivery), patience(), std::move(done));
+  post(to, std::move(notice), patience(), std::move(done));
 }
 
-bool Pass::ends_with(const Node& leaf) {
-  Task task;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    task = task_;
-  }
-  if (!task || task->outstanding_tasks_ != 1 || !leaf.post_hooks().empty()) {
-    return false;
-  }
-  std::lock_guard<std::mutex> lock(task->final_callbacks_lock_);
-  return task->final_callbacks_.empty();
-}
-
-void Pass::take(const Notification& notification) {
-  if (notification.notice == Notice::kCancelled) {
-    fail(notification.text);
-    return;
-  }
-  if (notification.notice == Notice::kFailed) {
-    fail(notification.text, notification.sender);
-  }
-  settle(notification.finished);
-}
-
-void Pass::send(
-    WorkerId to,
-    Notice notice,
-    const std::string& text,
-    std::vector<WorkerId> finished) {
-  auto& worker = context_->worker();
-  worker.message_left();
-  auto done = [owner = worker.shared_from_this()](const std::string&) {
-    // Where the other side is gone there is nobody to tell; the root finds that out by itself.
-    owner->message_arrived();
-  };
-  notify(
-      to,
-      {worker.id(), context_->id(), id(), notice, text, std::move(finished)},
-      patience(),
-      std::move(done));
+void Pass::tell(WorkerId to, Kind kind, std::string text) {
+  Notice notice{kind, context_->worker().id(), context_->id(), description_.pass, std::move(text)};
+  post(to, std::move(notice), patience());
 }
 
 } // namespace dataparallel

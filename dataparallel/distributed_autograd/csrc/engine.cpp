@@ -1,14 +1,18 @@
-#include "torch_engine.h"
+#include "engine.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 
 #include <ATen/DeviceAccelerator.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/pybind11.h>
 
 // See Note [Driving torch's engine].
 namespace torch::autograd {
 
 namespace {
-// The engine numbers its own tasks from zero.
-std::atomic<uint64_t> next_task_id{uint64_t{1} << 62};
+// The engine numbers its own tasks from zero, and shows ids as int: these are negative.
+std::atomic<uint64_t> next_task_id{uint64_t{1} << 31};
 } // namespace
 
 GraphTask::GraphTask(
@@ -81,18 +85,7 @@ struct EngineMembers : Engine {
   using Engine::init_local_ready_queue;
 };
 
-} // namespace
-
-std::shared_ptr<GraphTask> make_graph_task(bool keep_graph, std::shared_ptr<ReadyQueue> queue) {
-  return std::make_shared<GraphTask>(
-      keep_graph,
-      /*grad_mode=*/false,
-      /*reentrant_depth=*/0,
-      std::move(queue),
-      c10::SmallVector<torch::autograd::Node*, 4>{},
-      /*exit_on_error=*/true);
-}
-
+// Keep the streams that are current here.
 void stash_current_streams(GraphTask& task) {
   const auto accelerator = at::getAccelerator(/*checked=*/false);
   if (!accelerator.has_value()) {
@@ -115,10 +108,53 @@ void stash_current_streams(GraphTask& task) {
   }
 }
 
-void run_graph_task(
-    const std::shared_ptr<GraphTask>& task,
-    const std::shared_ptr<ReadyQueue>& queue,
-    NodePointer root) {
+// How many jobs run.
+struct Running {
+  std::mutex mutex;
+  std::condition_variable changed;
+  size_t jobs = 0;
+
+  void add(int change) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      jobs += change;
+    }
+    changed.notify_all();
+  }
+};
+
+// Never destroyed: a thread may outlive the objects of the process.
+Running& running() {
+  static auto* running = new Running();
+  return *running;
+}
+
+} // namespace
+
+std::optional<c10::Stream> current_stream(const c10::Device& device) {
+  if (device.is_cpu()) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+Task make_graph_task(bool keep_graph, Queue queue) {
+  auto task = std::make_shared<GraphTask>(
+      keep_graph,
+      /*grad_mode=*/false,
+      /*reentrant_depth=*/0,
+      std::move(queue),
+      c10::SmallVector<torch::autograd::Node*, 4>{},
+      /*exit_on_error=*/true);
+  stash_current_streams(*task);
+  return task;
+}
+
+int id_of(const Task& task) {
+  return static_cast<int>(task->id_);
+}
+
+void run_graph_task(const Task& task, const Queue& queue, NodePointer root) {
   auto& engine = Engine::get_default_engine();
   (engine.*&EngineMembers::init_local_ready_queue)(queue);
   engine.execute_with_graph_task(task, std::move(root), InputBuffer(0));
@@ -126,18 +162,35 @@ void run_graph_task(
   (engine.*&EngineMembers::init_local_ready_queue)(std::make_shared<ReadyQueue>());
 }
 
-bool fail_graph_task(
-    const std::shared_ptr<GraphTask>& task,
-    const std::shared_ptr<ReadyQueue>& queue,
-    std::exception_ptr error) {
+void fail_graph_task(const Task& task, const Queue& queue, std::exception_ptr error) {
   task->has_error_ = true;
-  const bool first = !task->future_completed_.exchange(true);
-  if (first) {
+  if (!task->future_completed_.exchange(true)) {
     task->future_result_->setError(std::move(error));
   }
   // The owner may be asleep in its queue: an empty task makes it look at the future.
   queue->push(NodeTask(task, NodePointer(), InputBuffer(0)));
-  return first;
+}
+
+void run_in_thread(std::function<void()> job) {
+  running().add(1);
+  std::thread([job = std::move(job)]() mutable {
+    {
+      // One state of the interpreter for the thread's life, as torch's own engine threads have:
+      // an error that Python code raised belongs to it until the engine has kept it.
+      const pybind11::gil_scoped_acquire gil;
+      const pybind11::gil_scoped_release no_gil;
+      job();
+      job = nullptr;
+    }
+    running().add(-1);
+  }).detach();
+}
+
+bool wait_for_threads(double seconds) {
+  auto& threads = running();
+  std::unique_lock<std::mutex> lock(threads.mutex);
+  return threads.changed.wait_for(
+      lock, std::chrono::duration<double>(seconds), [&] { return threads.jobs == 0; });
 }
 
 } // namespace dataparallel

@@ -1,34 +1,39 @@
-"""Values that stay on the worker that made them."""
+"""Values that stay on the worker that made them.
+
+A value is a ``concurrent.futures.Future`` on its owner; torch's own reference names it and keeps it
+alive. In each call the reference comes last: torch counts a reference as sent when it is pickled,
+so what cannot be pickled has to fail before.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed.rpc as torch_rpc
+from torch.distributed.rpc.functions import async_execution
+from torch.distributed.rpc.internal import RemoteException
 
-from dataparallel import torch_internals
-from dataparallel.distributed_autograd.calls import rpc_async, rpc_sync
-from dataparallel.distributed_autograd.endpoint import (
+from dataparallel.distributed_autograd.calls import (
     Endpoint,
     checked_timeout,
     current_endpoint,
-)
-from dataparallel.distributed_autograd.remote_value import (
-    Failure,
-    RemoteValue,
-    fail,
-    held,
-    invoke,
-    make,
-    thrown,
+    expect_future,
+    is_async,
+    rpc_async,
+    rpc_sync,
 )
 
 T = TypeVar("T")
+
+_Held = concurrent.futures.Future
 
 
 class RRef(Generic[T]):
@@ -64,7 +69,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self._refer_to(_hold(current_endpoint().worker.id()))
-        held(self._reference).fill(value)
+        _held(self._reference).set_result(value)
 
     def _refer_to(self, reference: Any) -> None:
         self._reference = reference
@@ -89,14 +94,14 @@ class RRef(Generic[T]):
         return self._reference.owner()
 
     def owner_name(self) -> str:
-        """The name of the worker that owns the value.
+        """The name of the worker that owns the value, as it was given to ``init_rpc``.
 
         Example::
 
             print(RRef(torch.ones(3)).owner_name())
 
         Returns:
-            The name, as it was given to ``init_rpc``.
+            The name.
         """
         return str(self.owner().name)
 
@@ -151,16 +156,14 @@ class RRef(Generic[T]):
                 f"worker '{current_endpoint().worker.name()}' does not own this value, worker "
                 f"'{self.owner_name()}' does: call to_here() for a copy"
             )
-        given = checked_timeout(timeout)
-        seconds = current_endpoint().default_timeout() if given is None else given
-        settled = held(self._reference).settled
-        concurrent.futures.wait([settled], seconds or None)
-        if not settled.done():
+        seconds = checked_timeout(timeout)
+        held = _held(self._reference)
+        if not concurrent.futures.wait([held], seconds or None).done:
             raise TimeoutError(
                 f"the value on worker '{self.owner_name()}' is not there after {seconds:g} s: the "
                 "function that makes it has not ended"
             )
-        return cast(T, thrown(settled.result()))
+        return cast(T, held.result())
 
     def to_here(self, timeout: float | None = None) -> T:
         """Copy the value to this worker; the owner gets the value itself.
@@ -185,12 +188,13 @@ class RRef(Generic[T]):
         Raises:
             RuntimeError: The owner did not answer in time, or is lost.
             TimeoutError: This worker is the owner, and the value is not there in time.
-            Exception: That function raised this on the owner; the text has its traceback.
+            Exception: The function that should make it raised an error on the owner; it is raised
+                as :func:`rpc_sync` raises those of functions.
         """
         if self.is_owner():
             return self.local_value(timeout)
         call: tuple[Any, ...] = ("", (), {}, self._reference)
-        return cast(T, thrown(rpc_sync(self.owner(), invoke, call, None, timeout)))
+        return cast(T, rpc_sync(self.owner(), _invoke, call, None, timeout))
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner, and wait for the results.
@@ -207,7 +211,7 @@ class RRef(Generic[T]):
         Returns:
             An object whose methods are those of the value. In a context their calls are recorded.
         """
-        return _Methods(functools.partial(_call_sync, self._reference, timeout))
+        return _Methods(rpc_sync, self._reference, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner without waiting.
@@ -219,14 +223,12 @@ class RRef(Generic[T]):
             outputs = torch.futures.wait_all(futures)
 
         Args:
-            timeout: Seconds that a call may take. 0: no limit. Default: the ``rpc_timeout`` of
-                ``init_rpc``.
+            timeout: As of :meth:`rpc_sync`.
 
         Returns:
-            An object whose methods are those of the value, and return ``torch.futures.Future``. In
-            a context their calls are recorded.
+            An object whose methods are those of the value, and return ``torch.futures.Future``.
         """
-        return _Methods(functools.partial(_call_async, self._reference, timeout))
+        return _Methods(rpc_async, self._reference, timeout)
 
     def remote(self, timeout: float | None = None) -> Any:
         """Call methods of the value on its owner, and leave the results there.
@@ -238,14 +240,12 @@ class RRef(Generic[T]):
             total = hidden.rpc_sync().sum()
 
         Args:
-            timeout: Seconds that a call may take. 0: no limit. Default: the ``rpc_timeout`` of
-                ``init_rpc``.
+            timeout: As of :meth:`rpc_sync`.
 
         Returns:
-            An object whose methods are those of the value, and return ``RRef``. In a context their
-            calls are recorded.
+            An object whose methods are those of the value, and return ``RRef``.
         """
-        return _Methods(functools.partial(_call_remote, self._reference, timeout))
+        return _Methods(remote, self._reference, timeout)
 
 
 def remote(
@@ -269,7 +269,7 @@ def remote(
 
     Args:
         to: The worker: its name, its id, or torch's ``WorkerInfo``. It may be the calling one.
-        func: The function, one that can be pickled. If it is decorated with
+        func: The function, as for :func:`rpc_async`. If it is decorated with
             ``torch.distributed.rpc.functions.async_execution``, the value is what its future gets.
         args: Its arguments, with tensors and references anywhere in them. Default: none.
         kwargs: Its arguments by name. Default: none.
@@ -281,15 +281,16 @@ def remote(
         used.
 
     Raises:
+        TypeError: ``func`` cannot be called.
         ValueError: There is no such worker.
         RuntimeError: This process is no worker: ``torch.distributed.rpc.init_rpc`` was not called.
     """
     if not callable(func):
-        raise TypeError(f"func must be a function, not {type(func).__name__}")
+        raise TypeError(f"func must be callable, not {type(func).__name__}")
     endpoint = current_endpoint()
     reference = _hold(endpoint.resolve(to))
     call = (func, tuple(args or ()), dict(kwargs or {}), reference)
-    made = rpc_async(to, make, call, None, timeout)
+    made = rpc_async(to, _make, call, None, timeout)
     made.add_done_callback(functools.partial(_tell_owner, endpoint, reference))
     return around(reference)
 
@@ -301,13 +302,27 @@ def around(reference: Any) -> RRef[Any]:
     return rref
 
 
+class _Methods:
+    """Has every method that the value of a reference may have."""
+
+    def __init__(self, call: Callable[..., Any], reference: Any, timeout: float | None) -> None:
+        self.__call, self.__reference, self.__timeout = call, reference, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            call = (name, args, kwargs, self.__reference)
+            return self.__call(self.__reference.owner(), _invoke, call, None, self.__timeout)
+
+        return method
+
+
 def _hold(to: int) -> Any:
-    """Make an empty ``RemoteValue`` on a worker; torch's ``RRef`` names it and keeps it alive."""
+    """Make the place of a value on a worker, and torch's reference to it."""
     endpoint = current_endpoint()
     if to == endpoint.worker.id():
-        return torch_rpc.RRef(RemoteValue())
+        return torch_rpc.RRef(_Held())
     # A worker of a trusted network, see docs/security.md.
-    return torch_rpc.remote(endpoint.agent.get_worker_info(to), RemoteValue)
+    return torch_rpc.remote(endpoint.agent.get_worker_info(to), _Held)
 
 
 def _tell_owner(endpoint: Endpoint, reference: Any, made: torch.futures.Future[None]) -> None:
@@ -315,38 +330,107 @@ def _tell_owner(endpoint: Endpoint, reference: Any, made: torch.futures.Future[N
     try:
         made.value()
     except Exception as error:
-        failure = Failure.of(error)
         # If the owner is lost, whoever waits for it learns that by itself.
         with contextlib.suppress(Exception):
-            endpoint.call(reference.owner().id, fail, (failure, reference), {}, None, None)
+            endpoint.call(reference.owner().id, _fail, (str(error), reference))
 
 
-def _call_sync(reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any) -> Any:
-    call = (name, args, kwargs, reference)
-    return thrown(rpc_sync(reference.owner(), invoke, call, None, timeout))
+# --- on the owner --------------------------------------------------------------------------------
 
 
-def _call_async(
-    reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any
+def _held(reference: Any) -> _Held[Any]:
+    """The value that a reference refers to."""
+    value = reference.local_value()
+    if isinstance(value, _Held):
+        return value
+    # Made with torch's own RRef, which waits until it is there.
+    held: _Held[Any] = _Held()
+    held.set_result(value)
+    return held
+
+
+def _make(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    reference: Any,
+) -> None:
+    """Run a function; its result, or its error, becomes the value."""
+    _run(function, "", args, kwargs, _held(reference))
+
+
+def _fail(text: str, reference: Any) -> None:
+    """Note that nothing will make the value."""
+    _settle(_held(reference), error=RuntimeError(text))
+
+
+@async_execution  # type: ignore[untyped-decorator]
+def _invoke(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reference: Any
 ) -> torch.futures.Future[Any]:
-    call = (name, args, kwargs, reference)
-    answer = rpc_async(reference.owner(), invoke, call, None, timeout)
-    result = answer.then(lambda done: done.value())
-    torch_internals.open_with(result, thrown)
-    return result
+    """Call a method of the value, or return the value for an empty name, once it is there."""
+    held = _held(reference)
+    outcome: _Held[Any] = _Held()
+    answer: torch.futures.Future[Any] = torch.futures.Future()
+    outcome.add_done_callback(lambda done: answer.set_result(_answer(done)))
+
+    def run() -> None:
+        # Not raised here: each time its traceback would grow.
+        error = held.exception()
+        if error is not None or not name:
+            _settle(outcome, None if error else held.result(), error)
+        else:
+            _run(held.result(), name, args, kwargs, outcome)
+
+    if held.done():
+        run()
+        return answer
+    variables = contextvars.copy_context()
+
+    def start(_: object) -> None:
+        # In threads of their own, since one method may wait for what another one does.
+        threading.Thread(target=variables.run, args=(run,), daemon=True).start()
+
+    held.add_done_callback(start)
+    return answer
 
 
-def _call_remote(
-    reference: Any, timeout: float | None, name: str, *args: Any, **kwargs: Any
-) -> RRef[Any]:
-    return remote(reference.owner(), invoke, (name, args, kwargs, reference), None, timeout)
+def _run(
+    target: Any,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outcome: _Held[Any],
+) -> None:
+    """Call the target, or its method if one is named, and settle the outcome once it is known."""
+    try:
+        function = getattr(target, method) if method else target
+        result = function(*args, **kwargs)
+        if is_async(function):
+            expect_future(result, function)
+            result.add_done_callback(lambda done: _run(done.value, "", (), {}, outcome))
+            return
+    except Exception as error:
+        _settle(outcome, error=error)
+        return
+    _settle(outcome, result)
 
 
-class _Methods:
-    """Has every method that the value of a reference may have."""
+def _settle(outcome: _Held[Any], value: Any = None, error: BaseException | None = None) -> None:
+    """Set what is known, unless there is something: a function may end after its timeout."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        if error is None:
+            outcome.set_result(value)
+        else:
+            outcome.set_exception(error)
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.__call = call
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(self.__call, name)
+def _answer(outcome: _Held[Any]) -> Any:
+    """What is sent to the caller; an error as torch's RPC sends those of functions."""
+    error = outcome.exception()
+    if error is None:
+        return outcome.result()
+    name = current_endpoint().worker.name()
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    kind = next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
+    return RemoteException(f"on worker '{name}':\n{lines}", kind)
