@@ -20,8 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dataparallel as dp
 from dataparallel import collectives, virtual
-from dataparallel.monitor.advice import advise
-from dataparallel.monitor.totals import total_steps
+from dataparallel.monitor.findings import Part, add_up, find_changes
 from tests.cluster import Cluster
 from tests.monitor.step_cases import Seconds, make_info, make_steps
 
@@ -292,5 +291,6 @@ def test_gradients_that_would_not_be_reduced(cluster: Cluster) -> None:
 def test_advice_for_a_small_step() -> None:
     seconds: Seconds = {"forward": 0.4, "backward": 0.6, "scatter": 0.6, "gather": 0.3, "idle": 1.5}
     info = make_info(2)
-    advice = advise(total_steps(make_steps(3, [seconds, seconds]), info), info)
+    steps = [Part.of(step) for step in make_steps(3, [seconds, seconds])]
+    advice = find_changes(add_up(steps, info), info, None)[0]
     assert advice.text.startswith("The step is small for 2 replicas: ")

@@ -12,7 +12,18 @@ known when the next forward begins. ``end_step`` ends it at once.
 On an accelerator a step ends when the device is done with it. So each replica has its own beginning
 and end, its phases add up to what lies between, and the step is as long as the host took for it.
 
-When replicas are dropped or added, the step under way begins anew.
+When replicas are dropped or added, all begins anew, with step 1.
+
+Note [A device's clock]
+~~~~~~~~~~~~~~~~~~~~~~~
+Two events of one device tell how long it took from one to the other, not when that was. An event
+happens no earlier than it is recorded, and at once where the device has nothing else to do. So the
+host's time minus the device's time, as each event is recorded, is at most the distance between the
+two clocks, and the greatest of these differences comes closest to it: the idea of the minimum
+filter with which NTP treats delays (RFC 5905, section 10).
+
+``elapsed_time`` is in milliseconds in single precision, and would be coarse after an hour. So times
+are added up from event to event.
 """
 
 from __future__ import annotations
@@ -20,19 +31,29 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from dataparallel.devices import synchronize
-from dataparallel.monitor.clock import DeviceClock
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
+#: So deep steps of one optimizer lie within each other: that of a class, and those of its bases.
+_MAX_NESTED = 8
 
 _Interval = tuple[Phase, int, int]
 
@@ -43,7 +64,6 @@ class _Step:
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.end = 0
-        self.number = 0
         self.spans: list[Span] = []
         self.sizes: list[int] = []
         self.calls = 0
@@ -55,10 +75,8 @@ class _Step:
 
     def add_forward(self, sizes: Sequence[int], trains: bool) -> None:
         """Count a forward whose chunks have these sizes."""
-        for i, size in enumerate(sizes):
-            if i == len(self.sizes):
-                self.sizes.append(0)
-            self.sizes[i] += size
+        pairs = itertools.zip_longest(self.sizes, sizes, fillvalue=0)
+        self.sizes = [old + new for old, new in pairs]
         self.calls += 1
         self.forwards += 1
         self.trains = self.trains or trains
@@ -71,23 +89,29 @@ class _Step:
             self.had_backward = True
             self.forwards = 0
 
-    def close(self, end: int, number: int) -> None:
-        self.end, self.number = end, number
+    def take_scattering(self) -> list[Span]:
+        """The last span if it scatters: it may belong to the next step."""
+        is_last = bool(self.spans) and self.spans[-1].phase == "scatter"
+        return [self.spans.pop()] if is_last else []
+
+    def has_ended(self, *, optimizer_known: bool) -> bool:
+        """Whether a forward that begins now belongs to the next step."""
+        return bool(self.spans) and (
+            self.had_optimizer
+            or not self.trains
+            or (self.had_backward and not optimizer_known)
+            or self.forwards >= _MAX_FORWARDS
+        )
+
+    def close(self, end: int | None = None) -> int:
+        """Let it end here, or with the last of its spans; returns when that is."""
+        self.end = max(span.end for span in self.spans) if end is None else end
+        return self.end
 
     def has_happened(self) -> bool:
         return all(
             event is None or event.query() for span in self.spans for event in span.end_events
         )
-
-    def wait(self) -> None:
-        for span in self.spans:
-            for event in span.end_events:
-                if event is not None:
-                    event.synchronize()
-
-    @property
-    def kind(self) -> Literal["train", "inference"]:
-        return "train" if self.had_backward or self.had_optimizer else "inference"
 
 
 class StepAssembler:
@@ -127,59 +151,52 @@ class StepAssembler:
         self._timeline = timeline
         self._every = every
         self._on_step = on_step
-        self.num_steps = 0
-        self.num_samples = 0
+        self._listener = Listener(self._on_span, self._on_call, self._on_devices)
         # Training never waits for who reads.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._devices = timeline.devices
-        self._clocks = {device: DeviceClock() for device in timeline.devices}
+        self._to_unix = time.time_ns() - time.perf_counter_ns()
         self._optimizer_known = False
         self._explicit = False
         self._step: _Step | None = None
-        self._ended: deque[_Step] = deque(maxlen=keep)
-        #: Of steps before replicas were dropped or added.
-        self._made: deque[StepRecord] = deque(maxlen=keep)
-        self._last_end = [0] * len(timeline.devices)
-        self._last_number = 0
-        self._to_unix = time.time_ns() - time.perf_counter_ns()
+        self._ended: deque[tuple[int, _Step]] = deque(maxlen=keep)
+        self.num_steps = self.num_samples = 0
+        self._use_devices()
+
+    def _use_devices(self) -> None:
+        self._devices = self._timeline.devices
+        self._clocks = {device: _DeviceClock() for device in self._devices}
+        #: When each replica was done with the step before.
+        self._last_end = [0] * len(self._devices)
 
     # --- what is told ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to listen."""
-        self._use_devices([None] * len(self._timeline.devices))
+        self._use_devices()
         self._step = _Step(time.perf_counter_ns())
-        self._last_end = [self._step.begin] * len(self._devices)
-        self._timeline.subscribe(Listener(self._on_span, self._on_call, self._on_devices))
+        self._timeline.subscribe(self._listener)
 
     def stop(self) -> None:
         """Listen no more."""
-        self._timeline.unsubscribe(Listener(self._on_span, self._on_call, self._on_devices))
+        self._timeline.unsubscribe(self._listener)
 
     def finish(self) -> None:
         """Listen no more; the step that is under way ends here if it has got anywhere."""
         self.stop()
         with self._lock:
-            step = self._step
+            step, self._step = self._step, None
             if step is not None and step.spans:
-                self._close(step, max(span.end for span in step.spans))
-            self._step = None
-        for device in dict.fromkeys(self._timeline.devices):
-            # The run is over: now it may wait, so that no step is lost.
-            synchronize(device)
-        self._deliver(1)
+                self._close(step)
+        # The run is over: now it may wait, so that no step is lost.
+        self._tell_all()
 
-    def end_step(self, *, explicit: bool = True) -> None:
-        """The step ends now, and from now on only here.
-
-        Args:
-            explicit: Whether later steps end here only. Default: True.
-        """
+    def end_step(self) -> None:
+        """The step ends now, and from now on only here."""
         with self._lock:
-            self._explicit = self._explicit or explicit
+            self._explicit = True
             if self._step is not None:
-                self._close(self._step, time.perf_counter_ns())
+                self._step = self._close(self._step, time.perf_counter_ns())
         self._deliver(self._every)
 
     def _on_call(self, sizes: Sequence[int], trains: bool) -> None:
@@ -187,51 +204,23 @@ class StepAssembler:
             step = self._step
             if step is None:
                 return
-            if not self._explicit:
-                step = self._next_step(step)
+            # Its own scattering has been told already, and belongs to it.
+            scattering = step.take_scattering()
+            if not self._explicit and step.has_ended(optimizer_known=self._optimizer_known):
+                step = self._step = self._close(step)
+            for span in scattering:
+                step.add_span(span)
             step.add_forward(sizes, trains)
         self._deliver(self._every)
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
-        with self._lock:
-            with self._reading:
-                while self._ended:
-                    step = self._ended.popleft()
-                    step.wait()
-                    self._made.append(self._record(step))
-                self._use_devices(kept)
+        self._tell_all()
+        with self._lock, self._reading:
+            self._ended.clear()
+            self.num_steps = self.num_samples = 0
+            self._use_devices()
             if self._step is not None:
-                self._step = _Step(self._step.begin)
-
-    def _use_devices(self, kept: Sequence[int | None]) -> None:
-        self._last_end = [0 if old is None else self._last_end[old] for old in kept]
-        self._last_end = [end or max(self._last_end) for end in self._last_end]
-        clocks = self._clocks
-        self._devices = self._timeline.devices
-        self._clocks = {
-            device: DeviceClock() if old is None else clocks[device]
-            for device, old in zip(self._devices, kept, strict=True)
-        }
-
-    def _next_step(self, step: _Step) -> _Step:
-        """The step to which a forward belongs that has just been scattered."""
-        # Its own scattering has been told already, and belongs to it.
-        last = step.spans[-1] if step.spans else None
-        scattering = last if last is not None and last.phase == "scatter" else None
-        rest = step.spans[:-1] if scattering is not None else step.spans
-        ended: bool
-        if self._optimizer_known and step.trains:
-            ended = step.had_optimizer
-        else:
-            ended = step.had_optimizer or step.had_backward or (bool(rest) and not step.trains)
-        if not rest or not (ended or step.forwards >= _MAX_FORWARDS):
-            return step
-        if scattering is not None:
-            del step.spans[len(rest)]
-        new = self._close(step, max(span.end for span in rest))
-        if scattering is not None:
-            new.spans.append(scattering)
-        return new
+                self._step = _Step(time.perf_counter_ns())
 
     def _on_span(self, span: Span) -> None:
         step = self._step
@@ -242,13 +231,18 @@ class StepAssembler:
 
     # --- what comes of it ------------------------------------------------------------------------
 
-    def _close(self, step: _Step, end: int) -> _Step:
+    def _close(self, step: _Step, end: int | None = None) -> _Step:
+        """End a step; returns the next one."""
         self.num_steps += 1
         self.num_samples += sum(step.sizes)
-        step.close(end, self.num_steps)
-        self._ended.append(step)
-        self._step = _Step(end)
-        return self._step
+        new = _Step(step.close(end))
+        self._ended.append((self.num_steps, step))
+        return new
+
+    def _tell_all(self) -> None:
+        for device in dict.fromkeys(self._devices):
+            synchronize(device)
+        self._deliver(1)
 
     def _deliver(self, at_least: int) -> None:
         if self._on_step is not None and len(self._ended) >= at_least:
@@ -257,43 +251,35 @@ class StepAssembler:
 
     def drain(self) -> list[StepRecord]:
         """The records that nobody has got so far, of steps that have happened on all devices."""
-        records = []
-        while (record := self._next_record()) is not None:
-            records.append(record)
-        return records
+        return list(iter(self._next_record, None))
 
     def _next_record(self) -> StepRecord | None:
         with self._reading:
-            if self._made:
-                return self._made.popleft()
             if not self._ended:
                 return None
-            step = self._ended[0]
+            number, step = self._ended[0]
             if not step.has_happened():
                 return None
-            record = self._record(step)
+            record = self._record(number, step)
             # In between the first may have been pushed out by a new one.
-            if self._ended and self._ended[0] is step:
+            if self._ended and self._ended[0][1] is step:
                 self._ended.popleft()
             return record
 
-    def _record(self, step: _Step) -> StepRecord:
-        if step.number != self._last_number + 1:
-            # Those between have been forgotten, and their time with them.
-            self._last_end = [step.begin] * len(self._devices)
-        self._last_number = step.number
+    def _record(self, number: int, step: _Step) -> StepRecord:
         intervals = self._intervals(step)
         replicas = []
         for i, device in enumerate(self._devices):
-            begin = self._last_end[i]
+            # Steps between may have been forgotten, and their time with them.
+            begin = max(self._last_end[i], step.begin)
             end = max([step.end, *[interval[2] for interval in intervals[i]]])
             self._last_end[i] = end
             segments = _segments(intervals[i], begin, end, loss=i == 0)
             samples = step.sizes[i] if i < len(step.sizes) else 0
             replicas.append(ReplicaStep(i, str(device), samples, segments))
         return StepRecord(
-            step.number,
-            step.kind,
+            number,
+            "train" if step.had_backward or step.had_optimizer else "inference",
             (step.begin + self._to_unix) / 1e9,
             (step.end - step.begin) / 1e9,
             sum(step.sizes),
@@ -303,34 +289,29 @@ class StepAssembler:
 
     def _intervals(self, step: _Step) -> list[list[_Interval]]:
         """Per replica its phases, in nanoseconds of the host's clock."""
-        found: list[list[_Interval]] = [[] for _ in self._devices]
-        if not any(span.end_events for span in step.spans):
-            for span in step.spans:
-                for replica in span.replicas:
-                    found[replica].append((span.phase, span.begin, span.end))
-            return found
-        points: list[tuple[int, int, int, int, torch.Event | None]] = []
-        for place, span in enumerate(step.spans):
-            for replica, begin, end in zip(
-                span.replicas, span.begin_events, span.end_events, strict=True
-            ):
-                points.append((span.begin, 0, place, replica, begin))
-                points.append((span.end, 1, place, replica, end))
+        marks: list[tuple[int, torch.Event, int]] = []
+        for span in step.spans:
+            for moment, events in ((span.begin, span.begin_events), (span.end, span.end_events)):
+                pairs = zip(span.replicas, events, strict=bool(events))
+                marks += [(moment, event, i) for i, event in pairs if event is not None]
+        times: dict[torch.Event, int] = {}
         # A clock gets its events in the order in which they were recorded.
-        times: dict[tuple[int, int, int], int] = {}
-        seen: dict[torch.Event, int] = {}
-        for moment, which, place, replica, event in sorted(points, key=lambda point: point[:4]):
-            if event is not None:
-                if event not in seen:
-                    clock = self._clocks[self._devices[replica]]
-                    seen[event] = clock.host_time(event, moment)
-                moment = seen[event]
-            times[place, replica, which] = moment
-        for place, span in enumerate(step.spans):
-            for replica in span.replicas:
-                first, last = times[place, replica, 0], times[place, replica, 1]
-                found[replica].append((span.phase, first, max(first, last)))
+        for moment, event, replica in sorted(marks, key=lambda mark: mark[0]):
+            if event not in times:
+                times[event] = self._clocks[self._devices[replica]].host_time(event, moment)
+        found: list[list[_Interval]] = [[] for _ in self._devices]
+        for span in step.spans:
+            for place, replica in enumerate(span.replicas):
+                begin, end = span.begin, span.end
+                if span.end_events:
+                    begin = _time_of(span.begin_events[place], begin, times)
+                    end = max(begin, _time_of(span.end_events[place], end, times))
+                found[replica].append((span.phase, begin, end))
         return found
+
+
+def _time_of(event: torch.Event | None, moment: int, times: dict[torch.Event, int]) -> int:
+    return moment if event is None else times[event]
 
 
 def _segments(
@@ -347,10 +328,10 @@ def _segments(
             opened.append(waiting.pop())
         opened = [one for one in opened if one[2] > left]
         phase: Phase = opened[-1][0] if opened else "idle"
+        since = (left - begin) / 1e9
         if segments and segments[-1].phase == phase:
-            segments[-1] = Segment(phase, segments[-1].begin, (right - begin) / 1e9)
-        else:
-            segments.append(Segment(phase, (left - begin) / 1e9, (right - begin) / 1e9))
+            since = segments.pop().begin
+        segments.append(Segment(phase, since, (right - begin) / 1e9))
     return tuple(segments)
 
 
@@ -370,3 +351,80 @@ def _with_gaps(intervals: list[_Interval], begin: int, end: int, *, loss: bool) 
                 found.append(("loss", outputs, start))
                 outputs = None
     return found
+
+
+class _DeviceClock:
+    """Tells when events of one device happened. See Note [A device's clock]."""
+
+    def __init__(self) -> None:
+        self._anchor: torch.Event | None = None
+        #: The device's time at the anchor, in nanoseconds.
+        self._at = 0
+        self._distance: int | None = None
+
+    def host_time(self, event: torch.Event, recorded: int) -> int:
+        """When an event happened, by the host's clock; events come as they were recorded."""
+        if self._anchor is not None:
+            self._at += int(self._anchor.elapsed_time(event) * 1e6)
+        self._anchor = event
+        distance = recorded - self._at
+        if self._distance is None or distance > self._distance:
+            self._distance = distance
+        return self._at + self._distance
+
+
+class OptimizerSpans:
+    """Tells a timeline when an optimizer steps a parameter of a module.
+
+    Torch calls the same hooks for all optimizers; those of other modules are left out.
+
+    Args:
+        timeline: What is told.
+        module: The module.
+    """
+
+    def __init__(self, timeline: Timeline, module: nn.Module) -> None:
+        # What torch keeps must not keep the model.
+        self._timeline = weakref.ref(timeline)
+        self._module = weakref.ref(module)
+        self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        #: Per optimizer what has begun.
+        self._begun: weakref.WeakKeyDictionary[Optimizer, list[AbstractContextManager[object]]]
+        self._begun = weakref.WeakKeyDictionary()
+        handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        self._remove = weakref.finalize(timeline, _remove_all, handles)
+
+    def remove(self) -> None:
+        """Tell nothing any more. A second call does nothing."""
+        self._remove()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = self._ours.get(optimizer)
+        if known is None:
+            module = self._module()
+            members = {id(p) for p in module.parameters()} if module is not None else set()
+            known = any(id(p) in members for g in optimizer.param_groups for p in g["params"])
+            self._ours[optimizer] = known
+        return known
+
+    def _before(self, optimizer: Optimizer, *arguments: Any) -> None:
+        timeline = self._timeline()
+        if timeline is not None and self._is_ours(optimizer):
+            begun = self._begun.setdefault(optimizer, [])
+            # Torch calls nothing after a step that raises, so its span stays.
+            del begun[: -_MAX_NESTED + 1]
+            begun.append(timeline.span("optimizer", 0))
+            begun[-1].__enter__()
+
+    def _after(self, optimizer: Optimizer, *arguments: Any) -> None:
+        begun = self._begun.get(optimizer)
+        if begun:
+            begun.pop().__exit__(None, None, None)
+
+
+def _remove_all(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
@@ -104,30 +102,22 @@ class RunState:
 
 
 def describe_run(model: DataParallel[Any]) -> RunInfo:
-    """What is known of a wrapper; to be called where it is trained."""
-    world_size = 1
-    if isinstance(model, DistributedDataParallel) and model.process_group is not None:
-        world_size = dist.get_world_size(model.process_group)
-    return with_buckets(
-        model,
-        RunInfo(
-            model=type(model.module).__name__,
-            wrapper=type(model).__name__,
-            devices=tuple(str(device) for device in model.device_ids),
-            uuids=tuple(device_uuid(device) for device in model.timeline.devices),
-            world_size=world_size,
-            num_parameters=sum(p.numel() for p in model.parameters()),
-        ),
+    """What is known of a wrapper now: buckets are made anew after the first backward."""
+    group, sizes = None, []
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+        buckets = model.reducer.buckets.all
+        sizes = [sum(parameter.nbytes for parameter in one.originals) for one in buckets]
+    return RunInfo(
+        model=type(model.module).__name__,
+        wrapper=type(model).__name__,
+        devices=tuple(str(device) for device in model.device_ids),
+        uuids=tuple(device_uuid(device) for device in model.timeline.devices),
+        world_size=1 if group is None else group.size(),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_buckets=len(sizes),
+        bucket_bytes=max(sizes, default=0),
     )
-
-
-def with_buckets(model: DataParallel[Any], info: RunInfo) -> RunInfo:
-    """With the buckets as they are now: they are made anew after the first backward."""
-    if not isinstance(model, DistributedDataParallel):
-        return info
-    buckets = model.reducer.buckets.all
-    sizes = [sum(parameter.nbytes for parameter in bucket.originals) for bucket in buckets]
-    return dataclasses.replace(info, num_buckets=len(sizes), bucket_bytes=max(sizes, default=0))
 
 
 def device_uuid(device: torch.device) -> str | None:

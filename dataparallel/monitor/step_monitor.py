@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -14,11 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from dataparallel.devices import memory_allocated
-from dataparallel.monitor.assembler import StepAssembler
+from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.attach import Publisher
-from dataparallel.monitor.optimizers import OptimizerSpans
+from dataparallel.monitor.findings import Part
 from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunState, describe_run, with_buckets
+from dataparallel.monitor.run import RunState, describe_run
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
@@ -71,52 +72,51 @@ class StepMonitor:
                 f"a StepMonitor watches a wrapper of this package, but got {type(model).__name__}; "
                 "wrap the module in dataparallel.DataParallel or DistributedDataParallel"
             )
-        if isinstance(keep, bool) or not isinstance(keep, int):
-            raise TypeError(f"keep is a number of steps, an int, but got {keep!r}")
         if keep < 1:
             raise ValueError(f"keep is the number of steps to keep, at least 1, but got {keep}")
-        if on_step is not None and not callable(on_step):
-            raise TypeError(f"on_step is called with each step's record, but got {on_step!r}")
         self._model = model
         self._publish = publish
         self._on_step = on_step
+        self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=keep)
-        self._totals: list[dict[Phase, float]] = [{} for _ in model.timeline.devices]
-        self._started = 0.0
-        self._info = describe_run(model)
+        self._begin_anew()
         # What ends a monitor that is collected holds these; they may not hold the monitor.
         self._listener = Listener(on_devices=_weakly(self._on_devices))
         self._assembler = StepAssembler(
             model.timeline, None if on_step is None else _weakly(self._tell), keep=keep
         )
-        self._optimizers: OptimizerSpans | None = None
-        self._lock = threading.Lock()
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def _begin_anew(self) -> None:
+        self._started = time.time()
+        self._last_number = 0
+        self._totals: list[dict[Phase, float]] = [{} for _ in self._model.timeline.devices]
 
     # --- life ------------------------------------------------------------------------------------
 
     def __enter__(self) -> StepMonitor:
-        if self._optimizers is not None:
+        if self._end is not None:
             raise RuntimeError(
                 "this StepMonitor is watching already; leave its with block first, or make another"
             )
-        self._started = time.time()
-        self._info = describe_run(self._model)
-        self._totals = [{} for _ in self._model.timeline.devices]
+        self._begin_anew()
+        timeline = self._model.timeline
         self._assembler.start()
-        self._model.timeline.subscribe(self._listener)
-        self._optimizers = OptimizerSpans(self._model.timeline, self._model)
-        # Nobody may have left the with block that a notebook has entered by hand.
+        timeline.subscribe(self._listener)
+        optimizers = OptimizerSpans(timeline, self._model)
         publisher = Publisher(_weakly(self.state)) if self._publish else None
-        self._end = weakref.finalize(self, _end, self._assembler, self._optimizers, publisher)
+        # Nobody may have left the with block that a notebook has entered by hand.
+        unsubscribe = functools.partial(timeline.unsubscribe, self._listener)
+        self._end = weakref.finalize(
+            self, _end, publisher, unsubscribe, self._assembler.stop, optimizers.remove
+        )
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._optimizers is None:
-            return
-        self._model.timeline.unsubscribe(self._listener)
-        self._optimizers = None
-        self._end()
-        self._assembler.finish()
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+            self._assembler.finish()
 
     def step(self) -> None:
         """Say that a step ends here; from then on steps end nowhere else.
@@ -129,21 +129,23 @@ class StepMonitor:
     # --- what is known ---------------------------------------------------------------------------
 
     def _keep(self, records: Sequence[StepRecord]) -> None:
+        if not records:
+            return
+        # Steps that were forgotten before anybody asked count like the others.
+        number = records[-1].number
+        factor = (number - self._last_number) / len(records)
+        self._last_number = number
         for record in records:
             self._steps.append(record)
             for total, replica in zip(self._totals, record.replicas, strict=True):
                 for phase, seconds in replica.seconds.items():
-                    total[phase] = total.get(phase, 0.0) + seconds
+                    total[phase] = total.get(phase, 0.0) + factor * seconds
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
         """Replicas were dropped or added: what is kept is about those that there are now."""
-        for record in self._assembler.drain():
-            if self._on_step is not None:
-                self._on_step(record)
         with self._lock:
             self._steps.clear()
-            self._totals = [{} if old is None else self._totals[old] for old in kept]
-            self._info = describe_run(self._model)
+            self._begin_anew()
 
     def _tell(self, record: StepRecord) -> None:
         with self._lock:
@@ -161,7 +163,8 @@ class StepMonitor:
 
     def summary(self) -> Summary:
         """What the steps that are kept come to: shares of phases, stragglers, what to change."""
-        return summarize(self.steps, describe_run(self._model))
+        steps = self.steps
+        return summarize([Part.of(step) for step in steps], describe_run(self._model), steps)
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the timelines of all replicas, for https://ui.perfetto.dev or chrome://tracing.
@@ -180,7 +183,7 @@ class StepMonitor:
             ValueError: No step has been recorded.
             OSError: The file cannot be written; one that was there before is kept.
         """
-        return write_timeline(self.steps, self._info, path, _rank())
+        return write_timeline(self.steps, describe_run(self._model), path, _rank())
 
     def state(self) -> RunState:
         """The run as it is now, as it is published."""
@@ -196,7 +199,7 @@ class StepMonitor:
             started=self._started,
             num_steps=self._assembler.num_steps,
             num_samples=self._assembler.num_samples,
-            info=with_buckets(self._model, self._info),
+            info=describe_run(self._model),
             now=tuple(
                 (phase, (now - since) / 1e9 if since else 0.0)
                 for phase, since in list(timeline.now)
@@ -222,8 +225,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _end(assembler: StepAssembler, optimizers: OptimizerSpans, publisher: Publisher | None) -> None:
-    assembler.stop()
-    optimizers.remove()
+def _end(publisher: Publisher | None, *ends: Callable[[], None]) -> None:
+    for end in ends:
+        end()
     if publisher is not None:
         publisher.close()

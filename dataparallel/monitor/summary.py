@@ -1,39 +1,46 @@
-"""What the steps of a run come to."""
+"""What the steps of a run come to: numbers, text, and HTML for notebooks."""
 
 from __future__ import annotations
 
+import html
+import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dataparallel.monitor.advice import Advice, advise
-from dataparallel.monitor.outliers import without_outliers
-from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunInfo
-from dataparallel.monitor.scores import (
+from dataparallel.monitor.findings import (
+    Finding,
+    Part,
     ReplicaScore,
     Straggler,
+    add_up,
+    find_changes,
     find_straggler,
     imbalance,
+    percent,
     score_replicas,
 )
-from dataparallel.monitor.summary_html import as_html
-from dataparallel.monitor.summary_text import describe
-from dataparallel.monitor.totals import RunTotals, total_steps
-from dataparallel.threads.timeline import Phase
+from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.run import RunInfo
+from dataparallel.threads.timeline import PHASES
 
-#: Moving data between devices and processes, as far as no computing hides it.
-_COMMUNICATION: tuple[Phase, ...] = (
-    "scatter",
-    "gather",
-    "reduce local",
-    "reduce across processes",
-)
-#: With so many more steps, the first one is left out: it warms up.
+#: With so many other steps, those with which a run began are left out: they warm up.
 _ENOUGH = 3
+#: A step that takes more than so many times the median is an outlier: a compilation, a checkpoint.
+_OUTLIER = 5.0
+#: Where more than this share of the steps takes so long, that is how the run is.
+_RARE = 0.1
 #: Where less than this share of the steps is known one by one, long ones are more likely among them
 #: than short ones: whoever looks at a moment meets a long step.
 _MOST = 0.5
+
+_WIDTH = 100
+_NAMES = {"train": "training ", "inference": "inference ", "all": ""}
+_NO_STEP = (
+    "No step has ended yet. A step ends when the next forward begins, or when the StepMonitor is "
+    "left; look again then."
+)
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,11 @@ class StepTimes:
         median: Half of them take at most so long.
         p90: Nine of ten take at most so long.
         longest: The longest one.
-        spread: The difference between the 90th and the 10th percentile over the median.
     """
 
     median: float
     p90: float
     longest: float
-    spread: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> StepTimes | None:
-        """Of the times of single steps; None without any."""
-        if not seconds:
-            return None
-        values = sorted(seconds)
-        low, median, high = (percentile(values, share) for share in (0.1, 0.5, 0.9))
-        return StepTimes(median, high, values[-1], (high - low) / median if median else 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,10 @@ class Summary:
     Attributes:
         num_steps: How many steps it is about.
         kind: Of which kind they are; ``"all"`` where evaluations may be among training steps.
-        num_left_out: Steps of the other kind, and the first one, which warms up.
+        num_left_out: Steps of the other kind, and those with which the run began, which warm up.
         num_seen: How many of the steps are known one by one.
-        num_not_advised: How many of them the straggler and the advice leave out: those that take
-            more than 5 times the median, and in a recording those that warm up.
+        num_not_advised: How many of them the straggler and the findings leave out: those that take
+            more than 5 times the median.
         step_seconds: How long one takes on average.
         times: Percentiles; None where most single steps are unknown.
         steps_per_second: Of this process.
@@ -83,7 +79,8 @@ class Summary:
         straggler: The replica that holds up the others; None if none does.
         exposed_communication: Share of the step in which data moves between devices or processes
             and no computing hides it.
-        advice: The one thing to change first.
+        findings: What to change, the largest gain first; at least one, see
+            :class:`~dataparallel.monitor.findings.Finding`.
     """
 
     num_steps: int
@@ -99,7 +96,12 @@ class Summary:
     imbalance: float | None
     straggler: Straggler | None
     exposed_communication: float
-    advice: Advice
+    findings: tuple[Finding, ...]
+
+    @property
+    def advice(self) -> Finding:
+        """The one thing to change first."""
+        return self.findings[0]
 
     def as_metrics(self) -> dict[str, float]:
         """The numbers under flat names, for loggers; what is unknown is left out.
@@ -131,12 +133,98 @@ class Summary:
                 f"{name}/compute_seconds": one.compute,
                 f"{name}/score": one.relative,
                 f"{name}/score_per_sample": one.per_sample,
-                f"{name}/score_individual": one.individual,
             }
         return {name: value for name, value in found.items() if value is not None}
 
+    def headlines(self) -> list[str]:
+        """The numbers of all replicas together, as lines."""
+        lines = [
+            f"{_counted(self.num_steps, _NAMES[self.kind] + 'step')} of "
+            f"{duration(self.step_seconds)}: "
+            f"{self.steps_per_second:.3g} steps/s, {self.samples_per_second:.4g} samples/s"
+        ]
+        if self.num_left_out:
+            lines[0] += f" ({_counted(self.num_left_out, 'other')} left out)"
+        if self.times is not None:
+            lines.append(
+                f"step time: median {duration(self.times.median)}, 90th percentile "
+                f"{duration(self.times.p90)}, longest {duration(self.times.longest)}"
+            )
+        elif 0 < self.num_seen < self.num_steps:
+            lines.append(
+                f"{self.num_seen} of {self.num_steps} steps seen one by one: too few for "
+                "percentiles"
+            )
+        if self.num_not_advised:
+            lines.append(
+                f"left out of the advice: {self.num_not_advised} of {self.num_steps} steps, which "
+                "took over 5 times the median"
+            )
+        told = f"exposed communication {percent(self.exposed_communication)} of the step"
+        if self.imbalance is not None:
+            told = f"imbalance {self.imbalance:.2f} (slowest over mean), {told}"
+        return [*lines, told]
+
+    def straggler_line(self) -> str:
+        """What is to be said about the slowest replica; empty if nothing."""
+        one = self.straggler
+        if one is None:
+            return ""
+        if one.moves:
+            return (
+                f"The slowest replica computes {percent(one.excess)} longer than the mean, but it "
+                "is another one from step to step: data or the host, no device."
+            )
+        often = ""
+        if one.share is not None:
+            seen = f"{self.num_seen} steps seen" if self.num_seen < self.num_steps else "steps"
+            often = f", in {percent(one.share)} of the {seen}"
+        return (
+            f"Replica {one.index} on {one.device} is the slowest{often}; it computes "
+            f"{percent(one.excess)} longer than the mean."
+        )
+
+    def table(self, width: int = _WIDTH) -> list[str]:
+        """The lines of tables with one column per replica, as wide as fits, else one below."""
+        columns = [
+            [
+                cell.rjust(max(map(len, column))) if i else cell.ljust(max(map(len, column)))
+                for cell in column
+            ]
+            for i, column in enumerate(self._columns())
+        ]
+        titles, *replicas = columns
+        widest = max(len(column[0]) for column in replicas)
+        number = max(1, (width - len(titles[0])) // (2 + widest))
+        lines: list[str] = []
+        for first in range(0, len(replicas), number):
+            rows = zip(titles, *replicas[first : first + number], strict=True)
+            lines += ([""] if lines else []) + ["  ".join(row) for row in rows]
+        return lines
+
+    def _columns(self) -> list[list[str]]:
+        """The cells of a table: its titles, and what stands beside them for each replica."""
+        phases = [phase for phase in PHASES if any(one.shares.get(phase) for one in self.replicas)]
+        scores = ("score", "score per sample")
+        found = [["replica", "device", "samples per step", *phases, "computing", *scores]]
+        for one in self.replicas:
+            times = [
+                f"{duration(one.seconds[phase])} {percent(one.shares[phase]):>5}"
+                if one.seconds.get(phase)
+                else percent(0.0)
+                for phase in phases
+            ]
+            values = ["-" if v is None else f"{v:.2f}" for v in (one.relative, one.per_sample)]
+            place = [str(one.index), one.device, f"{one.samples:.4g}"]
+            found.append([*place, *times, duration(one.compute), *values])
+        return found
+
     def __str__(self) -> str:
-        return describe(self)
+        if not self.num_steps:
+            return _NO_STEP
+        told = textwrap.wrap(self.straggler_line(), _WIDTH)
+        advice = textwrap.wrap(f"Change first: {self.advice}", _WIDTH)
+        return "\n".join([*self.headlines(), "", *self.table(), "", *told, *advice])
 
     def __repr__(self) -> str:
         # The numbers of each replica would fill a screen.
@@ -144,92 +232,131 @@ class Summary:
 
     def _repr_html_(self) -> str:
         # What a notebook shows of the last value of a cell.
-        return as_html(self)
+        if not self.num_steps:
+            return _paragraph(_NO_STEP)
+        first, *others = self.headlines()
+        told = self.straggler_line()
+        rows = zip(*self._columns(), strict=True)
+        return "".join(
+            [
+                _paragraph(first, "font-weight:bold"),
+                *map(_paragraph, others),
+                f'<div style="overflow-x:auto"><table style="{_TABLE}">',
+                *(_row(row, "td" if i else "th") for i, row in enumerate(rows)),
+                "</table></div>",
+                *([_paragraph(told)] if told else []),
+                _paragraph(f"Change first: {self.advice}", "font-weight:bold;max-width:60em"),
+            ]
+        )
 
 
-def summarize(steps: Sequence[StepRecord], info: RunInfo) -> Summary:
-    """Sum up steps.
-
-    Where there are training steps, it is about them.
-
-    Example::
-
-        print(summarize(list(monitor.steps), info))
-
-    Args:
-        steps: The records, the oldest first; there may be none.
-        info: The run whose steps they are.
-    """
-    kind: Literal["train", "inference"]
-    kind = "train" if any(step.kind == "train" for step in steps) or not steps else "inference"
-    chosen = [step for step in steps if step.kind == kind]
-    if len(chosen) > _ENOUGH and chosen[0].number == 1:
-        chosen = chosen[1:]
-    return summarize_totals(
-        total_steps(chosen, info),
-        info,
-        chosen,
-        kind=kind,
-        num_left_out=len(steps) - len(chosen),
-        steady=total_steps(without_outliers(chosen), info),
-    )
+#: No color but the notebook's own, and a gray that is seen on dark and light.
+_LINE = "border-bottom:1px solid rgba(128,128,128,.35)"
+_LEFT = "text-align:left;padding:2px 12px 2px 0;font-weight:normal"
+_TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:.5em 0"
+_RIGHT = "text-align:right;padding:2px 12px;font-variant-numeric:tabular-nums;white-space:pre"
 
 
-def summarize_totals(
-    totals: RunTotals,
+def _paragraph(text: str, style: str = "") -> str:
+    return f'<p style="margin:.3em 0;{style}">{html.escape(text)}</p>'
+
+
+def _row(cells: tuple[str, ...], tag: str) -> str:
+    title, *values = map(html.escape, cells)
+    shown = "".join(f'<{tag} style="{_RIGHT}">{value}</{tag}>' for value in values)
+    return f'<tr style="background:none;{_LINE}"><th style="{_LEFT}">{title}</th>{shown}</tr>'
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that fits."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+# --- how it is made ------------------------------------------------------------------------------
+
+
+def summarize(
+    parts: Sequence[Part],
     info: RunInfo,
-    steps: Sequence[StepRecord] = (),
-    *,
-    kind: Literal["train", "inference", "all"] = "train",
-    num_left_out: int = 0,
-    steady: RunTotals | None = None,
+    steps: Sequence[StepRecord],
     slowed: Mapping[str, str] | None = None,
 ) -> Summary:
-    """Sum up steps that have been added up already.
+    """Sum up steps; where there are training steps, those.
 
     Args:
-        totals: What they add up to.
+        parts: The steps, in any parts, the oldest first; there may be none.
         info: The run whose steps they are.
-        steps: Those of them that are known one by one, the oldest first. Default: none.
-        kind: Of which kind they are.
-        num_left_out: How many others there are.
-        steady: What those of them add up to that are like the others; the straggler and the advice
-            rest on these. Default: all.
-        slowed: By the name of a device, why it is slowed down. Default: none is.
+        steps: Those that are known one by one, the oldest first.
+        slowed: By the name of a device, why it is slowed down, in words. Default: none is.
     """
-    steady = totals if steady is None else steady
-    later = [step for step in steps if step.number > 1] if len(steps) > _ENOUGH else steps
-    straggler = find_straggler(steady, without_outliers(later))
-    seen = steps if len(steps) >= _MOST * totals.num_steps else ()
-    mean = totals.step_seconds
+    chosen = _without_others(parts)
+    usual = _without_outliers(chosen)
+    known = _without_others([Part.of(step) for step in steps])
+    totals, steady = add_up(chosen, info), add_up(usual, info)
+    most = known if len(known) >= _MOST * totals.num_steps else []
+    straggler = find_straggler(steady, _without_outliers(known))
+    kind: Literal["train", "inference", "all"]
+    kind = "inference" if parts and all(one.kind == "inference" for one in parts) else "train"
+    # Between training steps those that nobody has seen one by one may have been evaluations.
+    if kind == "train" and len(known) < totals.num_steps:
+        kind = "all"
     frequency = 1 / totals.seconds if totals.seconds else 0.0
-    communication = sum(totals.mean(phase) for phase in _COMMUNICATION)
+    moves = totals.mean("scatter", "gather", "reduce local", "reduce across processes")
     return Summary(
         totals.num_steps,
         kind,
-        num_left_out,
-        len(steps),
+        _num_steps(parts) - totals.num_steps,
+        len(known),
         totals.num_steps - steady.num_steps,
-        mean,
-        StepTimes.of([step.seconds for step in seen]),
+        totals.step_seconds,
+        _times([one.seconds for one in most]),
         totals.num_steps * frequency,
         totals.samples * frequency,
-        score_replicas(totals, steps),
-        imbalance(totals, seen),
+        score_replicas(totals),
+        imbalance(totals, most),
         straggler,
-        communication / mean if mean else 0.0,
-        advise(steady, info, straggler=straggler, slowed=slowed),
+        moves / totals.step_seconds if totals.step_seconds else 0.0,
+        tuple(find_changes(steady, info, straggler, slowed)),
     )
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value that a share of the values do not exceed, between two of them if need be.
+def _without_others(parts: Sequence[Part]) -> list[Part]:
+    """The parts that train, if any does, without those with which a run began."""
+    train = [one for one in parts if one.kind != "inference"] or list(parts)
+    warm = [one for one in train if not one.begins_run]
+    enough = max(_ENOUGH, 0.1 * (_num_steps(train) - _num_steps(warm)))
+    return warm if _num_steps(warm) >= enough else train
 
-    Args:
-        ordered: At least one value, the smallest first.
-        share: From 0 to 1.
-    """
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+def _without_outliers(parts: Sequence[Part]) -> list[Part]:
+    """The parts whose steps take at most 5 times the median; all, if others are not rare."""
+    half, limit = _num_steps(parts) / 2, 0.0
+    for part in sorted(parts, key=lambda one: one.seconds / one.num_steps):
+        half -= part.num_steps
+        if half <= 0:
+            limit = _OUTLIER * part.seconds / part.num_steps
+            break
+    usual = [one for one in parts if one.seconds / one.num_steps <= limit]
+    rare = max(1.0, _RARE * _num_steps(parts))
+    return usual if _num_steps(parts) - _num_steps(usual) <= rare else list(parts)
+
+
+def _num_steps(parts: Sequence[Part]) -> int:
+    return sum(one.num_steps for one in parts)
+
+
+def _times(seconds: Sequence[float]) -> StepTimes | None:
+    if not seconds:
+        return None
+    # It takes two values at least.
+    deciles = statistics.quantiles(
+        [*seconds, seconds[0]][: max(2, len(seconds))], n=10, method="inclusive"
+    )
+    return StepTimes(deciles[4], deciles[8], max(seconds))

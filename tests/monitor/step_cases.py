@@ -12,6 +12,7 @@ from dataparallel.threads.timeline import PHASES, Phase
 Seconds = Mapping[Phase, float]
 
 BUSY: Seconds = {"forward": 0.4, "backward": 0.6}
+SLOW: Seconds = {"forward": 0.8, "backward": 1.2}
 
 
 def make_info(num_replicas: int, *, buckets: int = 4, world_size: int = 1, **more: int) -> RunInfo:

@@ -18,9 +18,7 @@ from dataparallel.tools.monitor.report import make_report
 from dataparallel.tools.monitor.report_text import print_report
 
 from .recording_cases import BEGIN, FakeRun, device, info_of, sample, training, write_recording
-from .step_cases import BUSY, Seconds
-
-SLOW: Seconds = {"forward": 0.8, "backward": 1.2}
+from .step_cases import BUSY, SLOW
 
 
 def text_of(samples: list[Sample], problems: tuple[str, ...] = (), width: int = 120) -> str:
@@ -152,7 +150,8 @@ def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
     second = watched(again, 3, 104.0, watts=100.0)
     (run,) = make_report([*first, sample(50.0), *second]).runs
     assert run.pids == (100, 200)
-    assert run.summary.num_steps == 6 + 4
+    # The first two steps of both warm up.
+    assert (run.summary.num_steps, run.summary.num_left_out) == (4 + 2, 4)
     assert run.summary.step_seconds == pytest.approx(2.0)
     # 12 s and 8 s; the pause between is nobody's.
     assert run.energy == pytest.approx(2 * 100.0 * 20)
@@ -164,7 +163,7 @@ def test_counters_that_go_backwards_begin_anew() -> None:
     # The same process watches with a second StepMonitor; the time of its beginning is too coarse.
     samples = watched(FakeRun(info_of(2)), 4, 0.0) + watched(FakeRun(info_of(2)), 4, 16.0)
     (run,) = make_report(samples).runs
-    assert run.summary.num_steps == 12
+    assert (run.summary.num_steps, run.summary.num_left_out) == (8, 4)
 
 
 def test_two_runs_are_told_apart() -> None:

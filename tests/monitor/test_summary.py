@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 import pytest
@@ -11,90 +12,76 @@ import torch
 from torch import nn
 
 import dataparallel
-from dataparallel.monitor.summary import percentile, summarize
+from dataparallel.monitor.findings import Part
+from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.summary import Summary, summarize
 
-from .step_cases import BUSY, Seconds, make_info, make_step, make_steps
+from .step_cases import BUSY, SLOW, Seconds, make_info, make_step, make_steps
 
-DDP = make_info(2)
-SLOW: Seconds = {"forward": 0.8, "backward": 1.2}
+
+def sum_up(steps: Sequence[StepRecord], info: RunInfo | None = None) -> Summary:
+    return summarize([Part.of(step) for step in steps], info or make_info(2), steps)
 
 
 def test_no_step_says_so() -> None:
-    summary = summarize([], DDP)
-    assert summary.num_steps == 0
-    assert summary.times is None
-    assert summary.advice.kind == "unknown"
+    summary = sum_up([])
+    assert (summary.num_steps, summary.times, summary.advice.kind) == (0, None, "unknown")
     assert str(summary).startswith("No step has ended yet")
+    assert "no step has ended" in summary._repr_html_().lower()
     assert summary.as_metrics() == {"num_steps": 0.0}
 
 
-def test_throughput_and_percentiles() -> None:
-    steps = [make_step([{"forward": seconds}] * 2) for seconds in (1.0, 2.0, 3.0, 4.0, 10.0)]
-    summary = summarize(steps, DDP)
-    assert summary.step_seconds == 4.0
-    assert summary.steps_per_second == pytest.approx(0.25)
-    assert summary.samples_per_second == pytest.approx(4.0)
+@pytest.mark.parametrize(
+    ("seconds", "times"),
+    [((1.0, 2.0, 3.0, 4.0, 10.0), (3.0, 7.6, 10.0)), ((2.0,), (2.0, 2.0, 2.0))],
+)
+def test_throughput_and_percentiles(
+    seconds: tuple[float, ...], times: tuple[float, float, float]
+) -> None:
+    summary = sum_up([make_step([{"forward": one}] * 2) for one in seconds])
+    mean = sum(seconds) / len(seconds)
+    assert summary.step_seconds == mean
+    assert summary.steps_per_second == pytest.approx(1 / mean)
+    assert summary.samples_per_second == pytest.approx(16 / mean)
     assert summary.times is not None
-    assert dataclasses.astuple(summary.times) == pytest.approx((3.0, 7.6, 10.0, 6.2 / 3))
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
-def test_percentiles_lie_between_the_values(share: float, value: float) -> None:
-    assert percentile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(value)
+    assert dataclasses.astuple(summary.times) == pytest.approx(times)
 
 
 def test_the_first_step_and_inference_are_left_out() -> None:
     warm_up = make_step([{"forward": 99.0}] * 2, number=1)
     inference = make_step([{"forward": 50.0}] * 2, number=9, kind="inference")
-    summary = summarize([warm_up, *make_steps(5, [BUSY, BUSY]), inference], DDP)
+    summary = sum_up([warm_up, *make_steps(5, [BUSY, BUSY]), inference])
     assert (summary.num_steps, summary.kind, summary.num_left_out) == (5, "train", 2)
     assert summary.step_seconds == pytest.approx(1.0)
     assert "(2 others left out)" in str(summary)
+    # It stays where there are few, and inference where there is nothing else.
+    few = sum_up([warm_up, *make_steps(2, [BUSY, BUSY])])
+    assert (few.num_steps, few.num_left_out) == (3, 0)
+    alone = sum_up([inference] * 4)
+    assert (alone.num_steps, alone.kind) == (4, "inference")
+    assert "4 inference steps of 50 s" in str(alone)
 
 
-def test_a_step_that_takes_long_once_does_not_tell_what_to_change() -> None:
-    long: Seconds = {"forward": 60.0}
-    steps = [*make_steps(29, [BUSY, BUSY]), make_step([BUSY, long], number=40)]
-    summary = summarize(steps, DDP)
-    # It counts for the times, but not for the straggler and the advice.
-    assert (summary.num_steps, summary.num_not_advised) == (30, 1)
+@pytest.mark.parametrize(("often", "kind"), [(1, "nothing"), (3, "slow replica")])
+def test_a_step_that_takes_long_once_does_not_tell_what_to_change(often: int, kind: str) -> None:
+    steps = make_steps(20, [BUSY, BUSY]) + make_steps(often, [BUSY, {"forward": 60.0}])
+    summary = sum_up(steps)
+    assert summary.num_steps == 20 + often
+    assert summary.num_not_advised == (often if kind == "nothing" else 0)
+    # It counts for the times.
     assert summary.times is not None and summary.times.longest == pytest.approx(60.0)
-    assert summary.straggler is None
-    assert summary.advice.kind == "nothing"
-    assert "left out of the advice: 1 of 30 steps" in str(summary)
-
-
-def test_steps_that_take_long_again_and_again_do_tell() -> None:
-    steps = make_steps(8, [BUSY, BUSY]) + make_steps(3, [BUSY, {"forward": 60.0}])
-    summary = summarize(steps, DDP)
-    assert summary.num_not_advised == 0
-    assert summary.straggler is not None and summary.advice.kind == "slow replica"
-    assert "left out" not in str(summary)
-
-
-def test_the_first_step_stays_where_there_are_few() -> None:
-    summary = summarize([make_step([BUSY, BUSY], number=1)], DDP)
-    assert (summary.num_steps, summary.num_left_out) == (1, 0)
-
-
-def test_inference_alone_is_summed_up_too() -> None:
-    steps = [make_step([{"forward": 1.0}] * 2, kind="inference", number=i) for i in range(2, 6)]
-    summary = summarize(steps, DDP)
-    assert (summary.num_steps, summary.kind) == (4, "inference")
-    assert "4 inference steps of 1 s" in str(summary)
-
-
-def test_exposed_communication() -> None:
-    seconds: Seconds = {**BUSY, "scatter": 0.25, "gather": 0.25, "reduce across processes": 0.5}
-    assert summarize(make_steps(2, [seconds] * 2), DDP).exposed_communication == 0.5
+    assert (summary.straggler is None) == (kind == "nothing")
+    assert summary.advice.kind == kind
+    assert ("left out of the advice: 1 of 21 steps" in str(summary)) == (kind == "nothing")
 
 
 def test_the_text_has_a_column_per_replica_and_ends_with_the_advice() -> None:
-    text = str(summarize(make_steps(20, [BUSY, SLOW]), DDP))
+    text = str(sum_up(make_steps(20, [BUSY, SLOW])))
     lines = text.splitlines()
     assert lines[0] == "20 training steps of 2 s: 0.5 steps/s, 8 samples/s"
     begin = next(i for i, line in enumerate(lines) if line.startswith("replica "))
-    assert [" ".join(line.split()) for line in lines[begin : begin + 10]] == [
+    assert [" ".join(line.split()) for line in lines[begin : begin + 9]] == [
         "replica 0 1",
         "device virtual:0 virtual:1",
         "samples per step 8 8",
@@ -104,59 +91,46 @@ def test_the_text_has_a_column_per_replica_and_ends_with_the_advice() -> None:
         "computing 1 s 2 s",
         "score 1.00 0.50",
         "score per sample 1.00 0.50",
-        "score to own best 1.00 1.00",
     ]
     assert "Replica 1 on virtual:1 is the slowest, in 100 % of the steps" in text
     assert "Change first: Replica 1 on virtual:1 takes 2.0 times" in text
     assert max(map(len, lines)) <= 100
 
 
-def test_a_notebook_shows_a_table_and_a_list_one_line() -> None:
-    summary = summarize(make_steps(20, [BUSY, SLOW]), DDP)
+def test_a_notebook_shows_the_same_as_a_table_and_a_list_one_line() -> None:
+    summary = sum_up(make_steps(20, [BUSY, SLOW]))
     rows = [
-        [cell.text for cell in row]
+        " ".join(" ".join(cell.text or "" for cell in row).split())
         for row in ElementTree.fromstring(f"<x>{summary._repr_html_()}</x>").iter("tr")
     ]
-    assert rows[:2] == [["replica", "0", "1"], ["device", "virtual:0", "virtual:1"]]
-    # Row by row what the text says.
-    lines = [" ".join(" ".join(map(str, row)).split()) for row in rows]
+    assert rows[:2] == ["replica 0 1", "device virtual:0 virtual:1"]
     text = [" ".join(line.split()) for line in str(summary).splitlines()]
-    assert [line for line in text if line in lines] == lines
+    assert [line for line in text if line in rows] == rows
     assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
-    assert "no step has ended" in summarize([], DDP)._repr_html_().lower()
-
-
-def test_a_notebook_shows_names_as_they_are() -> None:
-    summary = summarize(make_steps(20, [BUSY, SLOW]), DDP)
     named = [dataclasses.replace(one, device="<b>&") for one in summary.replicas]
     shown = dataclasses.replace(summary, replicas=tuple(named))._repr_html_()
     assert "&lt;b&gt;&amp;" in shown and "<b>" not in shown
 
 
 def test_many_replicas_are_in_several_tables() -> None:
-    lines = str(summarize(make_steps(2, [BUSY] * 16), make_info(16))).splitlines()
+    lines = str(sum_up(make_steps(2, [BUSY] * 16), make_info(16))).splitlines()
     assert sum(line.startswith("replica ") for line in lines) > 1
     assert max(map(len, lines)) <= 100
 
 
 def test_metrics_are_flat_numbers() -> None:
-    metrics = summarize(make_steps(4, [BUSY, SLOW]), DDP).as_metrics()
-    assert metrics["step_seconds"] == pytest.approx(2.0)
-    assert metrics["samples_per_second"] == pytest.approx(8.0)
-    assert metrics["straggler_score"] == pytest.approx(0.5)
-    assert metrics["replica0/forward_share"] == pytest.approx(0.2)
-    assert metrics["replica1/score"] == pytest.approx(0.5)
-    # Too few steps for a history: left out, not 0 or None.
-    assert "replica0/score_individual" not in metrics
+    phases: Seconds = {**SLOW, "scatter": 0.25, "gather": 0.25, "reduce across processes": 0.5}
+    metrics = sum_up(make_steps(4, [BUSY, phases])).as_metrics()
+    assert metrics["step_seconds"] == pytest.approx(3.0)
+    assert metrics["samples_per_second"] == pytest.approx(16 / 3)
+    assert metrics["exposed_communication_share"] == pytest.approx(0.5 / 3)
+    assert metrics["straggler_score"] == metrics["replica1/score"] == pytest.approx(0.5)
+    assert metrics["replica1/reduce_across_processes_share"] == pytest.approx(0.5 / 3)
     assert all(type(value) is float for value in metrics.values())
-    assert not any(" " in name for name in metrics)
-
-
-def test_one_replica_has_no_imbalance() -> None:
-    summary = summarize(make_steps(2, [BUSY]), make_info(1))
-    assert summary.imbalance is None
-    assert "imbalance" not in str(summary)
-    assert "imbalance" not in summary.as_metrics()
+    # What is unknown is left out.
+    alone = sum_up(make_steps(2, [BUSY]), make_info(1))
+    assert alone.imbalance is None
+    assert "imbalance" not in str(alone) and "imbalance" not in alone.as_metrics()
 
 
 class Slow(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,8 +10,11 @@ from dataparallel.monitor.run import RunState
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.reading import DeviceReading
+from dataparallel.tools.monitor.report import make_report
 from dataparallel.tools.monitor.run_history import RunHistory
 from tests.monitor.made_up_machine import GIB, make_device, make_run, make_sample, make_step
+from tests.monitor.recording_cases import BEGIN, FakeRun, device, info_of, sample
+from tests.monitor.step_cases import BUSY, SLOW, Seconds
 
 
 def texts(*devices: DeviceReading, seconds: tuple[float, ...] = (0.0,)) -> list[str]:
@@ -97,12 +99,32 @@ def test_an_even_run_is_no_reason_to_warn() -> None:
     assert run_texts(None) == []
 
 
-def test_a_straggler_is_named_with_who_waits() -> None:
-    (text,) = run_texts(even_run(slow=2.0))
-    assert text.startswith("replica 0 on cuda:0 holds up the others: replica ")
-    assert "waits 35 % of the time" in text
-    # Within limits: 12 of 100 ms are waited for.
-    assert run_texts(even_run(slow=1.2)) == []
+@pytest.mark.parametrize(
+    ("turns", "samples", "throttle", "kind", "is_shown"),
+    [
+        ([[BUSY, SLOW]], [8, 8], "", "slow replica", True),
+        ([[BUSY, SLOW], [SLOW, BUSY]], [8, 8], "", "moving straggler", True),
+        ([[BUSY, SLOW]], [8, 16], "", "uneven split", True),
+        ([[BUSY, SLOW]], [8, 8], "power cap", "slowed device", True),
+        ([[BUSY, {"forward": 0.5, "backward": 0.8}]], [8, 8], "", "slow replica", False),
+        ([[{**BUSY, "input": 1.0}] * 2], [8, 8], "", "input", True),
+        ([[{**BUSY, "optimizer": 2.0}, BUSY]], [8, 8], "", "optimizer", True),
+        ([[BUSY, BUSY]], [8, 8], "", "nothing", False),
+    ],
+)
+def test_what_costs_much_is_told_as_the_report_tells_it(
+    turns: list[list[Seconds]], samples: list[int], throttle: str, kind: str, is_shown: bool
+) -> None:
+    run, history, seen = FakeRun(info_of(2)), History(), []
+    for i in range(10):
+        run.steps(3, turns[i % len(turns)], samples)
+        readings = [device(d, throttle=[throttle] if throttle and d else []) for d in range(2)]
+        seen.append(sample(0.5 * i, readings, run.state(BEGIN + 0.5 * i)))
+        history.add(seen[-1])
+    report = make_report(seen)
+    assert report.advice.kind == kind
+    told = [(one.kind, one.gain) for one in find_alerts(history) if one.gain]
+    assert told == ([(kind, report.advice.gain)] if is_shown else [])
 
 
 def test_only_what_happened_lately_counts() -> None:
@@ -119,13 +141,6 @@ def test_only_what_happened_lately_counts() -> None:
     )
     assert run_texts(slow, later) == []
     assert len(run_texts(later)) == 1
-
-
-def test_a_loader_that_holds_up_is_told() -> None:
-    state = even_run()
-    slow = tuple({**total, "input": 0.5 * sum(total.values())} for total in state.totals)
-    (text,) = run_texts(dataclasses.replace(state, totals=slow))
-    assert text.startswith("the loader takes 3") and "num_workers" in text
 
 
 def test_a_phase_that_does_not_end_is_told() -> None:

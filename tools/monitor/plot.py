@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataparallel.monitor.whole_file import written_whole
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.device_rows import DEVICE_ROWS, MAX_LINES, DeviceRow, draw_devices
 from dataparallel.tools.monitor.phase_rows import draw_imbalance, draw_shares
@@ -74,8 +73,7 @@ def write_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
     check_target(path)
     figure = draw(samples, title)
     try:
-        with written_whole(path) as unfinished:
-            figure.savefig(unfinished, dpi=120, format=path.suffix[1:].lower())
+        figure.savefig(path, dpi=120, format=path.suffix[1:].lower())
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dataparallel.monitor.findings import add_up, imbalance
 from dataparallel.monitor.run import RunState
-from dataparallel.monitor.scores import imbalance
-from dataparallel.monitor.totals import ReplicaTotals, make_totals
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recorded_time import longest_step
-from dataparallel.tools.monitor.run_period import RunPeriod, difference
+from dataparallel.tools.monitor.run_period import RunPeriod, part_between
 
 #: More points than that are not to be told apart in a picture.
 MAX_POINTS = 800
@@ -140,16 +139,9 @@ def intervals(periods: Sequence[RunPeriod], times: Sequence[float]) -> list[list
 
 
 def _interval(begin: float, end: float, before: RunState, now: RunState) -> Interval:
-    seconds = [difference(new, old) for new, old in zip(now.totals, before.totals, strict=True)]
+    totals = add_up([part_between(before, now, None)], now.info)
     shares = []
-    for one in seconds:
-        whole = sum(one.values())
-        shares.append({phase: value / whole for phase, value in one.items() if value > 0})
-    totals = make_totals(
-        now.num_steps - before.num_steps,
-        max(sum(one.values()) for one in seconds),
-        now.num_samples - before.num_samples,
-        [ReplicaTotals(i, "", 1.0, one) for i, one in enumerate(seconds)],
-        now.info,
-    )
+    for one in totals.replicas:
+        whole = sum(one.seconds.values())
+        shares.append({phase: value / whole for phase, value in one.seconds.items() if value > 0})
     return Interval(begin, end, tuple(shares), imbalance(totals))

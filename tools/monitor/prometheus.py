@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.run import RunState
-from dataparallel.monitor.scores import ReplicaScore
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS, Metric

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dataparallel.monitor.advice import Advice
+from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.device_report import (
@@ -19,8 +19,12 @@ from dataparallel.tools.monitor.device_report import (
 from dataparallel.tools.monitor.energy import energy_used
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recorded_time import times_of
-from dataparallel.tools.monitor.run_period import RunPeriod, find_periods, group_periods
-from dataparallel.tools.monitor.run_summary import summarize_periods
+from dataparallel.tools.monitor.run_period import (
+    RunPeriod,
+    find_periods,
+    group_periods,
+    summarize_periods,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Report:
     devices: tuple[DeviceReport, ...]
     host_utilization: float | None
     runs: tuple[RunReport, ...]
-    advice: Advice
+    advice: Finding
 
     def to_json(self) -> dict[str, Any]:
         """The report as what ``json`` writes."""
@@ -162,18 +166,18 @@ def _reading(sample: Sample, device: str, uuid: str | None) -> DeviceReading | N
     return next((one for one in sample.devices if one.device == device), None)
 
 
-def _advice(runs: Sequence[RunReport], devices: Sequence[DeviceReport]) -> Advice:
+def _advice(runs: Sequence[RunReport], devices: Sequence[DeviceReport]) -> Finding:
     if runs:
         return max(runs, key=lambda run: run.summary.num_steps).summary.advice
     for device in sorted(devices, key=lambda one: -one.throttled):
         if device.throttled >= 0.1:
-            return Advice(
+            return Finding(
                 "slowed device",
                 f"{device.device} is slowed down: {reasons_text(device)}. Look at its cooling, its "
                 "power limit and what else runs on it.",
-                evidence={"throttled_share": device.throttled},
+                numbers={"throttled_share": device.throttled},
             )
-    return Advice(
+    return Finding(
         "unknown",
         "No run was recorded, so nothing is known of its steps. Watch it with "
         "dataparallel.monitor.StepMonitor(model), and record with --attach auto.",

@@ -11,8 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dataparallel.monitor.advice import Advice
-from dataparallel.monitor.summary_text import headlines, straggler_line, table
+from dataparallel.monitor.findings import Finding
 from dataparallel.tools.monitor.device_report import DeviceReport, reasons_text
 from dataparallel.tools.monitor.report import Report, RunReport
 from dataparallel.tools.monitor.units import (
@@ -115,15 +114,15 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     if not summary.num_steps:
         yield Text("no step ended while it was watched")
         return
-    first, *others = headlines(summary)
+    first, *others = summary.headlines()
     yield Text(first + since)
     yield from map(Text, others)
     yield Text(_energy_line(run))
     yield Text()
-    for line in table(summary.replicas, width):
+    for line in summary.table(width):
         yield Text(line, no_wrap=True, overflow="crop")
     yield Text()
-    told = straggler_line(summary)
+    told = summary.straggler_line()
     if told:
         yield Text(told, style="yellow")
 
@@ -135,7 +134,7 @@ def _energy_line(run: RunReport) -> str:
     return f"energy per sample: {each} ({energy_text(run.energy)} while the run was watched)"
 
 
-def _advice(advice: Advice) -> Panel:
+def _advice(advice: Finding) -> Panel:
     body = Padding(Text(str(advice)), (0, 1))
     return Panel(body, title="change first", title_align="left", border_style="cyan", box=box.ASCII)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.run import RunState
-from dataparallel.monitor.totals import RunTotals
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.run_period import RunPeriod, continues
 
@@ -97,7 +97,7 @@ class RunHistory:
     def totals(self) -> RunTotals | None:
         """What the steps lately come to, or all if there were none lately; None without steps."""
         if self._totals is None and self.period is not None and self.period.states[-1].num_steps:
-            self._totals = self.period.totals()
+            self._totals = add_up(self.period.parts(), self.period.info)
         return self._totals
 
     @property

@@ -1,22 +1,16 @@
-"""The stretches of a recording in which one run was watched."""
+"""The stretches of a recording in which one run was watched, and what they come to."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from dataparallel.monitor.outliers import OUTLIER, are_rare
+from dataparallel.monitor.findings import Part, ReplicaTotals
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.monitor.totals import ReplicaTotals, RunTotals, make_totals
-from dataparallel.threads.timeline import Phase
+from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.tools.monitor.reading import Sample
-
-#: So many steps are enough for percentiles and scores.
-_MAX_STEPS = 1000
-#: With so many more steps those with which a run began are left out: they warm up.
-_ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -40,33 +34,21 @@ class RunPeriod:
 
     @property
     def since_start(self) -> bool:
-        """Whether :meth:`totals` are those since the run began, not since it was seen first."""
+        """Whether :meth:`parts` are those since the run began, not since it was seen first."""
         return self.is_whole or self.states[-1].num_steps == self.states[0].num_steps
 
-    def totals(self) -> RunTotals:
-        """What the steps of the period add up to."""
-        return self._without(())
-
-    def steady(self) -> RunTotals:
-        """The same without what says nothing of the other steps.
-
-        That is the time in which a run warms up, does not train though it does at other times, or
-        takes a multiple of its usual time per step; as far as the states show.
-        """
-        kept = self._stretches
-        if kept and kept[0].begins_run:
-            others = _num_steps(kept[1:])
-            if others >= _ENOUGH and 10 * others >= kept[0].num_steps:
-                kept = kept[1:]
-        if any(one.kind == "train" for one in kept):
-            kept = [one for one in kept if one.kind != "inference"]
-        if kept:
-            limit = OUTLIER * _median(kept)
-            usual = [one for one in kept if one.seconds / one.num_steps <= limit]
-            if are_rare(_num_steps(kept) - _num_steps(usual), _num_steps(kept)):
-                kept = usual
-        ends = {id(one.end) for one in kept or self._stretches}
-        return self._without([one for one in self._stretches if id(one.end) not in ends])
+    def parts(self) -> list[Part]:
+        """The steps from one state to the next."""
+        before = None if self.since_start else self.states[0]
+        seen = None
+        found = []
+        for state in self.states:
+            if state.last is not None and state.last.replicas:
+                seen = state.last
+            if state.num_steps > (0 if before is None else before.num_steps):
+                found.append(part_between(before, state, seen))
+                before = state
+        return found
 
     def steps(self) -> list[StepRecord]:
         """Those steps that are known one by one: the last one at each sample, or at some."""
@@ -74,98 +56,36 @@ class RunPeriod:
         lasts = [state.last for state in self.states]
         # Of others only the kind is kept.
         known = {one.number: one for one in lasts if one is not None and one.replicas}
-        numbers = sorted(number for number in known if number > first)
-        stride = max(1, -(-len(numbers) // _MAX_STEPS))
-        # From the end, so that the newest one is among them.
-        steps = [known[number] for number in reversed(numbers[::-stride])]
-        training = [step for step in steps if step.kind == "train"]
-        return training or steps
-
-    @cached_property
-    def _stretches(self) -> list[_Stretch]:
-        """Where steps were added: from one state to the next."""
-        before = None if self.since_start else self.states[0]
-        found = []
-        for state in self.states:
-            if state.num_steps > (0 if before is None else before.num_steps):
-                found.append(_Stretch(before, state))
-                before = state
-        return found
-
-    def _without(self, left_out: Sequence[_Stretch]) -> RunTotals:
-        whole = _Stretch(None if self.since_start else self.states[0], self.states[-1])
-        seconds = whole.phases
-        for stretch in left_out:
-            seconds = [difference(*pair) for pair in zip(seconds, stretch.phases, strict=True)]
-        samples = whole.num_samples - sum(stretch.num_samples for stretch in left_out)
-        chunks = self._chunks(left_out)
-        replicas = [
-            ReplicaTotals(i, device, samples * chunks[i] / sum(chunks), seconds[i])
-            for i, device in enumerate(self.info.devices)
-        ]
-        return make_totals(
-            whole.num_steps - _num_steps(left_out),
-            max((sum(one.values()) for one in seconds), default=0.0),
-            samples,
-            replicas,
-            self.info,
-        )
-
-    def _chunks(self, left_out: Sequence[_Stretch]) -> list[float]:
-        """Per replica about how many samples it got: each step that is seen stands for others."""
-        found = [0.0] * len(self.info.devices)
-        ends = {id(stretch.end) for stretch in left_out}
-        for stretch in self._stretches:
-            last = stretch.end.last
-            if last is None or not last.samples or id(stretch.end) in ends:
-                continue
-            for replica in last.replicas:
-                found[replica.index] += stretch.num_samples * replica.samples / last.samples
-        return found if any(found) else [1.0] * len(found)
+        return [known[number] for number in sorted(known) if number > first]
 
 
-class _Stretch:
+def part_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> Part:
     """The steps between two states of a run.
 
     Args:
-        begin: The state before; None if it is the run's beginning.
-        end: The state after.
+        before: The older one; None for the run's beginning.
+        now: The newer one.
+        seen: The step whose division of samples stands for the others; None if none is known.
     """
-
-    def __init__(self, begin: RunState | None, end: RunState) -> None:
-        self.begin, self.end = begin, end
-        self.num_steps = end.num_steps - (0 if begin is None else begin.num_steps)
-        self.num_samples = end.num_samples - (0 if begin is None else begin.num_samples)
-        self.phases = [
-            difference(now, {} if begin is None else begin.totals[i])
-            for i, now in enumerate(end.totals)
-        ]
-        self.seconds = max((sum(one.values()) for one in self.phases), default=0.0)
-
-    @property
-    def begins_run(self) -> bool:
-        """Whether the run's first step is in it."""
-        return self.begin is None or self.begin.num_steps == 0
-
-    @property
-    def kind(self) -> str | None:
-        """Of which kind its last step is; None if that is unknown."""
-        return None if self.end.last is None else self.end.last.kind
-
-
-def _num_steps(stretches: Sequence[_Stretch]) -> int:
-    return sum(one.num_steps for one in stretches)
-
-
-def _median(stretches: Sequence[_Stretch]) -> float:
-    """Seconds per step; each step counts, not each stretch."""
-    each = sorted((one.seconds / one.num_steps, one.num_steps) for one in stretches)
-    half, passed = sum(number for _, number in each) / 2, 0
-    for seconds, number in each:
-        passed += number
-        if passed >= half:
-            return seconds
-    return 0.0
+    phases = [
+        {
+            phase: max(0.0, seconds - (before.totals[i].get(phase, 0.0) if before else 0.0))
+            for phase, seconds in total.items()
+        }
+        for i, total in enumerate(now.totals)
+    ]
+    samples = now.num_samples - (before.num_samples if before else 0)
+    each = [1 / len(phases)] * len(phases)
+    if seen is not None and seen.samples:
+        each = [replica.samples / seen.samples for replica in seen.replicas]
+    return Part(
+        now.num_steps - (before.num_steps if before else 0),
+        max(sum(one.values()) for one in phases),
+        samples,
+        [ReplicaTotals(samples * s, one) for s, one in zip(each, phases, strict=True)],
+        None if now.last is None else now.last.kind,
+        before is None or before.num_steps == 0,
+    )
 
 
 def find_periods(samples: Sequence[Sample]) -> list[RunPeriod]:
@@ -221,11 +141,23 @@ def continues(before: RunState, now: RunState) -> bool:
     )
 
 
-def difference(now: Mapping[Phase, float], before: Mapping[Phase, float]) -> dict[Phase, float]:
-    """The seconds of each phase that have been added.
+def summarize_periods(
+    periods: Sequence[RunPeriod], slowed: Mapping[str, str] | None = None
+) -> Summary:
+    """Sum up what a run did while it was watched, for the live view and for the report.
+
+    Example::
+
+        for group in group_periods(find_periods(samples)):
+            print(summarize_periods(group))
 
     Args:
-        now: Seconds of each phase.
-        before: Likewise, earlier.
+        periods: The oldest first; at least one.
+        slowed: By the name of a device, why it is slowed down. Default: none is.
     """
-    return {phase: max(0.0, value - before.get(phase, 0.0)) for phase, value in now.items()}
+    return summarize(
+        [part for period in periods for part in period.parts()],
+        periods[-1].info,
+        list(itertools.chain.from_iterable(period.steps() for period in periods)),
+        slowed,
+    )

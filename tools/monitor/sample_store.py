@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal, TypeAlias
 
-from dataparallel.monitor.scores import ReplicaScore, score_replicas
+from dataparallel.monitor.findings import ReplicaScore, score_replicas
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History

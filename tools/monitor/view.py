@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from dataparallel.monitor.findings import Finding
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, Alert, find_alerts
+from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
 from dataparallel.tools.monitor.bars import bar, clean, column, folded, heading, joined, sparkline
 from dataparallel.tools.monitor.history import History, in_order
 from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample
@@ -43,7 +44,7 @@ class View:
         self._interval = interval
         self._fits_screen = fits_screen
         self._hint = ""
-        self._alerts: list[Alert] = []
+        self._alerts: list[Finding] = []
 
     def tell(self, hint: str) -> None:
         """Say this about the keys from now on."""

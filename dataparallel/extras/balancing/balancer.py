@@ -28,8 +28,7 @@ from dataparallel.devices import is_accelerator
 from dataparallel.errors import add_note
 from dataparallel.extras.balancing.memory import Rollback, is_out_of_memory, replicas_named_by
 from dataparallel.extras.balancing.speeds import Change, Cost, SplitDecisions, divide, fits
-from dataparallel.monitor.assembler import StepAssembler
-from dataparallel.monitor.optimizers import OptimizerSpans
+from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.timeline import Listener, Span

@@ -1,0 +1,553 @@
+"""From the phases of a run to what to change in it, for summaries, reports and the live view.
+
+Note [Straggler scores]
+~~~~~~~~~~~~~~~~~~~~~~~
+As in NVIDIA's resiliency extension, a score goes from 0 to 1, and 0.5 stands for twice as slow: it
+is the seconds of the fastest replica over those of this one, as such (this one holds up the step)
+and per sample (its device is slower, not its chunk larger).
+
+Only phases in which a replica goes at its own speed count. A replica that waits is not slow, nor
+is the first one because it has the optimizer to step, or the loss of all to compute, meanwhile.
+
+Note [Estimated gains]
+~~~~~~~~~~~~~~~~~~~~~~
+Each cause of lost time that is found is priced in seconds per step, from what was measured:
+
+    input           all of it: loading can go on beside the step
+    slow replica    the slowest replica's computing, minus that of the split that suits the speeds
+    reduce          what of the waiting backward could hide; half of it with half as many bytes
+    loss            what of it the other replicas could do, and half of the gathering
+    gather          all of it: each output may stay where it is
+    scatter         half of it: copies that overlap with other work
+    optimizer       what of it other devices could do, or half of it as one fused kernel
+    overhead        half of it per sample, in a batch twice as large
+
+These are upper bounds, made to be compared. They do not add up: time in which the others wait for
+the loss or the optimizer is priced there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from dataparallel.monitor.record import ReplicaStep, StepRecord
+from dataparallel.monitor.run import RunInfo
+from dataparallel.threads.timeline import PHASES, Phase
+
+#: Less than this share of a step is not worth a change; from the second one on, it is a warning.
+_WORTHWHILE = 0.03
+_MUCH = 0.15
+#: The slowest replica is a straggler if it takes so much longer than the mean.
+_NOTABLE = 0.1
+#: Of several replicas on one device one is slower for a reason of its own only if it is so nearly
+#: always: otherwise they take turns on the processors.
+_NEARLY_ALWAYS = 0.75
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was found in a run or on a device.
+
+    Attributes:
+        kind: What it is about; ``"nothing"`` if nothing stands out, ``"unknown"`` without steps.
+        text: What was measured, and what to do.
+        severity: ``"error"`` if something is broken, ``"warning"`` if it costs much.
+        gain: The share of a step that a change would save, at most; from 0 to 1.
+        numbers: What that rests on.
+    """
+
+    kind: str
+    text: str
+    severity: Literal["error", "warning", "info"] = "info"
+    gain: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.gain:
+            return self.text
+        return (
+            f"{self.text} Estimated: steps up to {percent(self.gain)} shorter, "
+            f"{1 / (1 - self.gain):.2f} times as fast."
+        )
+
+
+# --- what is added up ----------------------------------------------------------------------------
+
+
+class ReplicaTotals(NamedTuple):
+    """One replica in several steps: how many samples it got, and the seconds of each phase."""
+
+    samples: float
+    seconds: Mapping[Phase, float]
+
+
+class Part(NamedTuple):
+    """Steps in a row: a single one, or those between two looks at a run."""
+
+    num_steps: int
+    seconds: float
+    samples: float
+    replicas: Sequence[ReplicaTotals | ReplicaStep]
+    #: Of which kind its last step is; None if that is unknown.
+    kind: str | None
+    begins_run: bool
+
+    @staticmethod
+    def of(step: StepRecord) -> Part:
+        """A step as a part."""
+        first = step.number == 1
+        return Part(1, step.seconds, step.samples, step.replicas, step.kind, first)
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """What parts of a run come to."""
+
+    num_steps: int
+    seconds: float
+    samples: float
+    replicas: tuple[ReplicaTotals, ...]
+    devices: tuple[str, ...]
+    #: The phases that tell how fast each replica is.
+    own_phases: tuple[Phase, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """How long one step took on average; 0 without steps."""
+        return self.seconds / self.num_steps if self.num_steps else 0.0
+
+    def mean(self, *phases: Phase) -> float:
+        """Seconds per step in some phases, the mean over the replicas."""
+        number = max(1, self.num_steps * len(self.replicas))
+        return (
+            sum(one.seconds.get(phase, 0.0) for one in self.replicas for phase in phases) / number
+        )
+
+    def each(self, *phases: Phase) -> list[float]:
+        """Of each replica the seconds per step in some phases."""
+        number = max(1, self.num_steps)
+        return [
+            sum(one.seconds.get(phase, 0.0) for phase in phases) / number for one in self.replicas
+        ]
+
+    @property
+    def computes(self) -> list[float]:
+        """Of each replica the seconds per step in which it computes at its own speed."""
+        return self.each(*self.own_phases)
+
+
+def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
+    """What parts of a run, which have the same replicas, come to."""
+    replicas = []
+    for i in range(len(info.devices)):
+        seconds: dict[Phase, float] = {}
+        for part in parts:
+            for phase, length in part.replicas[i].seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + length
+        samples = sum(part.replicas[i].samples for part in parts)
+        ordered = {phase: seconds[phase] for phase in PHASES if phase in seconds}
+        replicas.append(ReplicaTotals(samples, ordered))
+    return RunTotals(
+        sum(part.num_steps for part in parts),
+        sum(part.seconds for part in parts),
+        sum(part.samples for part in parts),
+        tuple(replicas),
+        info.devices,
+        _own_phases(parts, info),
+    )
+
+
+def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
+    """The phases in which replicas go at their own speed.
+
+    The loss is one where the replicas compute it, and not where the first one does it for all. The
+    backward is none where autograd runs through all replicas at once, for then it begins and ends
+    for all of them together.
+    """
+    if len(info.devices) == 1:
+        return ("forward", "loss", "backward")
+    chosen: list[Phase] = ["forward"]
+    losses = [[one.seconds.get("loss", 0.0) > 0 for one in part.replicas] for part in parts]
+    if any(sum(part) > 1 for part in losses):
+        chosen.append("loss")
+    backwards = [[one.seconds.get("backward", 0.0) for one in part.replicas] for part in parts]
+    if info.num_buckets and any(max(row) - min(row) > 1e-6 * max(row) for row in backwards):
+        chosen.append("backward")
+    return tuple(chosen)
+
+
+# --- how fast each replica is --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplicaScore:
+    """One replica. See Note [Straggler scores].
+
+    Attributes:
+        index: Index of the replica within the process.
+        device: Name of its device.
+        samples: Samples per step.
+        seconds: Per phase, seconds per step.
+        shares: Per phase, its share of the replica's time.
+        compute: Seconds per step in which it computes at its own speed.
+        relative: Score among the replicas; None if it does not compute.
+        per_sample: The same per sample.
+    """
+
+    index: int
+    device: str
+    samples: float
+    seconds: Mapping[Phase, float]
+    shares: Mapping[Phase, float]
+    compute: float
+    relative: float | None
+    per_sample: float | None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The replica for which the others wait most often.
+
+    Attributes:
+        index: Index of the replica.
+        device: Name of its device.
+        share: Share of the steps in which it was the slowest; None where single steps are unknown.
+        moves: Whether it is another replica from step to step: then it is not the device that is
+            slow, but what it is given, or the host.
+        excess: By how much longer than the mean the slowest replica computes, as a ratio.
+        waste: Seconds per step by which the slowest replica computes longer than the mean.
+    """
+
+    index: int
+    device: str
+    share: float | None
+    moves: bool
+    excess: float
+    waste: float
+
+
+def score_replicas(totals: RunTotals) -> tuple[ReplicaScore, ...]:
+    """Score each replica."""
+    number = max(1, totals.num_steps)
+    computes = totals.computes
+    each = [
+        seconds * number / one.samples if one.samples else 0.0
+        for seconds, one in zip(computes, totals.replicas, strict=True)
+    ]
+    found = []
+    for i, replica in enumerate(totals.replicas):
+        seconds = {phase: value / number for phase, value in replica.seconds.items()}
+        whole = sum(seconds.values())
+        shares = {phase: value / whole if whole else 0.0 for phase, value in seconds.items()}
+        scores = _relative(computes, i), _relative(each, i)
+        samples = replica.samples / number
+        found.append(
+            ReplicaScore(i, totals.devices[i], samples, seconds, shares, computes[i], *scores)
+        )
+    return tuple(found)
+
+
+def _relative(values: Sequence[float], i: int) -> float | None:
+    return min(value for value in values if value > 0) / values[i] if values[i] > 0 else None
+
+
+def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
+    """Computing time of the slowest replica over the mean, on average over the steps.
+
+    Args:
+        totals: What the steps add up to.
+        steps: Single steps. Default: none are known, and the totals tell.
+
+    Returns:
+        1 if all take the same time; None if less than two replicas compute.
+    """
+    rows = [_computes(step, totals) for step in steps] or [totals.computes]
+    positive = [[value for value in row if value > 0] for row in rows]
+    several = [row for row in positive if len(row) > 1]
+    mean = sum(sum(row) / len(row) for row in several)
+    return sum(map(max, several)) / mean if mean else None
+
+
+def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler | None:
+    """The replica that holds up the others, and whether it is always the same.
+
+    Args:
+        totals: What the steps add up to.
+        steps: Single steps, by which one that moves is seen. Default: none are known.
+
+    Returns:
+        None if the replicas take about the same time.
+    """
+    computes = totals.computes
+    taking_part = [value for value in computes if value > 0]
+    if len(taking_part) < 2:
+        return None
+    mean = sum(taking_part) / len(taking_part)
+    slowest = computes.index(max(computes))
+    always = computes[slowest] / mean - 1
+    # As ratios, for the steps that are known one by one may be longer than the others.
+    excess = max(always, (imbalance(totals, steps) or 1.0) - 1)
+    if excess < _NOTABLE:
+        return None
+    rows = [row for row in (_computes(step, totals) for step in steps) if any(row)]
+    share = sum(row.index(max(row)) == slowest for row in rows) / len(rows) if rows else None
+    # What takes turns evens out in the totals.
+    moves = share is not None and always < excess / 2
+    if share is not None and len(set(totals.devices)) == 1:
+        moves = moves or share < _NEARLY_ALWAYS
+    return Straggler(slowest, totals.devices[slowest], share, moves, excess, excess * mean)
+
+
+def _computes(step: Part, totals: RunTotals) -> list[float]:
+    seconds = [replica.seconds for replica in step.replicas]
+    return [sum(one.get(phase, 0.0) for phase in totals.own_phases) for one in seconds]
+
+
+# --- what to change ------------------------------------------------------------------------------
+
+
+def find_changes(
+    totals: RunTotals,
+    info: RunInfo,
+    straggler: Straggler | None,
+    slowed: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """All that is worth a change, the largest gain first; else that nothing is.
+
+    Args:
+        totals: What the steps add up to.
+        info: The run.
+        straggler: What :func:`find_straggler` found in them.
+        slowed: By the name of a device, why it is slowed down, in words. Default: none is.
+
+    Returns:
+        At least one finding; see Note [Estimated gains].
+    """
+    if not totals.step_seconds:
+        return [Finding("unknown", "No step has ended yet, so there is nothing to tell.")]
+    found = [
+        _input(totals),
+        _scatter(totals, info),
+        _straggler(totals, straggler, slowed or {}),
+        _gather(totals),
+        _loss(totals),
+        _optimizer(totals),
+        _across(totals, info),
+        _overhead(totals, straggler),
+    ]
+    chosen = [one for one in found if one is not None and one.gain >= _WORTHWHILE]
+    if chosen:
+        return sorted(chosen, key=lambda one: -one.gain)
+    busy = _share(totals, totals.mean("forward", "loss", "backward"))
+    return [
+        Finding(
+            "nothing",
+            "Nothing stands out: none of the changes known here would make steps much shorter. "
+            f"{busy} of each step is forward, loss and backward.",
+        )
+    ]
+
+
+def _change(totals: RunTotals, kind: str, saved: float, text: str, **numbers: float) -> Finding:
+    gain = min(0.99, max(0.0, saved / totals.step_seconds))
+    return Finding(kind, text, "warning" if gain >= _MUCH else "info", gain, numbers)
+
+
+def _share(totals: RunTotals, seconds: float) -> str:
+    return percent(seconds / totals.step_seconds)
+
+
+def _input(totals: RunTotals) -> Finding:
+    waiting = totals.mean("input")
+    return _change(
+        totals,
+        "input",
+        waiting,
+        f"{_share(totals, waiting)} of each step passes before its batch is there. Let the "
+        "DataLoader work ahead (num_workers, persistent_workers=True, and pin_memory=True for "
+        "accelerators), and do less between steps: printing, .item() and checkpoints count too.",
+        input_seconds=waiting,
+    )
+
+
+def _scatter(totals: RunTotals, info: RunInfo) -> Finding:
+    seconds = totals.mean("scatter")
+    if totals.mean("backward") and not info.num_buckets and len(set(info.devices)) > 1:
+        remedy = (
+            "Much of that copies the parameters to the replicas at each forward; "
+            "DistributedDataParallel keeps standing replicas."
+        )
+    else:
+        remedy = (
+            "Give the DataLoader pin_memory=True, so that copies to accelerators overlap with "
+            "other work, and pass only the tensors that the model reads."
+        )
+    text = f"{_share(totals, seconds)} of each step goes into spreading inputs. {remedy}"
+    return _change(totals, "scatter", seconds / 2, text, scatter_seconds=seconds)
+
+
+def _straggler(
+    totals: RunTotals, straggler: Straggler | None, slowed: Mapping[str, str]
+) -> Finding | None:
+    if straggler is None:
+        return None
+    if straggler.moves:
+        return _change(
+            totals,
+            "moving straggler",
+            straggler.waste,
+            f"Some replica computes {percent(straggler.excess)} longer than the mean, but each "
+            "time another one: so it is not a device that is slow. Look for samples that cost "
+            "unequally much (put those of like length into one batch), and for other work on the "
+            "host's processors.",
+            excess=straggler.excess,
+            waste_seconds=straggler.waste,
+        )
+    slow = score_replicas(totals)[straggler.index]
+    who = f"Replica {slow.index} on {slow.device}"
+    factor = 1 / (slow.per_sample or 1.0)
+    kind = "slow replica"
+    text = (
+        f"{who} takes {factor:.1f} times as long per sample as the fastest, and the others wait "
+        "for it. Call dataparallel.balance(model), which gives it a smaller chunk; gradients stay "
+        "exact."
+    )
+    if factor < 1.1:
+        kind = "uneven split"
+        text = (
+            f"{who} gets {slow.samples:.0f} of {totals.samples / totals.num_steps:.0f} samples, "
+            "but is no faster per sample, and the others wait for it. Use a batch that divides by "
+            "the number of replicas (drop_last=True for the last one)."
+        )
+    elif slow.device in slowed:
+        kind = "slowed device"
+        text = (
+            f"{who} takes {factor:.1f} times as long per sample as the fastest, and its device is "
+            f"slowed down: {slowed[slow.device]}. Remove the cause (cooling, power limit, other "
+            "programs), or call dataparallel.balance(model), which gives it a smaller chunk."
+        )
+    saved = _saved_by_split(totals)
+    return _change(totals, kind, saved, text, replica=slow.index, excess=straggler.excess)
+
+
+def _saved_by_split(totals: RunTotals) -> float:
+    """Seconds per step that the split which suits the replicas' speeds would save."""
+    computes = totals.computes
+    taking_part = [i for i, one in enumerate(totals.replicas) if computes[i] and one.samples]
+    speed = sum(totals.replicas[i].samples / computes[i] for i in taking_part)
+    best = sum(totals.replicas[i].samples for i in taking_part) / speed if speed else 0.0
+    # The replicas meet after each of these phases.
+    return max(0.0, sum(max(totals.each(phase)) for phase in totals.own_phases) - best)
+
+
+def _gather(totals: RunTotals) -> Finding | None:
+    seconds = totals.mean("gather")
+    if len(totals.replicas) < 2 or _loss_of_first(totals):
+        return None
+    text = (
+        f"{_share(totals, seconds)} of each step goes into gathering outputs on one device. Leave "
+        'them where they are with output_device="each".'
+    )
+    return _change(totals, "gather", seconds, text, gather_seconds=seconds)
+
+
+def _loss_of_first(totals: RunTotals) -> float:
+    """Seconds per step that the first replica computes the loss of all, or 0."""
+    first, *others = totals.each("loss")
+    return first if others and not any(others) else 0.0
+
+
+def _loss(totals: RunTotals) -> Finding | None:
+    seconds, gathering = _loss_of_first(totals), totals.mean("gather")
+    if not seconds:
+        return None
+    return _change(
+        totals,
+        "loss",
+        seconds * (1 - 1 / len(totals.replicas)) + gathering / 2,
+        f"{_share(totals, seconds + gathering)} of each step goes into gathering outputs and "
+        "computing the loss in one place, while the other replicas wait. Write loss = "
+        "model.loss(criterion, x, target): each replica computes its part, and the result is the "
+        "same.",
+        loss_seconds=seconds,
+        gather_seconds=gathering,
+    )
+
+
+def _optimizer(totals: RunTotals) -> Finding:
+    seconds = max(totals.each("optimizer"))
+    devices = len(set(totals.devices))
+    if devices > 1:
+        saved = seconds * (1 - 1 / devices)
+        where = " on one device, while the others wait"
+        remedy = (
+            "Shard it: dataparallel.ShardedOptimizer(torch.optim.AdamW, model, ...) lets each "
+            "device step a part. Or fused=True, or model.step_in_backward(...)."
+        )
+    else:
+        saved, where = seconds / 2, ""
+        remedy = "Give the optimizer fused=True (or foreach=True), or use model.step_in_backward."
+    text = f"{_share(totals, seconds)} of each step is the optimizer's{where}. {remedy}"
+    return _change(totals, "optimizer", saved, text, optimizer_seconds=seconds)
+
+
+def _across(totals: RunTotals, info: RunInfo) -> Finding:
+    waiting = totals.mean("reduce across processes")
+    number, size = info.num_buckets, info.bucket_bytes
+    if (number == 1 and size > _MIB) or (number > 16 and size < _MIB):
+        kind, saved = "bucket size", min(waiting, totals.mean("backward"))
+        remedy = (
+            f"They are in {number} bucket{'s' * (number > 1)} of at most {size / _MIB:.3g} MiB. "
+            "With the default, bucket_cap_mb=25, most are sent while backward goes on, in few "
+            "round trips."
+        )
+        if number == 1:
+            cap = max(1, round(size / _MIB / 8))
+            remedy = (
+                f"All of them are in one bucket of {size / _MIB:.3g} MiB, which is sent when "
+                f"backward is over. Use bucket_cap_mb={cap}, so that most are sent before."
+            )
+    else:
+        kind, saved = "communication hook", waiting / 2
+        remedy = (
+            f"Halve what is sent (about {info.num_parameters * 4 / _MIB:.3g} MiB) with "
+            'model.register_comm_hook(None, "bf16_compress").'
+        )
+    text = (
+        f"{_share(totals, waiting)} of each step waits for gradients of other processes. {remedy} "
+        "If one process is slower than the others, look at its own report first."
+    )
+    return _change(totals, kind, saved, text, reduce_seconds=waiting)
+
+
+def _overhead(totals: RunTotals, straggler: Straggler | None) -> Finding | None:
+    seconds = _idle_of_all(totals, straggler) + totals.mean("scatter", "gather", "reduce local")
+    if len(totals.replicas) < 2 or seconds < 0.3 * totals.step_seconds:
+        return None
+    text = (
+        f"The step is small for {len(totals.replicas)} replicas: {_share(totals, seconds)} of it "
+        "spreads and collects work. Use a larger batch than "
+        f"{totals.samples / totals.num_steps:.0f}, or fewer replicas."
+    )
+    return _change(totals, "overhead", seconds / 2, text, overhead_seconds=seconds)
+
+
+def _idle_of_all(totals: RunTotals, straggler: Straggler | None) -> float:
+    """Seconds per step in which nothing is under way, as far as the totals tell."""
+    # Waiting for the first replica, or for the slowest, is priced where its cause is.
+    first = totals.each("optimizer")[0] + _loss_of_first(totals)
+    moving = straggler.waste if straggler is not None and straggler.moves else 0.0
+    computes = totals.computes
+    idle = [
+        seconds - max(moving, max(computes) - computes[i]) - (first if i else 0.0)
+        for i, seconds in enumerate(totals.each("idle"))
+    ]
+    return max(0.0, min(idle))
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1, for example ``28 %``."""
+    return f"{100 * share:.0f} %"
