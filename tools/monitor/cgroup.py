@@ -25,12 +25,11 @@ _FILES = {
 }
 
 
-def memory(root: Path = Path("/"), total: int | None = None) -> Memory:
+def memory(root: Path = Path("/")) -> Memory:
     """The memory that this process can use.
 
     Args:
         root: Where ``proc`` and ``sys`` are.
-        total: Bytes that the host has. Default: asked.
 
     Returns:
         That of the tightest control group that has a limit below the host's memory, as in a
@@ -38,8 +37,6 @@ def memory(root: Path = Path("/"), total: int | None = None) -> Memory:
     """
     host = psutil.virtual_memory()
     found = Memory(host.total - host.available, host.total)
-    if total is not None:
-        found = Memory(min(found.used, total), total)
     for version, folder in _folders(root, "memory"):
         limit, current, reclaimable = _FILES[version]
         most, used = _number(folder / limit), _number(folder / current)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dataparallel.tools.monitor.cgroup import Memory, memory
+from dataparallel.tools.monitor.cgroup import memory
 from dataparallel.tools.monitor.processors import BusyShare, usable_processors
 from dataparallel.tools.monitor.reading import HostReading
 from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
 
 
 class HostReader:
-    """Reads the processors and the memory of this host, and the threads of one process.
+    """Reads the processors and the memory that can be used here, and the threads of one process.
 
     Example::
 
@@ -25,7 +25,6 @@ class HostReader:
         pid: Tells the process whose threads are read; None for no process. Default: none.
         busy: Tells the share of the processors that is busy. Default: measured.
         num_cpus: How many processors can be used. Default: asked.
-        memory: Tells the memory. Default: that of the host, or of the container if it is less.
     """
 
     def __init__(
@@ -34,17 +33,15 @@ class HostReader:
         *,
         busy: Callable[[], float | None] | None = None,
         num_cpus: float | None = None,
-        memory: Callable[[], Memory] = memory,
     ) -> None:
         self._pid = pid
         self._busy = BusyShare() if busy is None else busy
         self._num_cpus = usable_processors().count if num_cpus is None else num_cpus
-        self._memory = memory
         self._threads = ThreadLoads()
 
     def read(self) -> HostReading:
         """Read the host now."""
-        now = self._memory()
+        now = memory()
         pid = self._pid()
         return HostReading(
             utilization=self._busy(),
@@ -77,7 +74,7 @@ class ThreadLoads:
     ) -> None:
         self._proc = proc
         self._clock = clock
-        self._ticks = ticks or _ticks_per_second()
+        self._ticks = ticks or (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
         self._pid: int | None = None
         self._since = 0.0
         self._before: dict[tuple[int, int], int] = {}
@@ -128,10 +125,3 @@ class ThreadLoads:
                     spent = int(fields[11]) + int(fields[12])
                     found[thread, int(fields[19])] = (name, spent)
         return found
-
-
-def _ticks_per_second() -> int:
-    try:
-        return os.sysconf("SC_CLK_TCK")
-    except (AttributeError, OSError, ValueError):
-        return 100

@@ -7,68 +7,29 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import psutil
 
 from dataparallel.tools.monitor.cgroup import quota
 from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
 
-T = TypeVar("T")
-
-#: Of its time a :class:`Thrifty` spends at most this share.
-_SHARE = 0.01
-
-
-class Thrifty(Generic[T]):
-    """Reads something that may take long seldom enough, and tells the same meanwhile.
-
-    On a machine with hundreds of processors their clocks take whole seconds to read.
-
-    Example::
-
-        frequency = Thrifty(psutil.cpu_freq)
-        frequency()
-
-    Args:
-        read: What reads it.
-        clock: Tells the time in seconds. Default: ``time.perf_counter``.
-    """
-
-    def __init__(
-        self, read: Callable[[], T], *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._read = read
-        self._clock = clock
-        self._due: float | None = None
-        self._value: T
-
-    def __call__(self) -> T:
-        """What is read, now or a while ago."""
-        begin = self._clock()
-        if self._due is None or begin >= self._due:
-            self._value = self._read()
-            end = self._clock()
-            self._due = end + (end - begin) / _SHARE
-        return self._value
-
 
 class BusyShare:
     """The share of the processors that has been busy since it was last asked.
 
+    If it is asked again too soon it tells what it told before.
+
     Example::
 
         busy = BusyShare()
+        time.sleep(1)
         busy()      # 0.25: a quarter of them
-
-    The first time it waits, if need be, until there is enough to tell a share from; if it is asked
-    again too soon it tells what it told before.
 
     Args:
         times: Tells the busy and all seconds of the processors so far. Default: of those that can
             be used, see :func:`usable_processors`.
         clock: Tells the time in seconds. Default: ``time.monotonic``.
-        sleep: Waits so many seconds. Default: ``time.sleep``.
     """
 
     def __init__(
@@ -76,22 +37,17 @@ class BusyShare:
         times: Callable[[], tuple[float, float]] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._times = times or usable_processors().times
         self._clock = clock
-        self._sleep = sleep
         self._since = clock()
         self._before = self._times()
         self._share: float | None = None
 
     def __call__(self) -> float | None:
-        """The share, from 0 to 1; None if the system has counted nothing at all."""
-        span = self._clock() - self._since
-        if span < SHORTEST_SPAN:
-            if self._share is not None:
-                return self._share
-            self._sleep(SHORTEST_SPAN - span)
+        """The share, from 0 to 1; None where nothing has been counted yet."""
+        if self._clock() - self._since < SHORTEST_SPAN:
+            return self._share
         busy, total = self._times()
         busy_before, total_before = self._before
         if total > total_before:
@@ -137,7 +93,10 @@ def usable_processors(
         clock: Tells the time in seconds. Default: ``time.monotonic``.
     """
     everything = count or psutil.cpu_count() or 1
-    mine = affinity_here(everything) if affinity is None else affinity
+    if affinity is None:
+        ask = getattr(os, "sched_getaffinity", None)
+        affinity = range(everything) if ask is None else ask(0)
+    mine = affinity
     limit = quota(root)
     if limit is not None and limit.cpus < min(everything, len(mine)):
         allowed = limit
@@ -151,12 +110,6 @@ def usable_processors(
     if len(mine) < everything:
         return Processors(len(mine), lambda: processor_times(mine))
     return Processors(everything, processor_times)
-
-
-def affinity_here(count: int) -> Collection[int]:
-    """The processors on which this process may run; all ``count`` where that is not told."""
-    ask = getattr(os, "sched_getaffinity", None)
-    return range(count) if ask is None else ask(0)
 
 
 def processor_times(chosen: Collection[int] | None = None) -> tuple[float, float]:

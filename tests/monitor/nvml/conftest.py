@@ -11,7 +11,6 @@ import pynvml
 import pytest
 
 from dataparallel.tools.monitor.sources.nvml import NvmlSource
-from dataparallel.tools.monitor.sources.nvml_processes import HostProcesses
 from tests.monitor.nvml.stub import Stub, compile_stub
 
 
@@ -70,15 +69,9 @@ def stub(
 
 
 @pytest.fixture
-def host() -> HostProcesses:
-    """What is known of processes: as on a host, not in a container."""
-    return HostProcesses(sees_host=True)
-
-
-@pytest.fixture
-def source(stub: Stub, clock: Clock, host: HostProcesses) -> Iterator[NvmlSource]:
+def source(stub: Stub, clock: Clock) -> Iterator[NvmlSource]:
     """A source that reads the stand-in."""
-    one = NvmlSource(environment={}, clock=clock, host=host)
+    one = NvmlSource(environment={}, clock=clock, sees_host=True)
     yield one
     one.close()
     assert stub.opened == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -20,16 +19,13 @@ UNKNOWN = 999
 #: The device does not answer any more, whatever it is asked.
 LOST = frozenset({15, 16, 28})
 
-#: What stays so until the driver is loaded anew, so that asking again is of no use.
-LASTING = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, 22, LIBRARY_TOO_OLD, 26})
-
 _LOAD = "load the driver with: sudo modprobe nvidia; see why it did not load with: sudo dmesg"
 _RESTART = "restart the machine, or this container, so that driver and library fit each other again"
 _ALLOW = "run as root, or have the administrator allow it (in a container: --gpus all)"
 _RESET = "look at `sudo dmesg | grep -i xid`, then reset it: sudo nvidia-smi --gpu-reset, or reboot"
 _INSTALL = "install NVIDIA's driver (in a container: start it with --gpus all)"
 _UPDATE = "install a newer NVIDIA driver"
-_AGAIN = "it is tried again at the next sample"
+_AGAIN = "it is tried again every half minute"
 
 #: Code: what it means, and what to do.
 MEANINGS: dict[int, tuple[str, str]] = {
@@ -40,7 +36,7 @@ MEANINGS: dict[int, tuple[str, str]] = {
     6: ("the device is not there any more", _RESET),
     8: ("the device's power cables are not plugged in", "plug them in and reboot"),
     9: ("NVIDIA's driver is not loaded", _LOAD),
-    10: ("the driver did not answer in time", _AGAIN),
+    10: ("the driver did not answer in time", "it is asked again at the next sample"),
     11: ("the device has a problem with interrupts", "reboot, then look at: sudo dmesg"),
     LIBRARY_NOT_FOUND: ("libnvidia-ml.so.1 was not found", _INSTALL),
     FUNCTION_NOT_FOUND: ("the driver is too old for this", _UPDATE),
@@ -71,31 +67,14 @@ def explain(code: int) -> str:
 
 
 class NvmlUnavailable(Exception):
-    """Nothing can be read from NVIDIA; the text says why and what to do.
-
-    Attributes:
-        code: NVML's error code; None if it is not NVML that fails.
-    """
-
-    def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
+    """Nothing can be read from NVIDIA; the text says why and what to do."""
 
 
 class DeviceLost(Exception):
-    """A device does not answer any more.
-
-    Attributes:
-        code: NVML's error code.
-    """
+    """A device does not answer any more."""
 
     def __init__(self, code: int) -> None:
         super().__init__(explain(code))
-        self.code = code
-
-
-class Uninitialized(Exception):
-    """Somebody else in this process has shut the library down; it must be opened anew."""
 
 
 # --- who has brought the module --------------------------------------------------------------
@@ -119,28 +98,16 @@ def package_problem(
     Returns:
         What is wrong, and what to do; None if all is well, or if none is installed.
     """
-    found: dict[str, Any] = {}
+    owners = []
     for name in _OWNERS:
         try:
-            found[name] = distribution(name)
+            files = distribution(name).files or ()
         except metadata.PackageNotFoundError:
             continue
-    owners = [name for name, one in found.items() if _module_files(one)]
+        if any(file.as_posix() in ("pynvml.py", "pynvml/__init__.py") for file in files):
+            owners.append(name)
     if len(owners) > 1:
         return f"{' and '.join(owners)} have overwritten each other's module pynvml", _REPAIR
     if owners and owners != [_OWNERS[0]]:
         return f"the module pynvml comes from {owners[0]}, which is not maintained", _REPAIR
-    if owners and not all(map(_is_unchanged, _module_files(found[owners[0]]))):
-        return "something has overwritten the module pynvml of nvidia-ml-py", _REPAIR
     return None
-
-
-def _module_files(distribution: Any) -> list[metadata.PackagePath]:
-    """Those files of a distribution that are the module itself."""
-    mine = ("pynvml.py", "pynvml/__init__.py")
-    return [path for path in distribution.files or () if path.as_posix() in mine]
-
-
-def _is_unchanged(path: metadata.PackagePath) -> bool:
-    there = pathlib.Path(str(path.locate()))
-    return path.size is None or (there.exists() and there.stat().st_size == path.size)

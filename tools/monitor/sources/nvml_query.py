@@ -1,79 +1,90 @@
-"""The one way in which NVML is asked."""
+"""NVIDIA's management library: opened, asked in one way, and shut down again."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.sources.nvml_errors import (
     FUNCTION_NOT_FOUND,
-    LASTING,
     LOST,
     NOT_SUPPORTED,
     UNINITIALIZED,
+    UNKNOWN,
     DeviceLost,
-    Uninitialized,
+    NvmlUnavailable,
+    explain,
+    package_problem,
 )
-from dataparallel.tools.monitor.sources.nvml_library import Library
 
 #: What NVML gives for "not available", where it gives no error.
 _SENTINELS = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
-@dataclass(frozen=True)
-class Handle:
-    """A device as NVML knows it.
-
-    Attributes:
-        key: What it is called where its answers are remembered: its UUID.
-        pointer: What NVML wants to be given.
-    """
-
-    key: str
-    pointer: Any
-
-
 def number(value: float) -> float | None:
     """A number of NVML's; None if it stands for "not available"."""
-    if value in _SENTINELS or not math.isfinite(value):
-        return None
-    return value
+    return None if value in _SENTINELS or not math.isfinite(value) else value
 
 
 class Query:
-    """Asks NVML, and knows three sorts of failures: not available, lost, and shut down.
+    """Asks NVML, and knows three sorts of failures: not available, lost, and nothing at all.
 
-    What a device does not support is asked once and then remembered.
+    Opening NVML creates no CUDA context. It counts who has opened it, so that others in this
+    process who use it too are not disturbed.
 
     Example::
 
-        query = Query(library)
+        query = Query()
+        query.open()
         milliwatts = query("nvmlDeviceGetPowerUsage", handle)   # None: not available
+        query.close()
 
-    Args:
-        library: The library, opened.
+    Attributes:
+        module: The module ``pynvml``, for its structures and constants; None while it is closed.
+        errors: By function, the code with which it has failed since :meth:`forget`.
     """
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._absent: dict[tuple[Any, ...], int] = {}
-        self._last: dict[str, int] = {}
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.errors: dict[str, int] = {}
 
-    @property
-    def module(self) -> Any:
-        """The module ``pynvml``, for its structures and constants."""
-        return self._library.open()
+    def open(self) -> None:
+        """Initialize the library.
 
-    def __call__(self, function: str, *args: Any, of: str = "", **options: Any) -> Any:
+        Raises:
+            NvmlUnavailable: The package, the library or the driver is missing or does not work.
+        """
+        module = _pynvml()
+        try:
+            module.nvmlInit()
+        except module.NVMLError as error:
+            raise NvmlUnavailable(explain(int(getattr(error, "value", UNKNOWN)))) from error
+        self.module = module
+
+    def close(self) -> None:
+        """Shut the library down. A second call does nothing."""
+        module, self.module = self.module, None
+        if module is None:
+            return
+        try:
+            module.nvmlShutdown()
+        except module.NVMLError:
+            # It was shut down already, or it has no driver any more.
+            return
+
+    def forget(self) -> None:
+        """Forget the errors so far."""
+        self.errors.clear()
+
+    def __call__(self, function: str, *args: Any, **options: Any) -> Any:
         """The answer to one question.
 
         Args:
             function: A function of ``pynvml``.
-            args: What it is given; a :class:`Handle` stands for its pointer.
-            of: Under which name an error is remembered. Default: that of the first argument, if it
-                is a handle.
+            args: What it is given.
             options: What it is given by name.
 
         Returns:
@@ -81,69 +92,51 @@ class Query:
 
         Raises:
             DeviceLost: The device does not answer any more.
-            Uninitialized: The library was shut down by somebody else.
-            NvmlUnavailable: There is no library any more.
+            NvmlUnavailable: Somebody else has shut the library down.
         """
-        if args and isinstance(args[0], Handle):
-            of = of or args[0].key
-            args = (args[0].pointer, *args[1:])
-        key = (of, function, *(arg for arg in args if type(arg) is int), *options)
-        if key in self._absent:
-            return None
-        code = self._ask(function, args, options)
-        if not isinstance(code, _Code):
-            return number(code) if isinstance(code, (int, float)) else code
-        if code.value == UNINITIALIZED:
-            raise Uninitialized(function)
-        if code.value in LOST:
-            raise DeviceLost(code.value)
-        if code.value in LASTING:
-            self._absent[key] = code.value
-        if code.value:
-            self._last[of] = code.value
+        # None where nvidia-ml-py is older than the function.
+        call = getattr(self.module, function, None)
+        code = FUNCTION_NOT_FOUND
+        if call is not None:
+            try:
+                answer = call(*args, **options)
+                return number(answer) if isinstance(answer, (int, float)) else answer
+            except self.module.NVMLError as error:
+                code = int(error.value)
+            except getattr(self.module, "NVMLLibraryMismatchError", self.module.NVMLError):
+                # The driver is older than the newest form of the function; this is no NVMLError.
+                code = FUNCTION_NOT_FOUND
+            except (TypeError, ValueError, ctypes.ArgumentError):
+                # nvidia-ml-py does not know an argument yet, or cannot read what it got.
+                code = NOT_SUPPORTED
+        if code == UNINITIALIZED:
+            raise NvmlUnavailable(explain(code))
+        if code in LOST:
+            raise DeviceLost(code)
+        self.errors[function] = code
         return None
 
-    def _ask(self, function: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The answer, or an error's code."""
-        module = self._library.open()
-        call = getattr(module, function, None)
-        if call is None:
-            # nvidia-ml-py is older than the function.
-            return _Code(FUNCTION_NOT_FOUND)
-        try:
-            return call(*args, **options)
-        except module.NVMLError as error:
-            return _Code(int(error.value))
-        except getattr(module, "NVMLLibraryMismatchError", module.NVMLError):
-            # The driver is older than the newest form of the function; this is no NVMLError.
-            return _Code(FUNCTION_NOT_FOUND)
-        except (TypeError, ValueError, ctypes.ArgumentError):
-            # nvidia-ml-py does not know an argument yet, or cannot read what it got.
-            return _Code(NOT_SUPPORTED)
 
-    def last_error(self, of: str) -> int | None:
-        """The code with which something of a device failed last; None if nothing has."""
-        return self._last.get(of)
-
-    def reasons(self, of: str, *functions: str) -> set[int]:
-        """With which codes functions of a device (default: all) are remembered as not available."""
-        return {
-            code
-            for key, code in self._absent.items()
-            if key[0] == of and (not functions or key[1] in functions)
-        }
-
-    def forget(self, of: str | None = None) -> None:
-        """Ask again what was not supported: of one device, or of all."""
-        self._absent = {
-            key: code for key, code in self._absent.items() if of is not None and key[0] != of
-        }
-        for name in [*self._last] if of is None else [of]:
-            self._last.pop(name, None)
+def _pynvml() -> Any:
+    try:
+        with needs_extra("monitor"):
+            module = importlib.import_module("pynvml")
+    except ImportError as error:
+        if error.name == "pynvml":
+            why = 'the package nvidia-ml-py is not installed; pip install "dataparallel[monitor]"'
+        else:
+            why = _damaged(error)
+        raise NvmlUnavailable(why) from error
+    except (SyntaxError, AttributeError) as error:
+        raise NvmlUnavailable(_damaged(error)) from error
+    if not hasattr(module, "nvmlInit") or not hasattr(module, "NVMLError"):
+        raise NvmlUnavailable(_damaged(AttributeError("it has no nvmlInit")))
+    return module
 
 
-@dataclass(frozen=True)
-class _Code:
-    """An error's code, told apart from an answer."""
-
-    value: int
+def _damaged(error: Exception) -> str:
+    what, remedy = package_problem() or (
+        f"the module pynvml does not work: {error}",
+        "pip install --force-reinstall nvidia-ml-py",
+    )
+    return f"{what}; {remedy}"

@@ -27,13 +27,11 @@ class Identity:
         key: Its UUID, or another name where that cannot be read.
         name: Its kind.
         instances: The UUIDs of its MIG instances.
-        legacy: What older drivers call them, ``MIG-GPU-<uuid>/<gpu>/<compute>``.
     """
 
     key: str
     name: str
     instances: tuple[str, ...] = ()
-    legacy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,23 +139,11 @@ def _by_number(text: str, devices: Sequence[Identity]) -> list[Identity]:
 
 def _by_identity(text: str, devices: Sequence[Identity]) -> list[str]:
     """The devices whose identity begins like the entries, up to the first that fits not one."""
-    keys = {device.key: device.key for device in devices}
-    for device in devices:
-        keys |= {uuid: uuid for uuid in device.instances}
-        keys |= dict(zip(device.legacy, device.instances, strict=False))
-    prefix = text[:4]
+    keys = [key for device in devices for key in (device.key, *device.instances)]
     found: list[str] = []
     for entry in text.split(","):
-        if not entry.startswith(prefix):
+        fitting = [key for key in keys if key.startswith(entry)] if len(entry) > 4 else []
+        if not entry.startswith(text[:4]) or len(fitting) != 1:
             break
-        fitting = (
-            [keys[entry]]
-            if entry in keys
-            else [
-                target for key, target in keys.items() if key.startswith(entry) and len(entry) > 4
-            ]
-        )
-        if len(set(fitting)) != 1:
-            break
-        found.append(fitting[0])
+        found += fitting
     return found

@@ -1,0 +1,44 @@
+"""What this host knows of processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+
+
+class HostProcesses:
+    """What the host knows of a process: its name, its user, its load."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, psutil.Process] = {}
+
+    def describe(self, pid: int) -> dict[str, Any] | None:
+        """The fields of a :class:`ProcessReading` that the host tells; None if there is no such
+        process. What one may not see is left out, and the load is told from the second time on."""
+        process = self._known.get(pid)
+        try:
+            if process is not None and process.is_running():
+                told: dict[str, Any] = {"cpu": process.cpu_percent() / 100}
+            else:
+                # Its number may belong to another one by now.
+                process = self._known[pid] = psutil.Process(pid)
+                process.cpu_percent()
+                told = {}
+            # One that has ended and that nobody has waited for still has a number.
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            told["name"] = process.name()
+        except psutil.Error:
+            return None
+        with contextlib.suppress(psutil.Error, KeyError):
+            told["user"] = process.username()
+        with contextlib.suppress(psutil.Error):
+            told["host_memory"] = float(process.memory_info().rss)
+        return told
+
+    def keep(self, pids: Iterable[int]) -> None:
+        """Forget all processes but these."""
+        self._known = {pid: self._known[pid] for pid in pids if pid in self._known}

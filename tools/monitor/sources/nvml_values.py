@@ -1,0 +1,282 @@
+"""Which metric comes from which function of NVML, and in which unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dataparallel.tools.monitor.sources.nvml_errors import LOST, DeviceLost
+from dataparallel.tools.monitor.sources.nvml_query import Query, number
+
+_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_CORRECTED, _UNCORRECTED, _SINCE_LOADED = 0, 1, 0
+_CHIP = 0
+_MEMORY_V2 = 0x02000028
+_MHZ, _MIB = 1_000_000, 2**20
+
+#: The function that tells the memory.
+MEMORY = "nvmlDeviceGetMemoryInfo"
+
+#: Metric, function and what it is given, and what its number is multiplied with and divided by to
+#: be in base units. For one metric, the functions in the order in which they are tried.
+_NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
+    ("power", "nvmlDeviceGetPowerUsage", (), 1, 1000),
+    ("power_limit", "nvmlDeviceGetEnforcedPowerLimit", (), 1, 1000),
+    ("energy", "nvmlDeviceGetTotalEnergyConsumption", (), 1, 1000),
+    ("temperature", "nvmlDeviceGetTemperature", (_CHIP,), 1, 1),
+    # CUDA 14 takes the older one away.
+    ("temperature", "nvmlDeviceGetTemperatureV", (_CHIP,), 1, 1),
+    ("sm_clock", "nvmlDeviceGetClockInfo", (_CLOCK_SM,), _MHZ, 1),
+    ("sm_clock_max", "nvmlDeviceGetMaxClockInfo", (_CLOCK_SM,), _MHZ, 1),
+    ("memory_clock", "nvmlDeviceGetClockInfo", (_CLOCK_MEMORY,), _MHZ, 1),
+    ("ecc_corrected", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _SINCE_LOADED), 1, 1),
+    ("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _SINCE_LOADED), 1, 1),
+    ("fan", "nvmlDeviceGetFanSpeed", (), 1, 100),
+)
+
+
+def read_numbers(query: Query, handle: Any) -> dict[str, float]:
+    """What a device tells as one number each; what is not available is left out."""
+    values: dict[str, float] = {}
+    for metric, function, args, times, per in _NUMBERS:
+        value = None if metric in values else query(function, handle, *args)
+        if value is not None:
+            values[metric] = value * times / per
+    rates = query("nvmlDeviceGetUtilizationRates", handle)
+    if rates is not None:
+        both = (("utilization", rates.gpu), ("memory_utilization", rates.memory))
+        values |= {name: value / 100 for name, value in both if number(value) is not None}
+    return values
+
+
+def read_memory(query: Query, handle: Any) -> dict[str, float]:
+    """The memory of a device; as ``nvidia-smi``, without what the driver keeps for itself."""
+    memory = query(MEMORY, handle, version=_MEMORY_V2)
+    if memory is None:
+        memory = query(MEMORY, handle)
+    if memory is None:
+        return {}
+    found = {name: number(getattr(memory, name)) for name in ("used", "free", "total")}
+    return {f"memory_{name}": float(value) for name, value in found.items() if value is not None}
+
+
+# --- why a device is slowed down -------------------------------------------------------------
+
+_HARDWARE = 0x8
+#: That it idles (0x1) and that somebody has set its clocks (0x2) are no slow-down.
+_NO_SLOWDOWN = 0x3
+
+#: Bit: why. The generic reason of the hardware is told only where no special one is.
+_REASONS: dict[int, str] = {
+    0x4: "power limit",
+    _HARDWARE: "hardware slow-down by heat or power supply",
+    0x10: "sync boost with other devices",
+    0x20: "too hot for the driver",
+    0x40: "too hot for the hardware",
+    0x80: "power supply too weak",
+    0x100: "clocks of the display",
+    0x200: "limit of the board",
+    0x400: "limit of reliability",
+}
+
+
+def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
+    """Why a device is slowed down, in words; empty if it is not, or if that is not told."""
+    bits = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if bits is None:
+        bits = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    if bits & (0x40 | 0x80):
+        bits &= ~_HARDWARE
+    words = [word for bit, word in _REASONS.items() if bits & bit]
+    unknown = bits & ~_NO_SLOWDOWN & ~sum(_REASONS)
+    return (*words, *([f"unknown reason {unknown:#x}"] if unknown else []))
+
+
+# --- numbered fields: traffic, and the memory's heat -----------------------------------------
+
+#: The scope that asks for the sum over all links.
+_ALL_LINKS = 0xFFFFFFFF
+_LINK_COUNT = 91
+_MAX_LINKS = 72
+#: What a value's type is called in the union that holds it.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+_UNSIGNED_INT = 1
+
+
+@dataclass(frozen=True)
+class _Entry:
+    metric: str
+    number: int
+    scope: int = 0
+    scale: float = 1.0
+    is_counter: bool = True
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it tells of a single link."""
+        return self.scale != 1.0 and self.scope != _ALL_LINKS
+
+
+_ENTRIES = (
+    _Entry("memory_temperature", 82, is_counter=False),
+    _Entry("pcie_sent", 197),
+    _Entry("pcie_received", 198),
+    # In KiB.
+    _Entry("nvlink_sent", 138, _ALL_LINKS, 1024),
+    _Entry("nvlink_received", 139, _ALL_LINKS, 1024),
+    _Entry("", _LINK_COUNT, is_counter=False),
+)
+
+
+class NumberedFields:
+    """Reads the numbered fields of a device with one call.
+
+    Traffic is told by counters that only grow; it is how much they have grown since they were read
+    before. The function that tells it directly measures for 20 ms while the caller waits, twice
+    per device.
+    """
+
+    def __init__(self, query: Query, handle: Any) -> None:
+        self._query = query
+        self._handle = handle
+        self._entries: tuple[_Entry, ...] = _ENTRIES
+        self._before: dict[_Entry, float] = {}
+        self._time = 0.0
+
+    def read(self, now: float) -> dict[str, float]:
+        """The values that are available.
+
+        Args:
+            now: The time in seconds, by a clock for differences.
+        """
+        wanted = [(entry.number, entry.scope) for entry in self._entries]
+        found = self._query("nvmlDeviceGetFieldValues", self._handle, wanted)
+        read: dict[_Entry, float | None] = {}
+        for entry, one in zip(self._entries, found or (), strict=False):
+            if one.nvmlReturn in LOST:
+                raise DeviceLost(one.nvmlReturn)
+            read[entry] = None if one.nvmlReturn else _value(entry, one)
+        values: dict[str, float] = {}
+        missing: set[str] = set()
+        for entry, value in read.items():
+            told = self._growth(entry, value, now) if entry.is_counter else value
+            if told is None:
+                missing.add(entry.metric)
+            else:
+                values[entry.metric] = values.get(entry.metric, 0.0) + told
+        self._entries = tuple(self._next_entries(read))
+        self._before = {entry: value for entry, value in read.items() if value is not None}
+        self._time = now
+        return {metric: v for metric, v in values.items() if metric and metric not in missing}
+
+    def _next_entries(self, read: dict[_Entry, float | None]) -> Iterator[_Entry]:
+        """What to ask the next time: for a sum over links that is not told, each link."""
+        if not read:
+            yield from self._entries
+        links = next((int(v or 0) for entry, v in read.items() if entry.number == _LINK_COUNT), 0)
+        for entry, value in read.items():
+            if value is None and links and entry.scope == _ALL_LINKS:
+                for link in range(min(links, _MAX_LINKS)):
+                    yield dataclasses.replace(entry, scope=link)
+            elif value is not None or not entry.is_link or entry in self._before:
+                # A link that has never told anything is not in use.
+                yield entry
+
+    def _growth(self, entry: _Entry, value: float | None, now: float) -> float | None:
+        """Per second; None the first time, and where the counter or the time has gone back."""
+        before = self._before.get(entry)
+        if value is None or before is None or value < before or now <= self._time:
+            return None
+        return (value - before) * entry.scale / (now - self._time)
+
+
+def _value(entry: _Entry, one: Any) -> float | None:
+    if not 0 <= one.valueType < len(_MEMBERS):
+        return None
+    if entry.is_counter and entry.scale == 1 and one.valueType == _UNSIGNED_INT:
+        # A counter of bytes with 32 bits overflows several times a second.
+        return None
+    return number(getattr(one.value, _MEMBERS[one.valueType]))
+
+
+# --- performance metrics (GPM): what the processors really do --------------------------------
+
+#: Number of the metric: its name here, and what its value is multiplied with and divided by.
+_METRICS: dict[int, tuple[str, int, int]] = {
+    2: ("sm_active", 1, 100),
+    3: ("sm_occupancy", 1, 100),
+    5: ("tensor_active", 1, 100),
+    10: ("dram_active", 1, 100),
+    20: ("pcie_sent", _MIB, 1),
+    21: ("pcie_received", _MIB, 1),
+    60: ("nvlink_received", _MIB, 1),
+    61: ("nvlink_sent", _MIB, 1),
+}
+
+
+class Gpm:
+    """Reads the performance metrics of a device or of a MIG instance; Hopper and newer have them.
+
+    They come from two samples, between which the driver counts. Unlike the counters of profilers
+    they can be read by several programs at once.
+
+    Args:
+        query: Asks NVML.
+        handle: The device; for an instance, the device of which it is a part.
+        instance: The number of the GPU instance. Default: the whole device is read.
+    """
+
+    def __init__(self, query: Query, handle: Any, instance: int | None = None) -> None:
+        self._query = query
+        self._handle = handle
+        self._instance = instance
+        self._samples: list[Any] = []
+        self._has_before = False
+        support = query("nvmlGpmQueryDeviceSupport", handle)
+        if support is not None and support.isSupportedDevice:
+            samples = [query("nvmlGpmSampleAlloc") for _ in range(2)]
+            self._samples = [sample for sample in samples if sample is not None]
+
+    def read(self) -> dict[str, float]:
+        """The values since the last call; none at the first one, or where there are none."""
+        if len(self._samples) < 2:
+            return {}
+        self._samples.reverse()
+        has_before = self._has_before
+        if self._instance is None:
+            took = self._query("nvmlGpmSampleGet", self._handle, self._samples[1])
+        else:
+            whole, sample = self._handle, self._samples[1]
+            took = self._query("nvmlGpmMigSampleGet", whole, self._instance, sample)
+        self._has_before = took is not None
+        return self._values() if has_before and took is not None else {}
+
+    def _values(self) -> dict[str, float]:
+        module = self._query.module
+        first, second = self._samples
+        request = module.c_nvmlGpmMetricsGet_t(
+            version=module.NVML_GPM_METRICS_GET_VERSION,
+            numMetrics=len(_METRICS),
+            sample1=first,
+            sample2=second,
+        )
+        for metric, one in zip(_METRICS, request.metrics, strict=False):
+            # An instance of the struct that NVML fills: its field is what says which metric it is.
+            one.metricId = metric
+        if self._query("nvmlGpmMetricsGet", request) is None:
+            return {}
+        values = {}
+        for place, (name, times, per) in enumerate(_METRICS.values()):
+            one = request.metrics[place]
+            value = None if one.nvmlReturn else number(one.value)
+            if value is not None:
+                values[name] = value * times / per
+        return values
+
+    def close(self) -> None:
+        """Give the samples back. A second call does nothing."""
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            self._query("nvmlGpmSampleFree", sample)
