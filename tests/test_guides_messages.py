@@ -210,7 +210,7 @@ BELOW = {
     "there is no C++ compiler (c++, g++ or clang++) on the PATH",
     "would not be reduced over the processes",
     "rank 1 did not come",
-    "could not connect to them",
+    "Unable to find address for",
     "The step is small for",
 }
 
@@ -266,9 +266,8 @@ def test_a_rank_that_is_missing(tmp_path: pathlib.Path) -> None:
 def connect_by_a_missing_interface(rank: int, world_size: int, place: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
     try:
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match="Unable to find address for"):
             dp.init_process_group(rank=rank, world_size=world_size, init_method=place, timeout=20)
-        assert "where it could not connect to them" in caught.value.__notes__[0]  # type: ignore[attr-defined]
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
 

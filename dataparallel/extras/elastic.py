@@ -34,7 +34,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from dataparallel.comm.failures import CollectiveTimeout, failures_of, name_ranks
 from dataparallel.devices import accelerators
-from dataparallel.errors import add_note
 from dataparallel.torch_internals import HashStore, PrefixStore, Store, TCPStore
 
 #: Seconds that a process waits for others before it says so.
@@ -94,6 +93,22 @@ def init_process_group(
             "there is a default process group already; call "
             "torch.distributed.destroy_process_group() first"
         )
+    backend, limit = _defaults(backend, timeout)
+    rank, world_size, place = _find_place(init_method, rank, world_size, store is not None)
+    part = _meet(rank, world_size, place if store is None else store, limit)
+    member: Any = {"store": part, "rank": rank, "world_size": world_size, "timeout": limit}
+    dist.init_process_group(backend, **member, pg_options=pg_options, device_id=device_id)
+    world = dist.group.WORLD
+    assert world is not None
+    if world.size() > 1:
+        # The others see, before anything of this package is made, whether this process ends.
+        failures_of(world)
+    return world
+
+
+def _defaults(
+    backend: str | None, timeout: float | datetime.timedelta | None
+) -> tuple[str, datetime.timedelta]:
     if backend is None:
         there = accelerators()
         known: dict[str, str] = dist.Backend.default_device_backend_map
@@ -102,26 +117,9 @@ def init_process_group(
     if timeout is None:
         of_nccl = constants.default_pg_nccl_timeout if backend == dist.Backend.NCCL else None
         timeout = of_nccl or constants.default_pg_timeout
-    limit = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(0, timeout)
-    rank, world_size, place = _find_place(init_method, rank, world_size, store is not None)
-    part = _meet(rank, world_size, place if store is None else store, limit)
-    member: Any = {"store": part, "rank": rank, "world_size": world_size, "timeout": limit}
-    try:
-        dist.init_process_group(backend, **member, pg_options=pg_options, device_id=device_id)
-    except RuntimeError as error:
-        add_note(
-            error,
-            f"rank {rank} had met all {world_size} processes; where it could not connect to them, "
-            "look for an earlier error there, or set GLOO_SOCKET_IFNAME if a firewall or the wrong "
-            "network is in the way",
-        )
-        raise
-    world = dist.group.WORLD
-    assert world is not None
-    if world.size() > 1:
-        # The others see, before anything of this package is made, whether this process ends.
-        failures_of(world)
-    return world
+    if not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=timeout)
+    return backend, timeout
 
 
 def _find_place(
