@@ -208,8 +208,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize(("num_replicas", "view"), [(1, False), (3, True)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_training_is_that_of_the_bare_module(
     case: Case, slots: list[str], num_replicas: int, view: bool
