@@ -5,12 +5,11 @@ the same results.
 """
 
 from dataparallel.kernels.backend import register as _register
-from dataparallel.kernels.bucket_layout import BucketLayout
+from dataparallel.kernels.backend import warm_up
 from dataparallel.kernels.cupy_backend import CupyBackend as _CupyBackend
 from dataparallel.kernels.fingerprint import fingerprint
-from dataparallel.kernels.flatten import flatten, unflatten
+from dataparallel.kernels.flatten import BucketLayout, flatten, unflatten
 from dataparallel.kernels.reduce_add import reduce_add
-from dataparallel.kernels.warm_up import warm_up
 
 __all__ = [
     "BucketLayout",

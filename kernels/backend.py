@@ -77,3 +77,21 @@ def backend_of(device: torch.device) -> Backend | None:
         if backend.serves(device):
             return backend
     return None
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile and load what every training step launches, so the first takes no longer than others.
+
+    A second call does nothing, nor does a call for a device without kernels.
+
+    Example::
+
+        warm_up(torch.device("cuda:0"))
+
+    Args:
+        device: Any device.
+    """
+    backend = backend_of(device)
+    if backend is not None:
+        for source in ("flatten", "reduce_add"):
+            backend.load(device, source)

@@ -16,23 +16,14 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-_REMEDY = "set DATAPARALLEL_CACHE_DIR to a directory of your own"
 
 
 def cache_directory() -> Path:
-    """Where compiled extensions are kept.
-
-    Example::
-
-        shutil.rmtree(cache_directory())    # compile anew next time
-
-    Returns:
-        ``$DATAPARALLEL_CACHE_DIR``, else ``$XDG_CACHE_HOME/dataparallel``, else
-        ``~/.cache/dataparallel``.
-    """
+    """``$DATAPARALLEL_CACHE_DIR``, else ``dataparallel`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("DATAPARALLEL_CACHE_DIR"):
         return Path(own).expanduser()
     if general := os.environ.get("XDG_CACHE_HOME"):
@@ -40,50 +31,35 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "dataparallel"
 
 
+@contextlib.contextmanager
+def keeping_code(directory: Path) -> Iterator[None]:
+    """Within this, an OSError becomes a RuntimeError that says where else code can be kept."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot keep compiled code in {directory}: {error.strerror or error}; set "
+            "DATAPARALLEL_CACHE_DIR to a directory of your own, which can be written"
+        ) from error
+
+
 def close_to_others(directory: Path) -> None:
     """Make a folder for compiled code, or see that nobody else can write to the one that is there.
 
-    Example::
-
-        close_to_others(cache_directory() / "virtual-0123")
-
-    Args:
-        directory: The folder. Those above it are made, too.
-
-    Raises:
-        PermissionError: Somebody else can write to it. See Note [Trusted code].
-        OSError: It cannot be made.
+    RuntimeError where it cannot be made, or somebody else can write to it: see Note [Trusted code].
     """
-    for folder in reversed((directory, *directory.parents)):
-        if not folder.exists():
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o755)
-    _check_above(directory)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{directory} is no directory of its own (a link?); {_REMEDY}")
-    if not _is_trusted(found.st_uid):
-        raise PermissionError(
-            f"{directory} belongs to the user with number {found.st_uid}, not to "
-            f"{os.geteuid()}, so what it holds is not loaded; {_REMEDY}"
-        )
-    if found.st_mode & _WRITABLE:
-        # Not ours: this fails, and says why.
-        directory.chmod(stat.S_IMODE(found.st_mode) & ~_WRITABLE)
+    with keeping_code(directory):
+        for folder in reversed((directory, *directory.parents)):
+            if not folder.exists():
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o755)
+        _check(directory)
 
 
 def is_trusted(path: Path) -> bool:
     """Whether a file of a closed folder was written by whom it may, and by nobody else since.
 
-    Example::
-
-        code = path.read_bytes() if is_trusted(path) else compiled_anew(path)
-
-    Args:
-        path: The file; its folder was given to :func:`close_to_others`.
-
-    Returns:
-        False, too, where there is no such file.
+    False, too, where there is no such file.
     """
     try:
         found = path.lstat()
@@ -98,12 +74,21 @@ def _is_trusted(user: int) -> bool:
     return user in (os.geteuid(), 0, os.stat(__file__).st_uid)
 
 
-def _check_above(directory: Path) -> None:
-    """Nobody can put another folder in the place of this one, by its name or behind a link."""
+def _check(directory: Path) -> None:
+    # Nobody can put another folder in the place of this one, by its name or behind a link.
     for folder in {*directory.absolute().parents, *directory.resolve().parents}:
         mode = folder.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise PermissionError(
-                f"every user can replace what is in {folder}, so {directory} is not used for "
-                f"compiled code; close it with: chmod o-w {folder}, or {_REMEDY}"
+                f"every user can replace what is in {folder} (close it with: chmod o-w {folder})"
             )
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError("it is no directory of its own (a link?)")
+    if not _is_trusted(found.st_uid):
+        raise PermissionError(
+            f"it belongs to the user with number {found.st_uid}, not to {os.geteuid()}"
+        )
+    if found.st_mode & _WRITABLE:
+        # Not ours: this fails, and says why.
+        directory.chmod(stat.S_IMODE(found.st_mode) & ~_WRITABLE)

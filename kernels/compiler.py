@@ -11,21 +11,54 @@ file stays in the cache of this package, because compiling one source takes seco
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataparallel.kernels import sources
-from dataparallel.kernels.cache_folder import cache_directory, close_to_others, is_trusted
+from dataparallel.kernels.cache_folder import (
+    cache_directory,
+    close_to_others,
+    is_trusted,
+    keeping_code,
+)
 
+#: Where the CUDA sources are.
+FOLDER = Path(__file__).parent / "csrc"
+
+#: Options of NVIDIA's compilers. Without them a product and a sum would be rounded once where torch
+#: rounds twice, and results would differ in the last bit.
+COMPILER_OPTIONS = ("-std=c++17", "--fmad=false")
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 # What names a kernel: a section of machine code, or an entry of the intermediate code.
 _KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")
+
+
+def source_names() -> list[str]:
+    """The names of all sources, without their suffix."""
+    return sorted(path.stem for path in FOLDER.glob("*.cu"))
+
+
+@functools.cache
+def source_text(name: str) -> str:
+    """The text of a source, with the headers in the place where they are included first.
+
+    What was compiled is found again by this text, and a change of a header must be seen in it.
+    """
+    seen: set[str] = set()
+
+    def inlined(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = (FOLDER / file).read_text(encoding="utf-8").replace("#pragma once\n", "\n")
+        return _INCLUDE.sub(lambda found: inlined(found[1]), text)
+
+    return inlined(f"{name}.cu")
 
 
 class Compiled(NamedTuple):
@@ -46,27 +79,26 @@ def compile_source(nvrtc: Any, source: str, capability: tuple[int, int]) -> Comp
 
     Args:
         nvrtc: The module ``cupy.cuda.nvrtc``.
-        source: A name out of :func:`dataparallel.kernels.sources.names`.
+        source: One of :func:`source_names`.
         capability: Compute capability of the device, for example ``(9, 0)``.
 
     Raises:
-        RuntimeError: The compiler refuses the source; with what it says.
+        RuntimeError: The compiler refuses the source, with what it says; or the result cannot be
+            kept where nobody else can write.
     """
     architecture = _architecture(nvrtc, capability)
-    options = (*sources.COMPILER_OPTIONS, f"--gpu-architecture={architecture}")
-    parts = (sources.read(source), *options, *map(str, nvrtc.getVersion()))
+    options = (*COMPILER_OPTIONS, f"--gpu-architecture={architecture}")
+    parts = (source_text(source), *options, *map(str, nvrtc.getVersion()))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     suffix = "cubin" if architecture.startswith("sm_") else "ptx"
     path = cache_directory() / f"kernels-{digest}" / f"{source}.{suffix}"
-    try:
-        close_to_others(path.parent)
-        names = _names(path.read_bytes()) if is_trusted(path) else ()
-    except OSError:
-        names = ()
+    close_to_others(path.parent)
+    names = _names(path.read_bytes()) if is_trusted(path) else ()
     if not names:
         # Not there, or damaged.
         code = _compile(nvrtc, source, options, suffix)
-        path, names = _keep(path, code), _names(code)
+        _keep(path, code)
+        names = _names(code)
     return Compiled(str(path), names)
 
 
@@ -89,7 +121,7 @@ def _architecture(nvrtc: Any, capability: tuple[int, int]) -> str:
 
 
 def _compile(nvrtc: Any, source: str, options: tuple[str, ...], suffix: str) -> bytes:
-    program = nvrtc.createProgram(sources.read(source), f"{source}.cu", (), ())
+    program = nvrtc.createProgram(source_text(source), f"{source}.cu", (), ())
     try:
         try:
             nvrtc.compileProgram(program, options)
@@ -102,19 +134,10 @@ def _compile(nvrtc: Any, source: str, options: tuple[str, ...], suffix: str) -> 
         nvrtc.destroyProgram(program)
 
 
-def _keep(path: Path, code: bytes) -> Path:
-    """Write the file at once, since other processes may look for it; elsewhere if need be."""
-    try:
-        close_to_others(path.parent)
-        with tempfile.TemporaryDirectory(dir=path.parent) as name:
-            made = Path(name) / path.name
-            made.write_bytes(code)
-            made.chmod(0o644)
-            os.replace(made, path)
-    except OSError:
-        # No place that is ours, or a full one: a file of this process alone.
-        folder = tempfile.mkdtemp(prefix="dataparallel-kernels-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        path = Path(folder) / path.name
-        path.write_bytes(code)
-    return path
+def _keep(path: Path, code: bytes) -> None:
+    """Write the file at once, since other processes may look for it."""
+    with keeping_code(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as name:
+        made = Path(name) / path.name
+        made.write_bytes(code)
+        made.chmod(0o644)
+        os.replace(made, path)

@@ -1,4 +1,12 @@
-"""How tensors are copied to and from their places in a bucket: plans, without any memory."""
+"""How tensors are copied to and from their places in a bucket.
+
+Note [Plans of copies]
+~~~~~~~~~~~~~~~~~~~~~~
+To copy hundreds of tensors in one launch, a kernel needs to know how each lies. This is worked out
+once for a layout, strides and dtypes, and kept on the device: the steady state of a training loop
+uploads nothing. Addresses belong to no plan, nor does which tensors are missing: one that is
+missing is taken to lie like its place.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +15,34 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# As in flatten.cu.
+import torch
+
+from dataparallel.kernels.memory import SUFFIXES
+from dataparallel.kernels.tables import ChunkTable, chunk_table, upload
+
+# As in flatten.cu; numbers of elements are 32 bits wide where they are divided.
+MOST_TENSORS = 480
 _MOST_DIMS = 8
+_MOST_ELEMENTS = 2**31
 _CHUNK = 8192
 _TILE = 4160
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # In a smaller tile a block would have too little to do; the cache serves such tensors well.
 _LEAST_TILE = 1024
-# Numbers of elements are 32 bits wide where they are divided.
-_MOST_ELEMENTS = 2**31
+
+
+class Place(NamedTuple):
+    """The part of a bucket that belongs to one tensor.
+
+    Attributes:
+        offset: Of its first element, in elements.
+        shape: That of the tensor.
+        stride: Dense: the elements fill the part without gaps, in any order of dimensions.
+    """
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class Way(enum.IntEnum):
@@ -26,12 +54,7 @@ class Way(enum.IntEnum):
 
 
 class Dim(NamedTuple):
-    """A dimension of a tensor.
-
-    Attributes:
-        size: Its extent.
-        stride: Elements from one to the next in the tensor.
-    """
+    """The extent of a dimension, and the elements from one to the next in the tensor."""
 
     size: int
     stride: int
@@ -57,28 +80,77 @@ class Copy(NamedTuple):
     rows: int = 1
 
 
-def collapse(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int]) -> tuple[Dim, ...]:
-    """The fewest dimensions that say where each element of a place is in the tensor.
+class Launch(NamedTuple):
+    """The tensors ``begin`` to ``end`` of a plan; on the device, a `Record` of flatten.cu each."""
 
-    Example::
+    begin: int
+    end: int
+    records: torch.Tensor
+    chunks: ChunkTable
 
-        collapse((2, 3, 4), (12, 4, 1), (12, 4, 1))   # (Dim(24, 1),)
-        collapse((3, 4), (4, 1), (1, 3))   # (Dim(3, 1), Dim(4, 3))
+
+class Plan:
+    """How all tensors of a list are copied to or from a bucket. See Note [Plans of copies].
 
     Args:
-        shape: Of both; no extent is 0.
-        place: Strides of the place, dense.
-        tensor: Strides of the tensor.
+        places: Where each is in the bucket.
+        strides: Of the tensors.
+        dtypes: Of the tensors.
+        dtype: Of the bucket.
+        device: Of all.
     """
-    merged: list[Dim] = []
-    for _, size, stride in sorted(zip(place, shape, tensor, strict=True), reverse=True):
-        if size == 1:
-            continue
-        if merged and merged[-1].stride == stride * size:
-            merged[-1] = Dim(merged[-1].size * size, stride)
-        else:
-            merged.append(Dim(size, stride))
-    return tuple(merged) or (Dim(1, 1),)
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        strides: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._dtype = dtype
+        self._is_uniform = {dtype, *dtypes} == {dtype}
+        self._is_mixed = {dtype, *dtypes} <= _TYPES.keys()
+        #: Whether a tensor may have elements that share memory.
+        self.has_shared_elements = any(0 in stride for stride in strides)
+        copies = [
+            plan_copy(place.shape, place.stride, stride)
+            for place, stride in zip(places, strides, strict=True)
+        ]
+        served = [copy for copy in copies if copy is not None]
+        #: The launches that copy all tensors; None where the kernel does not serve one of them.
+        self.launches: list[Launch] | None = None
+        if len(served) == len(copies) and (self._is_uniform or self._is_mixed):
+            rows = [
+                record(copy, place.offset, _TYPES.get(each, 0))
+                for copy, place, each in zip(served, places, dtypes, strict=True)
+            ]
+            self.launches = [
+                _launch(begin, rows[begin : begin + MOST_TENSORS], served, device)
+                for begin in range(0, len(rows), MOST_TENSORS)
+            ]
+
+    def kernel(self, scale: float) -> str | None:
+        """The kernel, without its direction; None if there is none for this."""
+        if self.launches is None:
+            return None
+        if scale == 1 and self._is_uniform and self._dtype.itemsize in (2, 4, 8):
+            return f"bits_{self._dtype.itemsize}"
+        if self._is_mixed or self._dtype == torch.float64:
+            return SUFFIXES[self._dtype]
+        return None
+
+
+def _launch(
+    begin: int, rows: list[list[int]], copies: Sequence[Copy], device: torch.device
+) -> Launch:
+    end = begin + len(rows)
+    records = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+    chunks = chunk_table(tuple(copy.chunks for copy in copies[begin:end]), 1, device)
+    return Launch(begin, end, records, chunks)
+
+
+# --- one tensor ------------------------------------------------------------------------------
 
 
 def plan_copy(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int]) -> Copy | None:
@@ -98,8 +170,26 @@ def plan_copy(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int])
         return Copy(Way.RUN, dims, chunks)
     if len(dims) > _MOST_DIMS or size >= _MOST_ELEMENTS:
         return None
-    tiled = _plan_tiles(dims)
-    return tiled or Copy(Way.STRIDED, dims, chunks)
+    return _plan_tiles(dims) or Copy(Way.STRIDED, dims, chunks)
+
+
+def collapse(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int]) -> tuple[Dim, ...]:
+    """The fewest dimensions that say where each element of a place is in the tensor.
+
+    Example::
+
+        collapse((2, 3, 4), (12, 4, 1), (12, 4, 1))   # (Dim(24, 1),)
+        collapse((3, 4), (4, 1), (1, 3))   # (Dim(3, 1), Dim(4, 3))
+    """
+    merged: list[Dim] = []
+    for _, size, stride in sorted(zip(place, shape, tensor, strict=True), reverse=True):
+        if size == 1:
+            continue
+        if merged and merged[-1].stride == stride * size:
+            merged[-1] = Dim(merged[-1].size * size, stride)
+        else:
+            merged.append(Dim(size, stride))
+    return tuple(merged) or (Dim(1, 1),)
 
 
 def _plan_tiles(dims: tuple[Dim, ...]) -> Copy | None:
@@ -127,18 +217,11 @@ def _extents(columns: int, rows: int) -> tuple[int, int]:
 
 
 def record(copy: Copy, offset: int, dtype: int) -> list[int]:
-    """The numbers of `Record` in flatten.cu.
-
-    Args:
-        copy: The plan.
-        offset: Where the place begins in the bucket.
-        dtype: Which `Type` of flatten.cu the tensor has.
-    """
-    size = math.prod(dim.size for dim in copy.dims)
+    """The numbers of `Record` in flatten.cu: the plan, where its place begins, and its `Type`."""
     divisors = [_divisor(max(dim.size, 1)) for dim in copy.dims]
     return [
         offset,
-        size,
+        math.prod(dim.size for dim in copy.dims),
         copy.chunks,
         dtype,
         int(copy.way),

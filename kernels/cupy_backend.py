@@ -151,9 +151,8 @@ def _look_for_cupy() -> Any:
 def _warn(reason: str) -> None:
     major = str(torch.version.cuda).split(".")[0]
     _log.warning(
-        "%s: sums of replicas, bucket copies and fingerprints use torch's own operations, which "
-        "read memory more often; install "
-        '"dataparallel[cuda%s]"',
+        "%s: bucket copies, fingerprints and sums of replicas use torch's own operations, which "
+        'read memory more often; install "dataparallel[cuda%s]"',
         reason,
         major,
     )

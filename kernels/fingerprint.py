@@ -9,10 +9,8 @@ import torch
 
 from dataparallel.kernels import reference
 from dataparallel.kernels.backend import Backend, backend_of
-from dataparallel.kernels.bits import bytes_of
-from dataparallel.kernels.chunks import chunk_table
-from dataparallel.kernels.memory import is_plain
-from dataparallel.kernels.tables import hold
+from dataparallel.kernels.memory import bytes_of, is_plain
+from dataparallel.kernels.tables import chunk_table, hold
 from dataparallel.torch_internals import is_wrapper
 
 _MOST_TENSORS = 480
@@ -78,7 +76,7 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _launch(backend: Backend, tensors: Sequence[torch.Tensor], results: torch.Tensor) -> None:
     # Copies are held until the launch is queued: what uses their memory next is queued after it.
     held = [t if is_plain(t) and t.is_contiguous() else bytes_of(t) for t in tensors]
-    table = chunk_table([tensor.nbytes for tensor in held], _CHUNK, results.device)
+    table = chunk_table(tuple([tensor.nbytes for tensor in held]), _CHUNK, results.device)
     parameters = _Parameters(
         chunks=table.pairs.data_ptr(), sizes=table.sizes.data_ptr(), results=results.data_ptr()
     )

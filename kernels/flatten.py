@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dataparallel.kernels import reference
-from dataparallel.kernels.backend import Backend, backend_of
-from dataparallel.kernels.bucket_layout import BucketLayout, check_bucket, in_turn
-from dataparallel.kernels.flatten_plans import MOST_TENSORS, Plan, Signature, plan_of
-from dataparallel.kernels.memory import PLAIN_TYPES, lie_whole, mark_written
+from dataparallel.kernels.backend import backend_of
+from dataparallel.kernels.copy_plans import MOST_TENSORS, Place, Plan
+from dataparallel.kernels.memory import addresses_of, is_dense, mark_written
 from dataparallel.kernels.tables import hold
+
+# Of one layout: strides and dtypes seldom change.
+_MOST_PLANS = 64
 
 
 class _Parameters(ctypes.Structure):
@@ -26,6 +29,102 @@ class _Parameters(ctypes.Structure):
         ("chunks", ctypes.c_void_p),
         ("scale", ctypes.c_double),
     )
+
+
+class BucketLayout:
+    """The places of tensors in a bucket. Make it once and use it for all buckets of that size.
+
+    Example::
+
+        bucket = torch.zeros(6)
+        layout = BucketLayout(bucket, [bucket[:4].view(2, 2).t(), bucket[4:]])
+        flatten([torch.ones(2, 2), None], bucket, views=layout)
+
+    Args:
+        bucket: A contiguous tensor of one dimension.
+        views: Dense views of the bucket that do not overlap.
+
+    Raises:
+        ValueError: The bucket is not contiguous, or ``views`` are not such views.
+    """
+
+    def __init__(self, bucket: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        _check_bucket(bucket)
+        #: The number of elements of the bucket.
+        self.size = bucket.numel()
+        #: One for each view.
+        self.places = [
+            Place(int(view.storage_offset() - bucket.storage_offset()), view.shape, view.stride())
+            for view in views
+        ]
+        #: The shape of each view.
+        self.shapes = [place.shape for place in self.places]
+        #: Whether each element of the bucket belongs to a view.
+        self.fills = sum(shape.numel() for shape in self.shapes) == self.size
+        self._bucket = bucket
+        self._views = list(views)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        for i, view in enumerate(views):
+            self._check_view(i, view)
+        self._check_disjoint()
+
+    def views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """The views of a bucket of this layout, of any dtype and device."""
+        first = self._bucket
+        if bucket.data_ptr() == first.data_ptr() and bucket.dtype == first.dtype:
+            return self._views
+        base = bucket.storage_offset()
+        return [
+            bucket.as_strided(place.shape, place.stride, base + place.offset)
+            for place in self.places
+        ]
+
+    def plan_of(self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor) -> Plan:
+        """How tensors of the shapes of the views are copied. See Note [Plans of copies]."""
+        # Without a call of Python for each tensor: that would cost more than the kernel.
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) == len(self.places):
+            strides = list(map(torch.Tensor.stride, present))
+            dtypes = [tensor.dtype for tensor in present]
+        else:
+            pairs = list(zip(tensors, self.places, strict=True))
+            strides = [place.stride if each is None else each.stride() for each, place in pairs]
+            dtypes = [bucket.dtype if each is None else each.dtype for each in tensors]
+        key = (tuple(strides), tuple(dtypes), bucket.dtype, bucket.device)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(self.places, *key)
+        return plan
+
+    def _check_view(self, i: int, view: torch.Tensor) -> None:
+        bucket, place = self._bucket, self.places[i]
+        inside = place.offset >= 0 and place.offset + view.numel() <= self.size
+        same = view.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr()
+        if view.dtype != bucket.dtype or not same or not inside:
+            raise ValueError(
+                f"view {i} ({view.dtype} {list(view.shape)}) is not a part of the bucket "
+                f"({bucket.dtype} {list(bucket.shape)}); make it with bucket.view or as_strided"
+            )
+        if not is_dense(view):
+            raise ValueError(
+                f"view {i} has the shape {list(place.shape)} and the strides "
+                f"{list(place.stride)}, which leave gaps or overlap; give it dense strides"
+            )
+
+    def _check_disjoint(self) -> None:
+        spans = sorted(
+            (place.offset, place.offset + place.shape.numel(), i)
+            for i, place in enumerate(self.places)
+            if place.shape.numel()
+        )
+        for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
+            if begin < end:
+                raise ValueError(
+                    f"views {i} and {j} overlap in the bucket: one ends at element {end}, and the "
+                    f"other begins at {begin}; give each a part of its own"
+                )
 
 
 @torch.no_grad()
@@ -50,27 +149,26 @@ def flatten(
     Args:
         tensors: Tensors of any strides and dtypes. With ``views``, None stands for zeros.
         bucket: A contiguous tensor of one dimension. No tensor may overlap it.
-        scale: A factor; 1 if a dtype is integral. Default: 1.
+        scale: A factor; 1 if the result is integral. Default: 1.
         views: Dense views of the bucket that do not overlap, one for each tensor and of its shape.
-            Each element goes to its place in the view. A :class:`BucketLayout` saves the check of
-            the views in each call. Default: the tensors lie in the bucket one after another, each
-            in row-major order.
+            Each element goes to its place in the view. A :class:`BucketLayout` saves, in each
+            call, the check of the views and a copy to the device. Default: the tensors lie in the
+            bucket one after another, each in row-major order.
 
     Returns:
         The bucket.
 
     Raises:
-        ValueError: Bucket, views and tensors do not fit; ``scale`` is not 1 for integers; or a
-            tensor is None without ``views``.
+        ValueError: Bucket, views and tensors do not fit, or a tensor is None without ``views``.
+        RuntimeError: Integers cannot be scaled.
     """
-    layout = _layout_of(tensors, bucket, scale, views)
+    layout = _layout_of(tensors, bucket, views)
     if _copy("flatten", tensors, bucket, scale, layout):
         mark_written([bucket])
     else:
-        _check_dtypes(tensors, bucket, scale)
-        fills = layout is None or layout.fills
-        views_of_bucket = _views_of(tensors, bucket, layout)
-        reference.flatten(tensors, scale, views_of_bucket, bucket if fills else None)
+        _check_complex(tensors, bucket)
+        views_of_bucket = layout.views_of(bucket)
+        reference.flatten(tensors, scale, views_of_bucket, bucket if layout.fills else None)
     return bucket
 
 
@@ -97,19 +195,15 @@ def unflatten(
         views: As for :func:`flatten`.
 
     Raises:
-        ValueError: As for :func:`flatten`; or elements of a tensor share memory.
+        ValueError: As for :func:`flatten`.
+        RuntimeError: Elements of a tensor share memory, or integers cannot be scaled.
     """
-    layout = _layout_of(tensors, bucket, scale, views)
+    layout = _layout_of(tensors, bucket, views)
     if _copy("unflatten", tensors, bucket, scale, layout):
         mark_written([tensor for tensor in tensors if tensor is not None])
     else:
-        _check_dtypes(tensors, bucket, scale)
-        views_of_bucket = _views_of(tensors, bucket, layout)
-        try:
-            reference.unflatten(tensors, scale, views_of_bucket)
-        except RuntimeError:
-            _check_writable(tensors)
-            raise
+        _check_complex(tensors, bucket)
+        reference.unflatten(tensors, scale, layout.views_of(bucket))
 
 
 def _copy(
@@ -117,105 +211,53 @@ def _copy(
     tensors: Sequence[torch.Tensor | None],
     bucket: torch.Tensor,
     scale: float,
-    layout: BucketLayout | None,
+    layout: BucketLayout,
 ) -> bool:
     """Whether a kernel has copied them."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    shapes = [tensor.shape for tensor in present]
-    if layout is not None:
-        _check_shapes(tensors, shapes, layout)
     backend = backend_of(bucket.device)
-    if backend is None or not _have_memory(present, bucket) or bucket.is_inference():
+    present = [tensor for tensor in tensors if tensor is not None]
+    devices = [tensor.device for tensor in present]
+    # Torch has the errors for what is written to a tensor of inference.
+    if backend is None or bucket.is_inference() or {*devices} - {bucket.device}:
         return False
-    try:
-        strides = list(map(torch.Tensor.stride, present))
-        addresses: list[Any] = list(map(torch.Tensor.data_ptr, present))
-    except RuntimeError:
-        # Sparse tensors and those of other libraries have none.
+    addresses = addresses_of([bucket, *present])
+    if addresses is None:
         return False
-    signature = Signature(shapes, strides, [tensor.dtype for tensor in present])
-    if not lie_whole(addresses, signature.dtypes) or not lie_whole(
-        [bucket.data_ptr()], [bucket.dtype]
-    ):
-        return False
-    _check_apart(addresses, bucket)
-    plan = plan_of(tensors, signature, bucket, layout)
+    plan = layout.plan_of(tensors, bucket)
     kernel = plan.kernel(scale)
-    if kernel is None:
+    if kernel is None or (direction == "unflatten" and plan.has_shared_elements):
         return False
-    if direction == "unflatten" and plan.has_shared_elements:
-        _check_writable(tensors)
-    if len(present) < len(tensors):
-        left = iter(addresses)
-        addresses = [None if tensor is None else next(left) for tensor in tensors]
-    _launch(backend, f"{direction}_{kernel}", plan, addresses, bucket, scale)
-    return True
-
-
-def _check_apart(addresses: Sequence[int], bucket: torch.Tensor) -> None:
-    begin = bucket.data_ptr()
-    end = begin + bucket.nbytes
-    if not addresses or max(addresses) < begin or min(addresses) >= end:
-        return
-    inside = [i for i, address in enumerate(addresses) if begin <= address < end]
+    begin, *others = addresses
+    inside = [i for i, address in enumerate(others) if begin <= address < begin + bucket.nbytes]
     if inside:
         raise ValueError(
             f"tensor {inside[0]} of those that are there begins within the memory of the bucket, "
             f"which has {bucket.nbytes} bytes: it would be read and written at once; give a copy"
         )
-
-
-def _launch(
-    backend: Backend,
-    kernel: str,
-    plan: Plan,
-    addresses: Sequence[int | None],
-    bucket: torch.Tensor,
-    scale: float,
-) -> None:
-    for begin, end, records, chunks in plan.launches:
+    left = iter(others)
+    pointers = [None if tensor is None else next(left) for tensor in tensors]
+    for launch in plan.launches or ():
         parameters = _Parameters(
-            bucket=bucket.data_ptr(),
-            records=records.data_ptr(),
-            chunks=chunks.pairs.data_ptr(),
+            bucket=begin,
+            records=launch.records.data_ptr(),
+            chunks=launch.chunks.pairs.data_ptr(),
             scale=scale,
         )
-        parameters.tensors[: end - begin] = addresses[begin:end]
-        backend.launch(bucket.device, "flatten", kernel, chunks.blocks, parameters)
-        hold(bucket.device, records, chunks.pairs)
-
-
-def _have_memory(tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> bool:
-    """Whether all are what their addresses show: strided memory on the device of the bucket."""
-    return (
-        PLAIN_TYPES.issuperset(map(type, tensors))
-        and type(bucket) in PLAIN_TYPES
-        and {bucket.device}.issuperset([tensor.device for tensor in tensors])
-        and not any(map(torch.Tensor.is_neg, tensors))
-        and not bucket.is_neg()
-        and not (bucket.is_complex() and any(map(torch.Tensor.is_conj, (bucket, *tensors))))
-    )
+        parameters.tensors[: launch.end - launch.begin] = pointers[launch.begin : launch.end]
+        name, blocks = f"{direction}_{kernel}", launch.chunks.blocks
+        backend.launch(bucket.device, "flatten", name, blocks, parameters)
+        hold(bucket.device, launch.records, launch.chunks.pairs)
+    return True
 
 
 def _layout_of(
     tensors: Sequence[torch.Tensor | None],
     bucket: torch.Tensor,
-    scale: float,
     views: Sequence[torch.Tensor] | BucketLayout | None,
-) -> BucketLayout | None:
-    check_bucket(bucket)
-    if scale != 1 and not (bucket.is_floating_point() or bucket.is_complex()):
-        raise ValueError(
-            f"a bucket of {bucket.dtype} cannot be scaled by {scale}, since its values would have "
-            "to be rounded; leave out scale, or use a floating-point bucket"
-        )
+) -> BucketLayout:
+    _check_bucket(bucket)
     if views is None:
-        if any(tensor is None for tensor in tensors):
-            raise ValueError(
-                "a tensor is None, so that nothing says how large its part of the bucket is; give "
-                "views"
-            )
-        return None
+        views = _in_turn([None if tensor is None else tensor.shape for tensor in tensors], bucket)
     layout = views if isinstance(views, BucketLayout) else BucketLayout(bucket, views)
     if len(tensors) != len(layout.places):
         raise ValueError(
@@ -227,57 +269,45 @@ def _layout_of(
             f"the layout is of buckets of {layout.size} elements, but this one has "
             f"{bucket.numel()}; make another layout"
         )
+    if [tensor.shape for tensor in tensors if tensor is not None] != layout.shapes:
+        for i, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"tensor {i} is {list(tensor.shape)}, but its view of the bucket is "
+                    f"{list(shape)}; give both one shape"
+                )
     return layout
 
 
-def _check_shapes(
-    tensors: Sequence[torch.Tensor | None], shapes: list[torch.Size], layout: BucketLayout
-) -> None:
-    if shapes == layout.shapes:
-        return
-    for i, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"tensor {i} is {list(tensor.shape)}, but its view of the bucket is "
-                f"{list(shape)}; give both one shape"
-            )
-
-
-def _check_dtypes(
-    tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, scale: float
-) -> None:
+def _check_complex(tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor) -> None:
     for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
         if dtype.is_complex != bucket.is_complex():
             raise ValueError(
                 f"the bucket is {bucket.dtype} and a tensor is {dtype}: complex numbers and real "
                 "ones cannot be in one bucket; give torch.view_as_real of the complex ones"
             )
-        if scale != 1 and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(
-                f"a tensor of {dtype} cannot be scaled by {scale}, since it would have to be "
-                "rounded; leave out scale, or use a floating-point dtype"
-            )
 
 
-def _check_writable(tensors: Sequence[torch.Tensor | None]) -> None:
-    for i, tensor in enumerate(tensors):
-        if tensor is None or tensor.layout != torch.strided or 0 not in tensor.stride():
-            continue
-        dims = zip(tensor.stride(), tensor.shape, strict=True)
-        if any(step == 0 and size > 1 for step, size in dims):
-            raise ValueError(
-                f"tensor {i} is {list(tensor.shape)} with the strides {list(tensor.stride())}: "
-                "several of its elements share memory, and cannot be written; give a tensor that "
-                "was not expanded"
-            )
+def _in_turn(shapes: Sequence[torch.Size | None], bucket: torch.Tensor) -> list[torch.Tensor]:
+    """The views of a bucket in which tensors lie one after another."""
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) < len(shapes):
+        raise ValueError(
+            "a tensor is None, so that nothing says how large its part of the bucket is; give views"
+        )
+    sizes = [shape.numel() for shape in given]
+    if sum(sizes) != bucket.numel():
+        raise ValueError(
+            f"the tensors have {sum(sizes)} elements, but the bucket has {bucket.numel()}; give a "
+            "bucket of that size, or views of it"
+        )
+    parts = torch.split(bucket, sizes) if sizes else ()
+    return [part.view(shape) for part, shape in zip(parts, given, strict=True)]
 
 
-def _views_of(
-    tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, layout: BucketLayout | None
-) -> list[torch.Tensor]:
-    if layout is not None:
-        return layout.views_of(bucket)
-    places = in_turn([tensor.shape for tensor in tensors if tensor is not None], bucket.numel())
-    return [
-        bucket.narrow(0, place.offset, place.shape.numel()).view(place.shape) for place in places
-    ]
+def _check_bucket(bucket: torch.Tensor) -> None:
+    if bucket.dim() != 1 or not bucket.is_contiguous():
+        raise ValueError(
+            "a bucket must be a contiguous tensor of one dimension, but got the shape "
+            f"{list(bucket.shape)} with the strides {list(bucket.stride())}; use .view(-1)"
+        )

@@ -1,4 +1,4 @@
-"""What a tensor's memory looks like: what kernels can read, and what overlaps."""
+"""Element types, and what a tensor's memory looks like: what kernels can read, what overlaps."""
 
 from __future__ import annotations
 
@@ -6,52 +6,58 @@ from collections.abc import Sequence
 
 import torch
 
-from dataparallel.torch_internals import is_transformed
+#: How the names of kernels call the types that they take.
+SUFFIXES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
-#: Of tensors that stand for nothing else; subclasses may wrap others, or have no memory.
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Tensors that stand for nothing else; subclasses may wrap others, or have no memory.
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor are in memory as they are, at addresses.
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values are added up and scaled: float32 for smaller floats."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    return torch.complex64 if dtype == torch.complex32 else dtype
+
+
+# --- what kernels can read -------------------------------------------------------------------
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where the values of tensors are in memory; None if those of one are not there as they are.
 
     Not so for sparse tensors, lazy conjugates and negatives, and for subclasses and the tensors of
     function transforms, which may wrap others or stand for what is not there; nor where elements
     lie at addresses that are no multiples of their size, as in memory that is not torch's.
     """
-    return (
-        type(tensor) in PLAIN_TYPES
-        and not is_transformed(tensor)
-        and tensor.layout == torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and lie_whole([tensor.data_ptr()], [tensor.dtype])
-    )
-
-
-def lie_whole(addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether elements lie at multiples of their size, as in all memory of torch's own.
-
-    Args:
-        addresses: Of tensors.
-        dtypes: As many.
-    """
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)):
+        return None
+    if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+        return None
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:
+        # Sparse tensors and those of transforms and of other libraries have none.
+        return None
+    dtypes = [tensor.dtype for tensor in tensors]
     # The parts of a complex number lie alone.
     sizes = {dtype: dtype.itemsize // (1 + dtype.is_complex) for dtype in set(dtypes)}
-    if len(sizes) == 1:
-        (size,) = sizes.values()
-        return not any(map((size - 1).__and__, addresses))
-    return not any(a % sizes[dtype] for a, dtype in zip(addresses, dtypes, strict=True))
+    askew = any(at % sizes[dtype] for at, dtype in zip(addresses, dtypes, strict=True))
+    return None if askew else addresses
 
 
-def mark_written(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that a kernel has written to tensors, as each operation of torch does.
-
-    It then refuses to use what it has saved of them.
-    """
-    # Those of inference have no version.
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(counted)
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are in memory as they are."""
+    return addresses_of([tensor]) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -80,3 +86,35 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _end(tensor: torch.Tensor) -> int:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def mark_written(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that a kernel has written to tensors: it refuses to use what it saved of them.
+
+    Those of inference have no version.
+    """
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+# --- bits ------------------------------------------------------------------------------------
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of each element of a strided tensor as an integer; a view where that can be.
+
+    Those of a complex tensor have a last dimension of 2 more.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.view(_INTEGERS[values.element_size()])
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of all elements of a strided tensor in row-major order, in one dimension."""
+    values = tensor.detach()
+    if values.is_neg() or values.is_conj() or not values.is_contiguous():
+        values = bits_of(values).contiguous()
+    # A dimension of one element may have any stride, and not every stride can be viewed as bytes.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)

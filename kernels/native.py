@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.machinery
@@ -17,14 +16,18 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from dataparallel.kernels.cache_folder import cache_directory, close_to_others, is_trusted
+from dataparallel.kernels.cache_folder import (
+    cache_directory,
+    close_to_others,
+    is_trusted,
+    keeping_code,
+)
 
 __all__ = ["NativeExtension", "cache_directory"]
 
@@ -58,8 +61,8 @@ class NativeExtension:
         prefix: How its folders in the cache begin.
         sources: The folder of the ``.cpp`` and ``.h`` files.
         first_unit: The stems of the sources that are compiled together, for instance since they
-            need headers that the others do not; the rest is the second unit. Empty: the sources are
-            divided by their size.
+            need headers that the others do not; the rest is the second unit. Empty: every other
+            source.
     """
 
     name: str
@@ -69,17 +72,9 @@ class NativeExtension:
     first_unit: frozenset[str] = frozenset()
 
     def load(self) -> ModuleType:
-        """Load the extension; compile it first where that has not been done.
+        """Load the extension, once per process; compile it first where that has not been done.
 
-        Example::
-
-            assert EXTENSION.load() is EXTENSION.load()
-
-        Returns:
-            The extension module: the one that this process loaded first under this name.
-
-        Raises:
-            RuntimeError: It has to be compiled and cannot be; the message names what is missing.
+        RuntimeError where it has to be compiled and cannot be; the message names what is missing.
         """
         with _loading:
             if self.name not in _loaded:
@@ -89,12 +84,7 @@ class NativeExtension:
     def path(self) -> Path:
         """The compiled file, which need not be there yet.
 
-        Example::
-
-            is_compiled = EXTENSION.path().exists()
-
-        Returns:
-            A path in the cache that depends on the sources, torch, Python and the machine.
+        Its place in the cache depends on the sources, torch, Python and the machine.
         """
         return cache_directory() / f"{self.prefix}-{self._fingerprint()}" / f"{self.name}.so"
 
@@ -119,29 +109,16 @@ class NativeExtension:
 
     def _compiled(self) -> Path:
         path = self.path()
-        self._prepare_directory(path.parent)
+        close_to_others(path.parent)
         if not is_trusted(path):
+            with keeping_code(path.parent):
+                lock = (path.parent / "lock").open("w")
             # The operating system takes the lock from a process that is killed.
-            with _locked(path.parent / "lock"):
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if not is_trusted(path):
                     self._compile(path)
         return path
-
-    def _prepare_directory(self, directory: Path) -> None:
-        try:
-            close_to_others(directory)
-        except PermissionError as error:
-            if error.errno is None:
-                raise RuntimeError(f"cannot load {self.label}: {error}") from error
-            raise self._no_directory(directory, error) from error
-        except OSError as error:
-            raise self._no_directory(directory, error) from error
-
-    def _no_directory(self, directory: Path, error: OSError) -> RuntimeError:
-        return RuntimeError(
-            f"cannot create {directory} for the compiled {self.label.removeprefix('the ')} "
-            f"({error.strerror}): set DATAPARALLEL_CACHE_DIR to a directory that can be written"
-        )
 
     def _compile(self, target: Path) -> None:
         compiler = self._compiler()
@@ -203,12 +180,12 @@ class NativeExtension:
 
     def _write_units(self, directory: Path) -> list[Path]:
         """Write the files that include the sources; one where the other would be empty."""
-        sizes = {source.stem: source.stat().st_size for source in self.sources.glob("*.cpp")}
-        first = self.first_unit or _half(sizes)
+        stems = {source.stem for source in self.sources.glob("*.cpp")}
+        first = self.first_unit or {*sorted(stems)[::2]}
         units: list[Path] = []
-        for stems in (sizes.keys() & first, sizes.keys() - first):
-            if stems:
-                lines = [f'#include "{self.sources / stem}.cpp"\n' for stem in sorted(stems)]
+        for part in (stems & first, stems - first):
+            if part:
+                lines = [f'#include "{self.sources / stem}.cpp"\n' for stem in sorted(part)]
                 unit = directory / f"unit{len(units)}.cpp"
                 unit.write_text("".join(lines), encoding="utf-8")
                 units.append(unit)
@@ -230,19 +207,6 @@ class NativeExtension:
                 )
 
 
-def _half(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Names with about half of the total size: the largest first, each goes where there is less."""
-    chosen: set[str] = set()
-    surplus = 0  # Of what is chosen, over the rest.
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        if surplus <= 0:
-            chosen.add(name)
-            surplus += sizes[name]
-        else:
-            surplus -= sizes[name]
-    return frozenset(chosen)
-
-
 def _load_file(name: str, path: Path) -> ModuleType:
     # Nobody else can write to the folder, see Note [Trusted code].
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))  # noqa: TID251
@@ -251,20 +215,6 @@ def _load_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        try:
-            handle = stack.enter_context(path.open("w"))
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot write {path} ({error.strerror}): "
-                "set DATAPARALLEL_CACHE_DIR to a directory that can be written"
-            ) from error
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _torch_root() -> Path:

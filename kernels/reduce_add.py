@@ -9,8 +9,14 @@ import torch
 
 from dataparallel.kernels import reference
 from dataparallel.kernels.backend import THREADS, Backend, backend_of
-from dataparallel.kernels.dtypes import SUFFIXES
-from dataparallel.kernels.memory import is_dense, is_plain, lie_alike, mark_written, overlap
+from dataparallel.kernels.memory import (
+    SUFFIXES,
+    is_dense,
+    is_plain,
+    lie_alike,
+    mark_written,
+    overlap,
+)
 
 _MOST_INPUTS = 64
 _PACK = 16
@@ -29,20 +35,9 @@ class _Parameters(ctypes.Structure):
     _fields_ = (
         ("inputs", ctypes.c_void_p * _MOST_INPUTS),
         ("out", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
         ("size", ctypes.c_longlong),
         ("scale", ctypes.c_double),
         ("num_inputs", ctypes.c_longlong),
-    )
-
-
-class _FinishParameters(ctypes.Structure):
-    """`FinishStatistics` of reduce_add.cu."""
-
-    _fields_ = (
-        ("partial", ctypes.c_void_p),
-        ("statistics", ctypes.c_void_p),
-        ("num_blocks", ctypes.c_longlong),
     )
 
 
@@ -51,8 +46,6 @@ def reduce_add(
     inputs: Sequence[torch.Tensor],
     scale: float = 1.0,
     out: torch.Tensor | None = None,
-    *,
-    statistics: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add tensors in their order, and scale the sum.
 
@@ -69,9 +62,6 @@ def reduce_add(
         scale: Factor of the sum; 1 for integers. Default: 1.
         out: The tensor for the sum; may be one of the inputs. Default: a new tensor on the device
             of the first input.
-        statistics: A float64 tensor of shape ``(2,)`` on the device of the sum. The function writes
-            the squared L2 norm of the sum to it, and the number of elements that are infinite or
-            NaN. For floating-point sums only. Default: None, they are not computed.
 
     Returns:
         ``out``, or a new tensor; with the strides of the first input if that is dense.
@@ -86,14 +76,12 @@ def reduce_add(
         out = torch.empty_like(inputs[0], requires_grad=False)
     else:
         _check_out(inputs, out)
-    if statistics is not None:
-        _check_statistics(out, statistics)
     backend = backend_of(out.device)
     if backend is not None and _is_served(backend, inputs, out):
-        _launch(backend, inputs, scale, out, statistics)
-        mark_written([out] if statistics is None else [out, statistics])
+        _launch(backend, inputs, scale, out)
+        mark_written([out])
     else:
-        reference.reduce_add(inputs, scale, out, statistics)
+        reference.reduce_add(inputs, scale, out)
     return out
 
 
@@ -111,36 +99,17 @@ def _is_served(backend: Backend, inputs: Sequence[torch.Tensor], out: torch.Tens
 
 
 def _launch(
-    backend: Backend,
-    inputs: Sequence[torch.Tensor],
-    scale: float,
-    out: torch.Tensor,
-    statistics: torch.Tensor | None,
+    backend: Backend, inputs: Sequence[torch.Tensor], scale: float, out: torch.Tensor
 ) -> None:
-    device = out.device
     packs = -(-out.nbytes // _PACK)
-    blocks = min(-(-packs // THREADS), backend.most_blocks(device))
+    blocks = min(-(-packs // THREADS), backend.most_blocks(out.device))
     group = next(size for size in (2, 4, 8) if len(inputs) <= size or size == 8)
-    kernel = f"reduce_add_{SUFFIXES[out.dtype]}_{group}"
-    partial = None
-    if statistics is not None:
-        partial = torch.empty(2 * blocks, dtype=torch.float64, device=device)
     parameters = _Parameters(
-        out=out.data_ptr(),
-        size=out.numel(),
-        scale=scale,
-        num_inputs=len(inputs),
-        partial=None if partial is None else partial.data_ptr(),
+        out=out.data_ptr(), size=out.numel(), scale=scale, num_inputs=len(inputs)
     )
     parameters.inputs[: len(inputs)] = [term.data_ptr() for term in inputs]
-    if partial is None or statistics is None:
-        backend.launch(device, "reduce_add", kernel, blocks, parameters)
-        return
-    backend.launch(device, "reduce_add", f"{kernel}_statistics", blocks, parameters)
-    finish = _FinishParameters(
-        partial=partial.data_ptr(), statistics=statistics.data_ptr(), num_blocks=blocks
-    )
-    backend.launch(device, "reduce_add", "finish_statistics", 1, finish)
+    kernel = f"reduce_add_{SUFFIXES[out.dtype]}_{group}"
+    backend.launch(out.device, "reduce_add", kernel, blocks, parameters)
 
 
 def _check_inputs(inputs: Sequence[torch.Tensor], scale: float) -> None:
@@ -179,20 +148,6 @@ def _check_out(inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
                 f"out overlaps input {i} without being the same tensor, so that elements would be "
                 "written before they are read; give other memory"
             )
-
-
-def _check_statistics(out: torch.Tensor, statistics: torch.Tensor) -> None:
-    if not (out.is_floating_point() or out.is_complex()):
-        raise ValueError(
-            f"statistics are of floating-point sums, but the inputs are {out.dtype}; leave them out"
-        )
-    wanted = (torch.float64, torch.Size([2]), out.device)
-    found = (statistics.dtype, statistics.shape, statistics.device)
-    if found != wanted or not statistics.is_contiguous():
-        raise ValueError(
-            f"statistics must be contiguous float64 [2] on {out.device}, but is "
-            f"{statistics.dtype} {list(statistics.shape)} on {statistics.device}"
-        )
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -63,7 +63,7 @@ def test_a_link_to_elsewhere_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder.parent.mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match=r"a link.*set DATAPARALLEL_CACHE_DIR"):
+    with pytest.raises(RuntimeError, match=r"a link.*set DATAPARALLEL_CACHE_DIR"):
         close_to_others(folder)
 
 
@@ -77,7 +77,7 @@ def test_a_folder_above_that_all_can_change_is_refused(
     if behind_a_link:
         (tmp_path / "link").symlink_to(open_folder)
         folder = tmp_path / "link" / folder.name
-    with pytest.raises(PermissionError, match=f"chmod o-w {open_folder}|chmod o-w {tmp_path}/link"):
+    with pytest.raises(RuntimeError, match=f"chmod o-w {open_folder}|chmod o-w {tmp_path}/link"):
         close_to_others(folder)
     # As /tmp is.
     open_folder.chmod(0o1777)
@@ -92,9 +92,7 @@ def test_a_folder_and_a_file_of_somebody_else_are_refused(folder: Path) -> None:
     os.chown(code, STRANGER, -1)
     assert not is_trusted(code)
     os.chown(folder, STRANGER, -1)
-    with pytest.raises(
-        PermissionError, match=f"number {STRANGER}, not to 0.*DATAPARALLEL_CACHE_DI"
-    ):
+    with pytest.raises(RuntimeError, match=f"number {STRANGER}, not to 0.*DATAPARALLEL_CACHE_DI"):
         close_to_others(folder)
 
 
@@ -151,7 +149,7 @@ def test_in_an_open_folder_nothing_is_loaded(extension: NativeExtension) -> None
     cache = path.parent.parent
     cache.chmod(0o777)
     with pytest.raises(
-        RuntimeError, match=r"cannot load the small extension: every user can .*chmod"
+        RuntimeError, match=r"cannot keep compiled code in .*: every user can .*chmod"
     ):
         extension.load()
     cache.chmod(0o755)

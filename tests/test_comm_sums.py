@@ -17,7 +17,7 @@ from tests.comm_cases import (
 )
 
 # The function has the name of its module.
-reference = importlib.import_module("dataparallel.kernels.reference.reduce_add")
+reference = importlib.import_module("dataparallel.kernels.reference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel.kernels.backend import backend_of
-from dataparallel.kernels.bits import bytes_of
 from dataparallel.kernels.fingerprint import fingerprint
+from dataparallel.kernels.memory import bytes_of
 from dataparallel.torch_internals import is_wrapper
 
 # A prime: a permutation that moves whole rows of a matrix of ordinary width then moves values

@@ -23,8 +23,7 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.errors import listed
-from dataparallel.kernels.dtypes import wide
-from dataparallel.kernels.memory import is_dense, lie_alike
+from dataparallel.kernels.memory import is_dense, lie_alike, wide
 from dataparallel.torch_internals import foreach_add, foreach_add_
 
 DEFAULT_BUFFER_SIZE = 10485760

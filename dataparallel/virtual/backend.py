@@ -70,7 +70,7 @@ def native_extension() -> NativeExtension:
         prefix="virtual",
         sources=Path(__file__).parent / "csrc",
         # These need the headers that the others do not.
-        first_unit=frozenset({"autocast", "bindings", "generator", "hooks"}),
+        first_unit=frozenset({"autocast", "bindings", "hooks"}),
     )
 
 

@@ -183,9 +183,6 @@ def strict_mode(value: bool = True) -> Iterator[None]:
     Args:
         value: The mode within the block. Default: True.
 
-    Returns:
-        A context manager.
-
     Raises:
         RuntimeError: Virtual devices are not enabled.
     """

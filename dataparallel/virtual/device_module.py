@@ -6,10 +6,19 @@ import contextlib
 import platform
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import accelerator
+from torch.accelerator import empty_cache as empty_cache
+from torch.accelerator import max_memory_allocated as max_memory_allocated
+from torch.accelerator import max_memory_reserved as max_memory_reserved
+from torch.accelerator import memory_allocated as memory_allocated
+from torch.accelerator import memory_reserved as memory_reserved
+from torch.accelerator import memory_stats as memory_stats
+from torch.accelerator import reset_peak_memory_stats as reset_peak_memory_stats
+from torch.accelerator import set_stream as set_stream
+from torch.accelerator import synchronize as synchronize
 
 if TYPE_CHECKING:
     from dataparallel.virtual.backend import Extension
@@ -49,32 +58,23 @@ def is_available() -> bool:
     return device_count() > 0
 
 
-def is_initialized() -> bool:
-    """Whether the devices can be used; they need no further initialization."""
-    return is_available()
+# The devices need no further initialization.
+is_initialized = is_available
+
+current_device = accelerator.current_device_index
+set_device = accelerator.set_device_index
 
 
 def init() -> None:
     """Do nothing: enabling the devices has initialized them."""
 
 
-def _lazy_init() -> None:
-    """Do nothing, as ``init``."""
+_lazy_init = init
 
 
 def device_count() -> int:
     """The number of virtual devices."""
     return _extension.device_count()
-
-
-def current_device() -> int:
-    """The index of this thread's current device."""
-    return int(accelerator.current_device_index())
-
-
-def set_device(device: DeviceLike) -> None:
-    """Make a device current in this thread."""
-    accelerator.set_device_index(_index(device))
 
 
 def _is_in_bad_fork() -> bool:
@@ -164,11 +164,6 @@ def default_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=like.device_index, device_type=like.device_type)
 
 
-def set_stream(stream: torch.Stream) -> None:
-    """Make a stream current in this thread."""
-    accelerator.set_stream(stream)
-
-
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
     """Make a stream, and its device, current within a block; None changes nothing."""
@@ -179,46 +174,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
         yield
 
 
-def synchronize(device: DeviceLike = None) -> None:
-    """Run and wait for all work of a device."""
-    accelerator.synchronize(_index(device))
-
-
 # --- memory ----------------------------------------------------------------------------------
-
-
-def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
-    """The statistics of the allocator of a device."""
-    return dict(accelerator.memory_stats(_index(device)))
-
-
-def memory_allocated(device: DeviceLike = None) -> int:
-    """The bytes in tensors on a device."""
-    return int(accelerator.memory_allocated(_index(device)))
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    """The most bytes there have been in tensors on a device."""
-    return int(accelerator.max_memory_allocated(_index(device)))
-
-
-def memory_reserved(device: DeviceLike = None) -> int:
-    """The same as ``memory_allocated``: nothing is kept back."""
-    return int(accelerator.memory_reserved(_index(device)))
-
-
-def max_memory_reserved(device: DeviceLike = None) -> int:
-    """The same as ``max_memory_allocated``."""
-    return int(accelerator.max_memory_reserved(_index(device)))
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Start ``max_memory_allocated`` anew from what is allocated."""
-    accelerator.reset_peak_memory_stats(_index(device))
-
-
-def empty_cache() -> None:
-    """Do nothing: there is no cache."""
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:

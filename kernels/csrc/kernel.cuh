@@ -172,18 +172,6 @@ __device__ inline Pack<T> load_pack(const T* from) {
   return pack;
 }
 
-template <typename T>
-__device__ inline void store_pack(T* to, const Pack<T>& pack) {
-  if (is_aligned(to)) {
-    store_aligned(to, pack);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < Pack<T>::SIZE; ++j) {
-    to[j] = pack.at[j];
-  }
-}
-
 // How many elements there are before the first that lies on a multiple of 16 bytes.
 template <typename T>
 __device__ inline i64 head_of(const T* address, i64 size) {
@@ -193,7 +181,7 @@ __device__ inline i64 head_of(const T* address, i64 size) {
 
 // --- many tensors in one launch -------------------------------------------------------------
 
-// A row of the table that says which block does what; see Note [Lists of tensors] of chunks.py.
+// A row of the table that says which block does what; see Note [Lists of tensors] of tables.py.
 struct Chunk {
   int tensor;
   int number;

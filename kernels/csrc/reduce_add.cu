@@ -1,4 +1,4 @@
-// The sum of several arrays in one pass, scaled; on request with its squared norm.
+// The sum of several arrays in one pass, scaled.
 //
 // Access pattern: thread t of the grid takes the packs t, t + (threads of the grid), ... of 16
 // bytes, so that a warp reads 512 bytes in a row from each source and writes as many. Writes are
@@ -13,46 +13,10 @@ constexpr int MAX_INPUTS = 64;
 struct ReduceAdd {
   const void* inputs[MAX_INPUTS];
   void* out;
-  // Two numbers for each block: the sum of squares, then for all blocks the count of elements that
-  // are not finite.
-  double* partial;
   i64 size;
   double scale;
   i64 num_inputs;
 };
-
-template <typename Wide>
-__device__ inline bool is_finite(Wide value) {
-  return value - value == 0;
-}
-
-template <typename T>
-struct Statistics {
-  double squares = 0;
-  double not_finite = 0;
-
-  __device__ void add(T value) {
-    auto wide = Element<T>::widen(value);
-    squares += static_cast<double>(wide) * static_cast<double>(wide);
-    not_finite += is_finite(wide) ? 0 : 1;
-  }
-};
-
-// The sum of what the threads of a block have; of thread 0 only. Always in the same order.
-__device__ inline double sum_over_block(double value) {
-  __shared__ double values[THREADS];
-  values[threadIdx.x] = value;
-  for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) {
-      values[threadIdx.x] += values[threadIdx.x + half];
-    }
-  }
-  // The others would read what this thread has just written.
-  const double sum = threadIdx.x == 0 ? values[0] : 0;
-  __syncthreads();
-  return sum;
-}
 
 template <typename T>
 __device__ inline T sum_of_one(const ReduceAdd& p, i64 i) {
@@ -107,7 +71,7 @@ __device__ inline bool all_lie_alike(const ReduceAdd& p) {
   return alike;
 }
 
-template <typename T, int GROUP, bool STATISTICS, bool ALIGNED>
+template <typename T, int GROUP, bool ALIGNED>
 __device__ inline void reduce_add(const ReduceAdd& p) {
   constexpr int SIZE = Pack<T>::SIZE;
   T* out = static_cast<T*>(p.out);
@@ -116,82 +80,33 @@ __device__ inline void reduce_add(const ReduceAdd& p) {
   const i64 head = head_of(out, p.size);
   const i64 packs = (p.size - head) / SIZE;
   const i64 rest = p.size - packs * SIZE;
-  Statistics<T> statistics;
   for (i64 pack = thread; pack < packs; pack += num_threads) {
     const i64 i = head + pack * SIZE;
-    Pack<T> sum = sum_of_pack<T, GROUP, ALIGNED>(p, i);
-    store_aligned(out + i, sum);
-    if constexpr (STATISTICS) {
-#pragma unroll
-      for (int j = 0; j < SIZE; ++j) {
-        statistics.add(sum.at[j]);
-      }
-    }
+    store_aligned(out + i, sum_of_pack<T, GROUP, ALIGNED>(p, i));
   }
   for (i64 i = thread; i < rest; i += num_threads) {
     const i64 place = i < head ? i : i + packs * SIZE;
-    T sum = sum_of_one<T>(p, place);
-    out[place] = sum;
-    if constexpr (STATISTICS) {
-      statistics.add(sum);
-    }
-  }
-  if constexpr (STATISTICS) {
-    const double squares = sum_over_block(statistics.squares);
-    const double not_finite = sum_over_block(statistics.not_finite);
-    if (threadIdx.x == 0) {
-      p.partial[blockIdx.x] = squares;
-      p.partial[gridDim.x + blockIdx.x] = not_finite;
-    }
+    out[place] = sum_of_one<T>(p, place);
   }
 }
 
-template <typename T, int GROUP, bool STATISTICS>
+template <typename T, int GROUP>
 __device__ inline void reduce_add(const ReduceAdd& p) {
   if (all_lie_alike<T>(p)) {
-    reduce_add<T, GROUP, STATISTICS, true>(p);
+    reduce_add<T, GROUP, true>(p);
   } else {
     // By elements it takes so many instructions that more reads in flight do not help.
-    reduce_add<T, 2, STATISTICS, false>(p);
+    reduce_add<T, 2, false>(p);
   }
 }
 
 #define REDUCE_ADD(name, T, GROUP) \
-  KERNEL(reduce_add_##name##_##GROUP, ReduceAdd) { reduce_add<T, GROUP, false>(p); }
-#define REDUCE_ADD_STATISTICS(name, T, GROUP) \
-  KERNEL(reduce_add_##name##_##GROUP##_statistics, ReduceAdd) { reduce_add<T, GROUP, true>(p); }
-#define FOR_GROUPS(MACRO, name, T) MACRO(name, T, 2) MACRO(name, T, 4) MACRO(name, T, 8)
+  KERNEL(reduce_add_##name##_##GROUP, ReduceAdd) { reduce_add<T, GROUP>(p); }
+#define FOR_GROUPS(name, T) REDUCE_ADD(name, T, 2) REDUCE_ADD(name, T, 4) REDUCE_ADD(name, T, 8)
 
-FOR_GROUPS(REDUCE_ADD, f32, float)
-FOR_GROUPS(REDUCE_ADD, f64, double)
-FOR_GROUPS(REDUCE_ADD, f16, Half)
-FOR_GROUPS(REDUCE_ADD, bf16, BFloat)
-FOR_GROUPS(REDUCE_ADD, i32, int)
-FOR_GROUPS(REDUCE_ADD, i64, i64)
-
-FOR_GROUPS(REDUCE_ADD_STATISTICS, f32, float)
-FOR_GROUPS(REDUCE_ADD_STATISTICS, f64, double)
-FOR_GROUPS(REDUCE_ADD_STATISTICS, f16, Half)
-FOR_GROUPS(REDUCE_ADD_STATISTICS, bf16, BFloat)
-
-struct FinishStatistics {
-  const double* partial;
-  double* statistics;
-  i64 num_blocks;
-};
-
-// One block adds up what the blocks of the pass have found.
-KERNEL(finish_statistics, FinishStatistics) {
-  double squares = 0;
-  double not_finite = 0;
-  for (i64 i = threadIdx.x; i < p.num_blocks; i += THREADS) {
-    squares += p.partial[i];
-    not_finite += p.partial[p.num_blocks + i];
-  }
-  squares = sum_over_block(squares);
-  not_finite = sum_over_block(not_finite);
-  if (threadIdx.x == 0) {
-    p.statistics[0] = squares;
-    p.statistics[1] = not_finite;
-  }
-}
+FOR_GROUPS(f32, float)
+FOR_GROUPS(f64, double)
+FOR_GROUPS(f16, Half)
+FOR_GROUPS(bf16, BFloat)
+FOR_GROUPS(i32, int)
+FOR_GROUPS(i64, i64)

@@ -27,6 +27,8 @@ WRAPPERS: dict[str, Any] = {
 }
 # What NVIDIA calls kernels that multiply matrices.
 _PRODUCTS = ("gemm", "cutlass", "nvjet")
+# What adds the gradients of replicas: torch's additions to several tensors at once.
+_SUMS = ("multi_tensor_apply", "reduce_add")
 
 by_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 by_places = pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[
                 spans["computed"] = max(
                     spans.get("computed", (0.0, 0.0)), (span.start, span.end), key=lambda s: s[1]
                 )
-        elif "reduce_add" in event.name:
+        elif any(word in event.name for word in _SUMS):
             first = spans.get("reduced on device", (span.start, span.end))
             spans["reduced on device"] = min(first, (span.start, span.end))
         elif any(word in event.name for word in _PRODUCTS):

@@ -16,3 +16,11 @@ def host_kernels() -> Iterator[HostBackend]:
     host = HostBackend()
     with backend.registered([host]):
         yield host
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def either(request: pytest.FixtureRequest) -> str:
+    """The test runs twice: without kernels, and with those of the host."""
+    if request.param == "kernel":
+        request.getfixturevalue("host_kernels")
+    return str(request.param)

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from dataparallel.kernels import sources
+from dataparallel.kernels import compiler
 from dataparallel.kernels.backend import Backend
 from dataparallel.kernels.native import cache_directory
 
 _HEADERS = Path(__file__).parent / "host"
+_MARK = re.compile(r"@kernel (\w+) ([^@]+)@")
 
 # Products and sums are rounded one by one, as with the options for NVIDIA's compilers. What C++
 # does not define, above all an address that is not a multiple of what it has to be, ends the
@@ -58,12 +60,14 @@ class HostBackend(Backend):
 
     Attributes:
         launches: The names of the kernels that were launched, in order.
+        grids: How many blocks each launch had.
     """
 
     def __init__(self, schedule: int = 0, blocks: int = 3) -> None:
         self._schedule = schedule
         self._blocks = blocks
         self.launches: list[str] = []
+        self.grids: list[int] = []
 
     def serves(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -92,6 +96,7 @@ class HostBackend(Backend):
         size = getattr(found, f"{kernel}_bytes")()
         assert size == ctypes.sizeof(parameters), "the struct in Python is not that of the kernel"
         self.launches.append(kernel)
+        self.grids.append(blocks)
         status = getattr(found, kernel)(blocks, self._schedule, ctypes.byref(parameters))
         assert status == 0, f"some threads of {kernel} never reached a barrier that others wait at"
 
@@ -99,7 +104,7 @@ class HostBackend(Backend):
 @functools.cache
 def library(source: str) -> ctypes.CDLL:
     """The kernels of one source of ``csrc/``, compiled for the host."""
-    return library_of(sources.read(source), source)
+    return library_of(compiler.source_text(source), source)
 
 
 def library_of(text: str, name: str) -> ctypes.CDLL:
@@ -156,3 +161,20 @@ def _compile(text: str, name: str, path: Path) -> None:
         command = ["g++", *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         os.replace(made, path)
+
+
+@functools.cache
+def kernels_of(source: str) -> dict[str, str]:
+    """The structs that the kernels of a source take, by the name of the kernel."""
+    text = "#define KERNELS_ON_HOST\n#define KERNEL(name, Parameters) @kernel name Parameters@\n"
+    done = subprocess.run(
+        ["g++", "-E", "-P", "-x", "c++", "-"],
+        input=text + compiler.source_text(source),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = _MARK.findall(done.stdout)
+    assert len(found) == len(dict(found)), f"{source}.cu has two kernels of one name"
+    return dict(found)

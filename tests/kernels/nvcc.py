@@ -1,8 +1,9 @@
-"""What NVIDIA's compiler makes of the kernels: registers, memory, and the accesses in the code."""
+"""What NVIDIA's compilers make of the kernels: registers, memory, and the accesses in the code."""
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -10,12 +11,13 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from dataparallel.kernels import sources
+from dataparallel.kernels import compiler
 from dataparallel.kernels.native import cache_directory
 
 #: A100, H100 and H200, B200.
@@ -25,7 +27,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 USUAL = ("sm_90",)
 
 _FLAGS = (
-    *sources.COMPILER_OPTIONS,
+    *compiler.COMPILER_OPTIONS,
     "-Werror=all-warnings",
     "-Xptxas=-v,-warn-spills",
     "-fatbin",
@@ -78,7 +80,7 @@ def version() -> str | None:
 
 def digest_of(source: str) -> str:
     """A few characters that change with a source and the options for it."""
-    parts = (sources.read(source), *_FLAGS)
+    parts = (compiler.source_text(source), *_FLAGS)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
@@ -89,7 +91,7 @@ def build(source: str, architectures: tuple[str, ...] = USUAL) -> dict[str, dict
     Returns:
         By architecture and kernel.
     """
-    text = sources.read(source)
+    text = compiler.source_text(source)
     parts = (text, *_FLAGS, *architectures, str(version()), Path(__file__).read_text())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_directory() / f"nvcc-{digest}" / f"{source}.json"
@@ -161,3 +163,53 @@ def _width(instruction: str) -> int:
     found = _TYPE.search(instruction)
     assert found, f"no type in {instruction}"
     return int(found[1] or 1) * int(found[2]) // 8
+
+
+# --- the runtime compiler, without CuPy --------------------------------------------------------
+
+
+@functools.cache
+def runtime_compiler() -> ctypes.CDLL | None:
+    """The library of torch's or pip's packages or of an installed toolkit; None without one."""
+    for path in (*_libraries(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    return None
+
+
+def _libraries() -> list[Path]:
+    folders = [Path(folder, "nvidia") for folder in site.getsitepackages()]
+    folders += Path("/usr/local").glob("cuda*")
+    return [
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("libnvrtc.so*"))
+        if not path.name.endswith(".alt")
+    ]
+
+
+def entries(library: ctypes.CDLL, source: str, architecture: str) -> set[str]:
+    """Compile a source as CuPy's users do, and tell which kernels came out."""
+    text = compiler.source_text(source).encode()
+    options = (*compiler.COMPILER_OPTIONS, f"--gpu-architecture={architecture}")
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program = ctypes.c_void_p()
+    name = f"{source}.cu".encode()
+    failed = library.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None)
+    assert not failed, f"nvrtcCreateProgram returned {failed}"
+    try:
+        failed = library.nvrtcCompileProgram(program, len(options), given)
+        assert not failed, _text(library, "ProgramLog", program)
+        return set(re.findall(r"\.entry (\w+)\(", _text(library, "PTX", program)))
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    assert not getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    assert not getattr(library, f"nvrtcGet{what}")(program, buffer)
+    return buffer.value.decode()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataparallel.kernels import sources
+from dataparallel.kernels import compiler
 from dataparallel.kernels.backend import THREADS
 from tests.kernels import nvcc
 
@@ -47,12 +47,12 @@ def report() -> str:
             _HEAD.format(
                 date=datetime.date.today(),
                 version=nvcc.version(),
-                options=" ".join(sources.COMPILER_OPTIONS),
+                options=" ".join(compiler.COMPILER_OPTIONS),
                 architectures=", ".join(nvcc.ARCHITECTURES),
                 threads=THREADS,
                 most=_MOST_THREADS // THREADS,
             ),
-            *(line for source in sources.names() for line in _table(source)),
+            *(line for source in compiler.source_names() for line in _table(source)),
         ]
     )
 

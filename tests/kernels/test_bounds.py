@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -10,9 +12,9 @@ import torch
 
 from dataparallel import kernels
 from dataparallel.kernels import backend
-from dataparallel.kernels.dtypes import SUFFIXES
+from dataparallel.kernels.memory import SUFFIXES
 from tests.kernels.guarded import OUT_OF_BOUNDS, exit_status, guarded
-from tests.kernels.host_backend import HostBackend
+from tests.kernels.host_backend import HostBackend, library_of
 
 SIZES = [0, 1, 3, 7, 8, 9, 17, 255, 257, 2051, 8191, 8205]
 
@@ -40,13 +42,11 @@ def _reduce_add() -> None:
     for dtype, size in itertools.product(SUFFIXES, SIZES):
         values = [_values(size, dtype) for _ in range(3)]
         expected = kernels.reduce_add(values)
-        statistics = guarded(torch.zeros(2, dtype=torch.float64))
         for out in _places(expected.clone()):
             for first in _places(values[0], read_only=True):
                 terms = [first, *(guarded(value, read_only=True) for value in values[1:])]
                 out.zero_()
-                with_statistics = statistics if dtype.is_floating_point else None
-                kernels.reduce_add(terms, out=out, statistics=with_statistics)
+                kernels.reduce_add(terms, out=out)
                 assert torch.equal(out, expected)
     _launched("reduce_add", 9 * 6 * (len(SIZES) - 1))
 
@@ -98,13 +98,56 @@ def test_kernels_stay_within_their_tensors(cases: Callable[[], None]) -> None:
     assert exit_status(cases) == 0
 
 
-def _one_too_many() -> None:
-    terms = [guarded(_values(64)) for _ in range(2)]
-    out = torch.zeros(65)
-    # Memory of 65 elements, as far as the launcher can see.
-    longer = [term.as_strided((65,), (1,)) for term in terms]
-    kernels.reduce_add(longer, out=out)
+# --- whether accesses out of bounds are noticed ------------------------------------------------
+
+# Reads `size` elements from `from` and writes them to `to`, both of 1 byte.
+_COPY = """
+constexpr int THREADS = 256;
+struct Copy { const char* from; char* to; long long from_begin, to_begin, size; };
+KERNEL(copy, Copy) {
+  for (long long i = threadIdx.x; i < p.size; i += THREADS) {
+    p.to[p.to_begin + i] = p.from[p.from_begin + i];
+  }
+}
+"""
 
 
-def test_one_element_too_many_would_be_seen() -> None:
-    assert exit_status(_one_too_many) == OUT_OF_BOUNDS
+class _Copy(ctypes.Structure):
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("source_begin", ctypes.c_longlong),
+        ("target_begin", ctypes.c_longlong),
+        ("size", ctypes.c_longlong),
+    )
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, *numbers: int) -> None:
+    parameters = _Copy(source.data_ptr(), target.data_ptr(), *numbers)
+    assert library_of(_COPY, "copy").copy(1, 0, ctypes.byref(parameters)) == 0
+
+
+def _with_numbers(side: str, read_only: bool, numbers: tuple[int, int, int]) -> None:
+    make = functools.partial(guarded, torch.arange(9, dtype=torch.uint8))
+    source = make("begin" if side == "begin" else "end")
+    target = make("begin" if side == "begin" else "end", read_only=read_only)
+    target_before = target.tolist()
+    _copy(source, target, *numbers)
+    assert target.tolist() == target_before
+
+
+@pytest.mark.parametrize(
+    ("side", "read_only", "numbers", "status"),
+    [
+        pytest.param("end", False, (0, 0, 9), 0, id="all within"),
+        pytest.param("end", False, (1, 0, 9), OUT_OF_BOUNDS, id="one read behind the end"),
+        pytest.param("end", False, (0, 1, 9), OUT_OF_BOUNDS, id="one write behind the end"),
+        pytest.param("begin", False, (-1, 0, 1), OUT_OF_BOUNDS, id="one read before the begin"),
+        pytest.param("begin", False, (0, -1, 1), OUT_OF_BOUNDS, id="one write before the begin"),
+        pytest.param("end", True, (0, 0, 9), OUT_OF_BOUNDS, id="a write to an input"),
+    ],
+)
+def test_one_element_too_far_ends_the_process(
+    side: str, read_only: bool, numbers: tuple[int, int, int], status: int
+) -> None:
+    assert exit_status(_with_numbers, side, read_only, numbers) == status

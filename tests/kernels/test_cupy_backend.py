@@ -2,26 +2,182 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-import dataparallel.kernels
-from dataparallel.kernels import backend, compiler, cupy_backend, sources
+from dataparallel.kernels import backend, compiler, cupy_backend
 from dataparallel.kernels.cupy_backend import CupyBackend
-from tests.kernels.fake_cupy import Launch, Machine
 
 DEVICES = [torch.device("cuda", i) for i in range(4)]
 SOURCE = "// first and second"
+
+
+class Launch(NamedTuple):
+    """A kernel that was queued."""
+
+    device: int
+    stream: int
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    value: bytes
+
+
+class NVRTCError(RuntimeError):
+    """What the compiler of CuPy raises."""
+
+
+class Library:
+    """A module; other than a namespace it can be a key."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Machine:
+    """As much of CuPy and of torch.cuda as the kernels need, on devices that are not there.
+
+    Both libraries change one current device for each thread, as on real hardware. ``fails`` is what
+    the next launch raises.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.loaded: list[tuple[int, str]] = []
+        self.peers: list[tuple[int, int]] = []
+        self.fails: Exception | None = None
+        self.architectures: tuple[int, ...] = (80, 90)
+        self._programs: list[str] = []
+        self._here = threading.local()
+
+    def state(self) -> tuple[int, int]:
+        """Of this thread: the current device, and CuPy's current stream."""
+        return getattr(self._here, "device", 0), getattr(self._here, "stream", -1)
+
+    @contextlib.contextmanager
+    def _device(self, library: str, index: int) -> Iterator[None]:
+        before, told = self.state()[0], getattr(self._here, library, None)
+        self._here.device = index
+        setattr(self._here, library, index)
+        try:
+            yield
+        finally:
+            self._here.device = before
+            setattr(self._here, library, told)
+
+    def is_set(self, library: str) -> bool:
+        """Whether a library has been told the current device of this thread."""
+        return getattr(self._here, library, None) == self.state()[0]
+
+    @contextlib.contextmanager
+    def _stream(self, foreign: Any) -> Iterator[None]:
+        version, stream = foreign.__cuda_stream__()
+        assert version == 0
+        before = self.state()[1]
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    # --- torch.cuda ----------------------------------------------------------------------------
+
+    def torch_cuda(self) -> dict[str, Any]:
+        """What stands in for the attributes of torch.cuda."""
+        return {
+            "current_device": lambda: self.state()[0],
+            "device": lambda device: self._device("torch", device.index),
+            "current_stream": lambda device: SimpleNamespace(cuda_stream=self.stream_of(device)),
+            "get_device_capability": lambda device: (9, 0),
+            "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+            "can_device_access_peer": lambda reader, owner: owner.index != 3,
+        }
+
+    @staticmethod
+    def stream_of(device: torch.device) -> int:
+        """Torch's current stream: one for each thread and device."""
+        return 1000 * (threading.get_ident() % 1000 + 1) + device.index
+
+    def empty(self, size: int, device: torch.device) -> Any:
+        """Stands in for torch.empty."""
+        return SimpleNamespace(to=lambda other: self.peers.append((device.index, other.index)))
+
+    # --- cupy ----------------------------------------------------------------------------------
+
+    def cupy(self) -> Any:
+        """What stands in for the module."""
+        return SimpleNamespace(
+            RawModule=lambda path: Module(self, path),
+            cuda=SimpleNamespace(
+                is_available=lambda: True,
+                Device=lambda index: self._device("cupy", index),
+                Stream=SimpleNamespace(from_external=self._stream),
+                nvrtc=Library(
+                    NVRTCError=NVRTCError,
+                    getVersion=lambda: (13, 0),
+                    getSupportedArchs=lambda: self.architectures,
+                    createProgram=self._create,
+                    compileProgram=self._compile,
+                    getCUBIN=lambda program: self._code(program, "\0.text.{}\0"),
+                    getPTX=lambda program: self._code(program, ".visible .entry {}("),
+                    getProgramLog=lambda program: "line 7: no such type",
+                    destroyProgram=lambda program: None,
+                ),
+            ),
+        )
+
+    def _create(self, text: str, name: str, headers: tuple[()], names: tuple[()]) -> int:
+        self._programs.append(text)
+        return len(self._programs) - 1
+
+    def _compile(self, program: int, options: tuple[str, ...]) -> None:
+        self.compiled.append((self._programs[program], options))
+        if "does not compile" in self._programs[program]:
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+
+    def _code(self, program: int, form: str) -> bytes:
+        text = self._programs[program]
+        return "".join(form.format(name) for name in ("first", "second") if name in text).encode()
+
+
+class Module:
+    """A loaded file with kernels."""
+
+    def __init__(self, machine: Machine, path: str) -> None:
+        assert Path(path).stat().st_size
+        machine.loaded.append((machine.state()[0], path))
+        self._machine = machine
+
+    def get_function(self, name: str) -> Any:
+        """A kernel, which is on the device on which it is asked for."""
+        home = self._machine.state()[0]
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+            device, stream = self._machine.state()
+            assert device == home, "launched on a device on which it was not loaded"
+            assert self._machine.is_set("torch") and self._machine.is_set("cupy")
+            if self._machine.fails is not None:
+                raise self._machine.fails
+            (value,) = args
+            # All other things that are passed would be addresses, or scalars of CuPy's choice.
+            assert isinstance(value, np.ndarray) and value.size == 1
+            launched = Launch(device, stream, name, grid, block, value.tobytes())
+            self._machine.launches.append(launched)
+
+        return launch
 
 
 class Parameters(ctypes.Structure):
@@ -54,7 +210,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "cupy", made.cupy())
     monkeypatch.setenv("DATAPARALLEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(sources, "read", lambda name: SOURCE)
+    monkeypatch.setattr(compiler, "source_text", lambda name: SOURCE)
     forget()
     yield made
     forget()
@@ -62,44 +218,43 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
 def test_a_launch_passes_the_struct_by_value(machine: Machine) -> None:
     given = parameters()
-    CupyBackend().launch(DEVICES[2], "some", "first", 5, given)
+    kernels = CupyBackend()
+    kernels.launch(DEVICES[0], "some", "first", 0, parameters())
+    assert not machine.launches and not machine.compiled, "no blocks launch nothing"
+    kernels.launch(DEVICES[2], "some", "first", 5, given)
     stream = machine.stream_of(DEVICES[2])
     assert machine.launches == [Launch(2, stream, "first", (5,), (256,), bytes(given))]
     assert len(bytes(given)) == 16
-
-
-def test_no_blocks_launch_nothing(machine: Machine) -> None:
-    CupyBackend().launch(DEVICES[0], "some", "first", 0, parameters())
-    assert not machine.launches and not machine.compiled
+    assert kernels.most_blocks(DEVICES[0]) == 132 * 32
 
 
 def test_a_source_is_compiled_once_and_loaded_on_each_device(machine: Machine) -> None:
     kernels = CupyBackend()
-    for _ in range(2):
-        for device in DEVICES[:2]:
-            kernels.launch(device, "some", "first", 1, parameters())
-            kernels.launch(device, "some", "second", 1, parameters())
-    assert [text for text, _ in machine.compiled] == [SOURCE]
-    assert [device for device, _ in machine.loaded] == [0, 1]
-    assert [launch.kernel for launch in machine.launches] == ["first", "second"] * 4
-
-
-def test_loading_is_all_that_a_launch_would_have_to_wait_for(machine: Machine) -> None:
-    kernels = CupyBackend()
-    kernels.load(DEVICES[1], "some")
-    kernels.load(DEVICES[1], "some")
-    assert [device for device, _ in machine.loaded] == [1]
-    kernels.launch(DEVICES[1], "some", "second", 1, parameters())
-    assert len(machine.compiled) == len(machine.loaded) == 1
-    assert set(kernels._kernels) == {(DEVICES[1], "some", name) for name in ("first", "second")}
-
-
-def test_a_device_without_index_is_the_current_one(machine: Machine) -> None:
-    kernels = CupyBackend()
-    with torch.cuda.device(DEVICES[2]):
+    kernels.load(DEVICES[0], "some")
+    with torch.cuda.device(DEVICES[1]):
         kernels.load(torch.device("cuda"), "some")
-    kernels.launch(DEVICES[2], "some", "first", 1, parameters())
-    assert [device for device, _ in machine.loaded] == [2]
+    # All that a launch would have to wait for.
+    assert set(kernels._kernels) == {
+        (device, "some", name) for device in DEVICES[:2] for name in ("first", "second")
+    }
+    for device in DEVICES[:2]:
+        kernels.launch(device, "some", "first", 1, parameters())
+        kernels.launch(device, "some", "second", 1, parameters())
+    assert [launch.kernel for launch in machine.launches] == ["first", "second"] * 2
+    # CuPy's own options would flush small numbers to zero.
+    options = (*compiler.COMPILER_OPTIONS, "--gpu-architecture=sm_90")
+    assert machine.compiled == [(SOURCE, options)]
+    # The next process finds what was compiled, unless the text has changed or the file is damaged.
+    compiler.compile_source.cache_clear()
+    CupyBackend().load(DEVICES[0], "some")
+    assert len(machine.compiled) == 1
+    assert [device for device, _ in machine.loaded] == [0, 1, 0]
+    path = Path(machine.loaded[0][1])
+    path.write_bytes(b"half of a fi")
+    compiler.compile_source.cache_clear()
+    CupyBackend().load(DEVICES[0], "some")
+    assert len(machine.compiled) == 2
+    assert path.read_bytes().startswith(b"\0.text")
 
 
 def test_devices_and_streams_are_restored(machine: Machine) -> None:
@@ -162,46 +317,27 @@ def test_peers_are_allowed_to_read_in_both_directions(
     assert not kernels.can_read(torch.device("cpu"), DEVICES[0])
 
 
-def test_blocks_fill_the_device(machine: Machine) -> None:
-    assert CupyBackend().most_blocks(DEVICES[0]) == 132 * 32
-
-
 # --- compiling ---------------------------------------------------------------------------------
 
 
-def test_options_are_ours_alone(machine: Machine) -> None:
-    """CuPy's own would flush small numbers to zero."""
-    CupyBackend().load(DEVICES[0], "some")
-    ((_, options),) = machine.compiled
-    assert options == (*sources.COMPILER_OPTIONS, "--gpu-architecture=sm_90")
-
-
-def test_a_compiled_source_is_kept_for_the_next_process(machine: Machine) -> None:
-    CupyBackend().load(DEVICES[0], "some")
-    compiler.compile_source.cache_clear()
-    CupyBackend().load(DEVICES[0], "some")
-    assert len(machine.compiled) == 1
-    first, second = (path for _, path in machine.loaded)
-    assert first == second
-
-
-def test_another_text_is_compiled_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    CupyBackend().load(DEVICES[0], "some")
-    monkeypatch.setattr(sources, "read", lambda name: f"{SOURCE}, changed")
-    compiler.compile_source.cache_clear()
-    CupyBackend().load(DEVICES[0], "some")
-    assert len(machine.compiled) == 2
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_where_code_cannot_be_kept_the_references_compute(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING, "dataparallel"):
+        full.setattr(os, "replace", fail)
+        assert not CupyBackend().serves(DEVICES[0])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert "No space left on device; set DATAPARALLEL_CACHE_DIR" in caplog.text
     (tmp_path / "file").touch()
     monkeypatch.setenv("DATAPARALLEL_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kernels = CupyBackend()
-    kernels.launch(DEVICES[0], "some", "first", 1, parameters())
-    assert len(machine.launches) == 1
+    with pytest.raises(RuntimeError, match=r"cannot keep compiled code in .*file"):
+        CupyBackend().load(DEVICES[0], "some")
 
 
 @pytest.mark.parametrize(("known", "architecture"), [((80, 90), "sm_90"), ((75, 89), "compute_89")])
@@ -221,22 +357,10 @@ def test_a_device_too_old_for_the_compiler(machine: Machine) -> None:
         CupyBackend().load(DEVICES[0], "some")
 
 
-def test_what_does_not_compile_shows_what_the_compiler_says(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "read", lambda name: "does not compile")
-    kernels = CupyBackend()
-    with pytest.raises(RuntimeError, match=r"some\.cu does not compile: .*\nline 7: no such type"):
-        kernels.load(DEVICES[0], "some")
-    monkeypatch.setattr(sources, "read", lambda name: SOURCE)
-    kernels.launch(DEVICES[0], "some", "first", 1, parameters())
-    assert len(machine.launches) == 1
-
-
 def test_where_nothing_compiles_the_references_compute(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sources, "read", lambda name: "does not compile")
+    monkeypatch.setattr(compiler, "source_text", lambda name: "does not compile")
     kernels = CupyBackend()
     with caplog.at_level(logging.WARNING, "dataparallel"):
         assert not kernels.serves(DEVICES[0])
@@ -244,29 +368,11 @@ def test_where_nothing_compiles_the_references_compute(
     (record,) = caplog.records
     assert "kernels cannot be compiled for cuda:0 (reduce_add.cu does not" in record.getMessage()
     assert len(machine.compiled) == 1
-
-
-def test_a_damaged_file_is_made_anew(machine: Machine, tmp_path: Path) -> None:
-    CupyBackend().load(DEVICES[0], "some")
-    (path,) = tmp_path.rglob("some.cubin")
-    path.write_bytes(b"half of a fi")
-    compiler.compile_source.cache_clear()
-    kernels = CupyBackend()
+    with pytest.raises(RuntimeError, match=r"some\.cu does not compile: .*\nline 7: no such type"):
+        kernels.load(DEVICES[0], "some")
+    monkeypatch.setattr(compiler, "source_text", lambda name: SOURCE)
     kernels.launch(DEVICES[0], "some", "first", 1, parameters())
-    assert len(machine.compiled) == 2
-    assert path.read_bytes().startswith(b"\0.text")
-
-
-def test_a_disk_that_is_full(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    CupyBackend().launch(DEVICES[0], "some", "first", 1, parameters())
     assert len(machine.launches) == 1
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_torchs_default_stream_is_the_one_of_all_threads(
@@ -351,14 +457,5 @@ def test_other_devices_and_rocm_are_not_served_and_say_nothing(
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert not kernels.serves(DEVICES[0])
     assert not caplog.records
-
-
-def test_the_reference_computes_what_no_backend_serves(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with backend.registered([CupyBackend()]):
+    with backend.registered([kernels]):
         assert backend.backend_of(DEVICES[0]) is None
-        total = dataparallel.kernels.reduce_add([torch.ones(3), torch.ones(3)])
-    assert total.tolist() == [2, 2, 2]
-    assert not machine.launches

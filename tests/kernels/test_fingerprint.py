@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,14 +12,11 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel import kernels
-from dataparallel.kernels import backend
-from dataparallel.kernels.bits import bits_of, bytes_of
+from dataparallel.kernels import backend, reference
+from dataparallel.kernels.memory import bits_of, bytes_of
 from dataparallel.reducer.verify import ReplicaMismatch, check_replicas
 from tests.kernels.guarded import exit_status, guarded
 from tests.kernels.host_backend import HostBackend
-
-launcher = sys.modules["dataparallel.kernels.fingerprint"]
-reference = sys.modules["dataparallel.kernels.reference.fingerprint"]
 
 #: All that torch has. Values of the quantized ones are not those of their bits alone.
 DTYPES = sorted(
@@ -53,14 +49,6 @@ def expected(data: bytes) -> int:
     for place, word in enumerate(words, start=1):
         total += mixed((word + place * 0x9E3779B97F4A7C15) % 2**64)
     return (total + 2**63) % 2**64 - 2**63
-
-
-@pytest.fixture(params=["reference", "kernel"])
-def either(request: pytest.FixtureRequest) -> str:
-    """The test runs twice: without kernels, and with those of the host."""
-    if request.param == "kernel":
-        request.getfixturevalue("host_kernels")
-    return str(request.param)
 
 
 # --- against Python's integers ---------------------------------------------------------------
@@ -120,7 +108,7 @@ def test_all_dtypes_and_alignments(host_kernels: HostBackend, dtype: torch.dtype
         assert kernels.fingerprint(tensors).tolist() == wanted
 
 
-@pytest.mark.parametrize("count", [0, 1, 480, 481, 500, 961])
+@pytest.mark.parametrize("count", [0, 1, 480, 481, 961])
 def test_lists_of_any_length(host_kernels: HostBackend, count: int) -> None:
     tensors = [random((i % 7,), torch.int16) for i in range(count)]
     numbers = kernels.fingerprint(tensors)
@@ -168,33 +156,26 @@ def test_places_count(either: str, distance: int) -> None:
     assert one(swapped) != one(values)
 
 
-def test_two_flipped_signs_count(either: str) -> None:
-    """The sum of what changes is 0 modulo 2**64 for 64-bit words."""
+def test_what_sums_of_bits_would_not_see_counts(either: str) -> None:
+    # The sum of what changes is 0 modulo 2**64 for 64-bit words.
     variants = [torch.ones(40, dtype=torch.float64) for _ in range(40)]
     for other in range(1, 40):
         variants[other][0] *= -1
         variants[other][other] *= -1
     assert len(set(kernels.fingerprint(variants).tolist())) == 40
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
-def test_the_number_of_elements_counts(either: str, dtype: torch.dtype) -> None:
-    """Also where only zeros come at the end of a word that is there anyway."""
-    assert len({one(torch.zeros(n, dtype=dtype)) for n in range(20)}) == 20
+    # Only zeros come at the end of a word that is there anyway.
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+        assert len({one(torch.zeros(n, dtype=dtype)) for n in range(20)}) == 20
+    # Kinds of NaN and of zero.
+    bits = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000, 0x7F800001, 0, -(2**31)])
+    assert len(set(kernels.fingerprint(list(bits.int().view(torch.float32))).tolist())) == 6
 
 
 def test_no_tensors_and_empty_ones(either: str) -> None:
     assert kernels.fingerprint([]).tolist() == []
     empty = [torch.ones(0), torch.ones(3, 0), torch.ones(2)[:0]]
-    assert kernels.fingerprint(empty).tolist() == [0] * 3
-    numbers = kernels.fingerprint([empty[0], torch.ones(1), empty[1]]).tolist()
-    assert numbers == [0, one(torch.ones(1)), 0]
-
-
-def test_kinds_of_nan_and_zero_are_told_apart(either: str) -> None:
-    bits = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000, 0x7F800001, 0, -(2**31)])
-    values = list(bits.to(torch.int32).view(torch.float32))
-    assert len(set(kernels.fingerprint(values).tolist())) == 6
+    numbers = kernels.fingerprint([*empty, torch.ones(1)]).tolist()
+    assert numbers == [0, 0, 0, one(torch.ones(1))]
 
 
 # --- what does not ---------------------------------------------------------------------------
@@ -236,11 +217,6 @@ def test_one_element_has_any_stride(either: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_the_logical_order_counts(either: str) -> None:
-    values = torch.randn(6, 8)
-    assert one(values.t()) == one(values.t().contiguous()) != one(values)
-
-
 def test_lazy_conjugates_and_negatives(either: str) -> None:
     values = torch.randn(5, dtype=torch.complex64)
     assert one(values.conj()) == one(values.conj().resolve_conj()) != one(values)
@@ -277,22 +253,18 @@ def test_bits_of_an_element() -> None:
 # --- errors, and use -------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
-def test_quantized_tensors_are_refused(either: str) -> None:
-    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(ValueError, match="tensor 0 is quantized; give the tensors"):
-        kernels.fingerprint([quantized])
-
-
 BAD: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "tensor 0 is on cpu and tensor 1 on virtual:1": lambda t: [t, t.to("virtual:1")],
     "tensor 1 is sparse_coo; give the tensors": lambda t: [t, t.to_sparse()],
     "tensor 0 is on the meta device": lambda t: [t.to("meta")],
     "tensor 0 is a TwoTensor, which wraps others": lambda t: [TwoTensor(t, t)],
+    "tensor 0 is quantized; give the tensors": lambda t: [
+        torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
+    ],
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("message", BAD)
 def test_bad_inputs(either: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -2,42 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import concurrent.futures
+import gc
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataparallel.kernels import BucketLayout, backend, flatten, flatten_plans, unflatten
+from dataparallel.kernels import BucketLayout, backend, copy_plans, flatten, unflatten
 from dataparallel.kernels.copy_plans import Way
-from tests.kernels.flatten_cases import (
-    ALL_FLOATS,
-    FLOATS,
-    Item,
-    bucket_of,
-    converted,
-    in_each_way,
-    items,
-    tensor_of,
-    views_of,
-)
 from tests.kernels.host_backend import HostBackend
-from tests.kernels.test_reduce_add import (
-    MARGIN,
-    assert_around_is_untouched,
-    assert_same_bits,
-)
+from tests.kernels.values import MARGIN, assert_rest_is_untouched, assert_same_bits, values_of
 
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+ALL_FLOATS = [*FLOATS, torch.float64]
 SCALES = st.sampled_from([1.0, 1 / 3, -2.0, 0.0, 1e-3])
 
+# All ways of copy_plans.py, and sizes around packs and chunks.
+SHAPES: list[tuple[int, ...]] = [
+    *[(), (0,), (1,), (2,), (3,), (7,), (8,), (9,), (33,), (255,), (1025,), (8191,), (8193,)],
+    *[(3, 0), (1, 5), (4, 4), (5, 6, 7), (64, 70), (33, 65), (9, 130), (130, 9), (2, 40, 3, 31)],
+    (2, 3, 4, 5),
+]
+LAYOUTS = ["contiguous", "permuted", "sliced", "expanded"]
 
-def assert_rest_is_untouched(tensor: torch.Tensor, value: float) -> None:
-    """All memory of a tensor but its elements."""
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    rest = torch.ones(len(whole), dtype=torch.bool)
-    rest.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).zero_()
-    assert (whole[rest] == value).all()
+
+class Item(NamedTuple):
+    """One tensor to copy."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    offset: int
+    missing: bool = False
+
+
+def items(dtypes: Sequence[torch.dtype], *, missing: bool = False) -> st.SearchStrategy[Item]:
+    return st.builds(
+        Item,
+        st.sampled_from(SHAPES),
+        st.sampled_from(LAYOUTS),
+        st.sampled_from(dtypes),
+        st.integers(0, 9),
+        st.booleans() if missing else st.just(False),
+    )
+
+
+def permuted(values: torch.Tensor) -> torch.Tensor:
+    """The same values with the order of dimensions in memory reversed, or rotated."""
+    order = list(range(values.dim()))
+    order = order[::-1] if values.dim() % 2 == 0 else [*order[1:], *order[:1]]
+    inverse = [order.index(d) for d in range(values.dim())]
+    return values.permute(order).contiguous().permute(inverse)
+
+
+def tensor_of(item: Item, *, writable: bool = False) -> torch.Tensor:
+    """A tensor with values of all kinds; other elements of its memory are 77."""
+    values = values_of(item.dtype, math.prod(item.shape)).view(item.shape)
+    layout = item.layout
+    if layout == "expanded" and (writable or not item.shape):
+        layout = "sliced"
+    if layout == "sliced":
+        whole = torch.full((*item.shape, 3), 77, dtype=item.dtype)
+        whole[..., 1] = values
+        return whole[..., 1]
+    if layout == "expanded":
+        return values[..., :1].expand(values.shape) if values.numel() else values
+    laid_out = permuted(values) if layout == "permuted" else values
+    memory = torch.full((values.numel() + 2 * MARGIN,), 77, dtype=item.dtype)
+    placed = memory[item.offset :].as_strided(item.shape, laid_out.stride(), item.offset)
+    return placed.copy_(values)
+
+
+def target_of(item: Item) -> torch.Tensor:
+    return tensor_of(item, writable=True).fill_(5)
+
+
+def bucket_of(size: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """A bucket of 55 within memory of 77."""
+    memory = torch.full((size + 2 * MARGIN,), 77, dtype=dtype)
+    return memory[offset : offset + size].fill_(55)
+
+
+def views_of(bucket: torch.Tensor, shapes: Sequence[torch.Size], gap: int) -> list[torch.Tensor]:
+    """Views that are permuted in turn, with some elements between them that are nobody's."""
+    views = []
+    offset = gap
+    for i, shape in enumerate(shapes):
+        stride = torch.empty(shape, device="meta").stride()
+        if i % 2:
+            stride = permuted(torch.empty(shape, device="meta")).stride()
+        views.append(bucket.as_strided(shape, stride, bucket.storage_offset() + offset))
+        offset += shape.numel() + gap
+    return views
+
+
+def converted(source: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What the values become: scaled in the wider type, and rounded once."""
+    if scale == 1:
+        return source.to(dtype)
+    double = torch.float64 in (source.dtype, dtype)
+    wide = torch.float64 if double else torch.float32
+    return (source.to(wide) * torch.tensor(scale, dtype=wide)).to(dtype)
+
+
+def in_each_way(schedule: int) -> list[list[HostBackend]]:
+    """Backends with which the reference is at work, and the kernels in an order of threads."""
+    return [[], [HostBackend(schedule)]]
+
+
+# --- values ----------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -60,15 +139,15 @@ def test_in_turn(
     expected = torch.cat(parts)
     for backends in in_each_way(schedule):
         bucket = bucket_of(len(expected), dtype, offset)
-        targets = [tensor_of(item, writable=True).fill_(5) for item in chosen]
+        targets = list(map(target_of, chosen))
         with backend.registered(backends):
             assert flatten(tensors, bucket, scale) is bucket
             unflatten(bucket, targets, scale)
         assert_same_bits(bucket, expected)
-        assert_around_is_untouched(bucket)
+        assert_rest_is_untouched(bucket)
         for part, target in zip(parts, targets, strict=True):
             assert_same_bits(target, converted(part.view(target.shape), target.dtype, scale))
-            assert_rest_is_untouched(target, 77)
+            assert_rest_is_untouched(target)
 
 
 @settings(deadline=None, max_examples=60)
@@ -91,9 +170,7 @@ def test_views(
         views = views_of(bucket, shapes, gap)
         layout = BucketLayout(bucket, views)
         tensors = [None if item.missing else tensor_of(item) for item in chosen]
-        targets = [
-            None if item.missing else tensor_of(item, writable=True).fill_(5) for item in chosen
-        ]
+        targets = [None if item.missing else target_of(item) for item in chosen]
         with backend.registered(backends):
             flatten(tensors, bucket, scale, views=layout)
             between = bucket.clone()
@@ -101,14 +178,14 @@ def test_views(
                 view.fill_(55)
             unflatten(bucket, targets, scale, views=views)
         assert (between == 55).all(), "written between the views"
-        assert_around_is_untouched(bucket)
+        assert_rest_is_untouched(bucket)
         for view, tensor, target in zip(views, tensors, targets, strict=True):
             if tensor is None or target is None:
                 assert not view.any()
             else:
                 assert_same_bits(view, converted(tensor, dtype, scale))
                 assert_same_bits(target, converted(view, target.dtype, scale))
-                assert_rest_is_untouched(target, 77)
+                assert_rest_is_untouched(target)
 
 
 @settings(deadline=None, max_examples=30)
@@ -120,7 +197,11 @@ def test_views(
 )
 def test_other_types_are_copied(chosen: list[Item], schedule: int) -> None:
     dtype = chosen[0].dtype
-    tensors = [_numbers(item) for item in chosen]
+    tensors = []
+    for item in chosen:
+        like = target_of(item._replace(dtype=torch.float32))
+        numbers = torch.randint(0, 2, like.shape)
+        tensors.append(torch.empty_like(like, dtype=dtype).copy_(numbers))
     for backends in in_each_way(schedule):
         bucket = torch.zeros(sum(t.numel() for t in tensors), dtype=dtype)
         targets = [torch.zeros_like(tensor) for tensor in tensors]
@@ -129,12 +210,6 @@ def test_other_types_are_copied(chosen: list[Item], schedule: int) -> None:
             unflatten(bucket, targets)
         assert torch.equal(bucket, torch.cat([tensor.reshape(-1) for tensor in tensors]))
         assert all(map(torch.equal, targets, tensors))
-
-
-def _numbers(item: Item) -> torch.Tensor:
-    """A tensor in the layout of an item, of small numbers that every type has."""
-    like = tensor_of(item._replace(dtype=torch.float32), writable=True)
-    return torch.empty_like(like, dtype=item.dtype).copy_(torch.randint(0, 2, like.shape))
 
 
 # Shape, strides of the tensor, strides of its place.
@@ -147,26 +222,27 @@ LAID_OUT = {
 
 @pytest.mark.parametrize("schedule", range(4))
 @pytest.mark.parametrize("way", LAID_OUT)
-def test_each_way_is_taken(way: Way, schedule: int) -> None:
+def test_each_way_between_all_types(way: Way, schedule: int) -> None:
     shape, strides, place = LAID_OUT[way]
     size = torch.Size(shape).numel()
+    plan = copy_plans.plan_copy(shape, place, strides)
+    assert plan is not None and plan.way == way
     for dtype in FLOATS:
         for other in FLOATS:
             host = HostBackend(schedule)
             source = torch.empty_strided(shape, strides, dtype=other)
             source.copy_(torch.arange(size).remainder(1999).view(shape))
-            bucket = torch.zeros(size + 1, dtype=dtype)
+            bucket = torch.ones(size + 2, dtype=dtype)
             view = bucket.as_strided(shape, place, 1)
             target = torch.empty_strided(shape, strides, dtype=other)
             with backend.registered([host]):
                 flatten([source], bucket, 0.5, views=[view])
                 unflatten(bucket, [target], 2.0, views=[view])
-            assert_same_bits(view, (source.float() * 0.5).to(dtype))
-            assert_same_bits(target, (view.float() * 2).to(other))
-            assert len(host.launches) == 2
-            key = (1, size + 1, dtype, bucket.device)
-            plan = flatten_plans._plans[key][0].plan
-            assert [copy.way for copy in plan.copies if copy is not None] == [way]
+                assert_same_bits(view, (source.float() * 0.5).to(dtype))
+                assert_same_bits(target, (view.float() * 2).to(other))
+                flatten([None], bucket, views=[view])
+            assert bucket.tolist() == [1, *[0] * size, 1]
+            assert len(host.launches) == 3
 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
@@ -192,20 +268,16 @@ def test_bits_are_kept(host_kernels: HostBackend, dtype: torch.dtype, mixed: boo
 
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
-@pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_value_is_scaled_in_float32_and_then_rounded(
-    source: torch.dtype, target: torch.dtype, by_kernel: bool
+    source: torch.dtype, target: torch.dtype, either: str
 ) -> None:
     values = torch.randn(20000).to(source)
     expected = (values.double() * torch.tensor(1 / 3).double()).float().to(target)
     for size in (5, 20000):
-        bucket = torch.zeros(size, dtype=target)
-        with backend.registered([HostBackend()] if by_kernel else []):
-            flatten([values[:size]], bucket, 1 / 3)
-            assert_same_bits(bucket, expected[:size])
-            bucket = values[:size].clone()
-            out = torch.zeros(size, dtype=target)
-            unflatten(bucket, [out], 1 / 3)
+        bucket = flatten([values[:size]], torch.zeros(size, dtype=target), 1 / 3)
+        assert_same_bits(bucket, expected[:size])
+        out = torch.zeros(size, dtype=target)
+        unflatten(values[:size].clone(), [out], 1 / 3)
         assert_same_bits(out, expected[:size])
 
 
@@ -226,20 +298,7 @@ def test_long_lists(host_kernels: HostBackend, num: int) -> None:
         assert torch.equal(view, torch.zeros_like(view) if tensor is None else tensor)
 
 
-@pytest.mark.parametrize("way", LAID_OUT)
-def test_zeros_for_a_large_tensor_of_any_plan(host_kernels: HostBackend, way: Way) -> None:
-    shape, strides, place = LAID_OUT[way]
-    size = torch.Size(shape).numel()
-    bucket = torch.ones(size + 2)
-    views: Sequence[torch.Tensor] = [bucket.as_strided(shape, place, 1)]
-    flatten([torch.empty_strided(shape, strides).fill_(3)], bucket, views=views)
-    assert bucket.tolist() == [1, *[3] * size, 1]
-    flatten([None], bucket, views=views)
-    assert bucket.tolist() == [1, *[0] * size, 1]
-    assert host_kernels.launches == ["flatten_bits_4"] * 2
-
-
-def test_nothing_to_copy(host_kernels: HostBackend) -> None:
+def test_nothing_to_copy(either: str) -> None:
     flatten([], torch.empty(0))
     unflatten(torch.empty(0), [])
     flatten([torch.empty(0, 3)], torch.empty(0), 2.0)
@@ -247,3 +306,183 @@ def test_nothing_to_copy(host_kernels: HostBackend) -> None:
     unflatten(bucket, [None], views=[bucket])
     flatten([None], bucket, views=[bucket])
     assert not bucket.any()
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first dimension of each table that was brought to the device."""
+    made: list[int] = []
+
+    def noting(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        made.append(len(table))
+        return table
+
+    monkeypatch.setattr(copy_plans, "upload", noting)
+    return made
+
+
+def test_a_layout_uploads_each_plan_once(host_kernels: HostBackend, uploads: list[int]) -> None:
+    bucket = torch.zeros(23)
+    views = [bucket[:12].view(4, 3).t(), bucket[12:17], bucket[17:].view(2, 3)]
+    layout = BucketLayout(bucket, views)
+    # New addresses each time, and other tensors that are missing: those lie as their places do.
+    for missing in ({0}, set(), {1, 2}, {0, 1, 2}, {1}):
+        tensors = [None if i in missing else torch.randn_like(view) for i, view in enumerate(views)]
+        for scale in (1.0, 2.0):
+            flatten(tensors, bucket, scale, views=layout)
+            for view, tensor in zip(views, tensors, strict=True):
+                assert torch.equal(
+                    view, torch.zeros(view.shape) if tensor is None else tensor * scale
+                )
+        unflatten(bucket, tensors, views=layout)
+    assert uploads == [3]
+    assert len(host_kernels.launches) == 15
+    changes: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.randn(3, 4),
+        lambda: torch.randn(4, 3).t().bfloat16(),
+        lambda: torch.randn(3, 8)[:, ::2],
+        lambda: torch.randn(1, 4).expand(3, 4),
+    ]
+    for n, change in enumerate(changes):
+        for _ in range(2):
+            first = change()
+            flatten([first, None, None], bucket, views=layout)
+            assert torch.equal(views[0], first.float())
+        assert uploads == [3] * (n + 2)
+
+
+def test_a_layout_serves_other_buckets(either: str) -> None:
+    first = torch.zeros(13)[1:]
+    layout = BucketLayout(first, [first[:6].view(3, 2).t(), first[7:]])
+    tensors = [torch.randn(2, 3), torch.randn(5)]
+    for other in (torch.zeros(15)[3:], torch.zeros(12).double()):
+        flatten(tensors, other, 2.0, views=layout)
+        assert not first.any()
+        for view, tensor in zip(layout.views_of(other), tensors, strict=True):
+            assert view.dtype == other.dtype
+            assert torch.equal(view, 2 * tensor.to(other.dtype))
+
+
+def test_plans_are_limited_and_die_with_their_layout(
+    host_kernels: HostBackend, uploads: list[int]
+) -> None:
+    bucket = torch.zeros(3)
+    layout = BucketLayout(bucket, [bucket])
+    for step in range(1, 200):
+        flatten([torch.arange(999.0)[: 3 * step : step]], bucket, views=layout)
+        assert bucket.tolist() == [0, step, 2 * step]
+        assert len(layout._plans) <= 64
+    gone: list[weakref.ref[Any]] = [weakref.ref(bucket), weakref.ref(layout)]
+    del bucket, layout
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_many_threads(host_kernels: HostBackend) -> None:
+    whole = torch.zeros(60)
+    layout = BucketLayout(whole, list(whole.split([20, 40])))
+
+    def one(i: int) -> None:
+        for _ in range(20):
+            bucket = torch.zeros(60)
+            flatten([torch.full((20,), float(i)), torch.ones(80)[::2]], bucket, views=layout)
+            assert bucket.tolist() == [i] * 20 + [1] * 40
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(8), timeout=100))
+
+
+# --- what is not plain memory, and what is refused -------------------------------------------
+
+
+def test_what_is_not_plain_memory(either: str) -> None:
+    complex_one = torch.randn(4, dtype=torch.complex64)
+    negative = complex_one.conj().imag
+    assert negative.is_neg()
+    bucket = torch.zeros(4)
+    assert torch.equal(flatten([negative], bucket), -complex_one.imag)
+    pair = torch.zeros(4, dtype=torch.complex64)
+    assert torch.equal(flatten([complex_one.conj()], pair), complex_one.conj().resolve_conj())
+    assert torch.equal(flatten([complex_one], pair, 0.5), complex_one * 0.5)
+    leaf = torch.nn.Parameter(torch.randn(4))
+    assert torch.equal(flatten([leaf], bucket), leaf)
+    assert not bucket.requires_grad
+    unflatten(torch.ones(4), [leaf])
+    assert leaf.tolist() == [1] * 4
+    sparse = torch.tensor([0.0, 3.0, 0.0, 5.0]).to_sparse()
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]parse"):
+        unflatten(bucket, [sparse])
+    assert flatten([torch.arange(4)], bucket, 0.5).tolist() == [0, 0.5, 1, 1.5]
+    third = flatten([torch.ones(4).double()], bucket, 1 / 3)
+    assert third.tolist() == [torch.tensor(1 / 3).item()] * 4
+    wrong = torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1)
+    assert wrong.data_ptr() % 4
+    assert flatten([torch.arange(4.0)], wrong).tolist() == [0, 1, 2, 3]
+    several = flatten([wrong, torch.ones(2, dtype=torch.bfloat16)], torch.zeros(6))
+    assert several.tolist() == [0, 1, 2, 3, 1, 1]
+    with torch.inference_mode():
+        inferred = flatten([torch.ones(3)], torch.zeros(3))
+    assert inferred.tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="outside InferenceMode"):
+        flatten([torch.zeros(3)], inferred)
+
+
+def test_what_is_written_has_a_new_version(either: str) -> None:
+    bucket, tensors = torch.zeros(7), [torch.ones(3), torch.ones(2, 2)]
+    flatten(tensors, bucket)
+    assert bucket._version > 0
+    unflatten(bucket, tensors)
+    assert all(tensor._version > 0 for tensor in tensors)
+
+
+def _overlapping(bucket: torch.Tensor) -> None:
+    BucketLayout(bucket, [bucket[:4], bucket[3:]])
+
+
+INTEGERS = torch.ones(6, dtype=torch.int32)
+BAD: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (lambda b: flatten([b[:5]], b.view(2, 3)), r"one dimension.*\[2, 3\].*view\(-1\)"),
+    (lambda b: flatten([b[:3]], b[::2]), "strides .2."),
+    (lambda b: flatten([torch.ones(5)], b), "tensors have 5 elements, but the bucket has 6"),
+    (lambda b: unflatten(b, [torch.ones(7)]), "tensors have 7 elements, but the bucket has 6"),
+    (lambda b: flatten([None, torch.ones(6)], b), "is None.*give views"),
+    (lambda b: unflatten(b, [None, torch.ones(6)]), "is None.*give views"),
+    (lambda b: flatten([torch.ones(6)], b, views=[b[:3], b[3:]]), "1 tensors, but 2 views"),
+    (
+        lambda b: flatten([torch.ones(3), torch.ones(3, 1)], b, views=[b[:3], b[3:]]),
+        r"tensor 1 is \[3, 1\], but its view of the bucket is \[3\]",
+    ),
+    (lambda b: flatten([None], b, views=[torch.ones(6)]), "view 0 .* is not a part of the bucket"),
+    (lambda b: flatten([None], b[:3], views=[b[2:5]]), "view 0 .* is not a part of the bucket"),
+    (lambda b: flatten([None], b, views=[b.view(torch.int32)]), "view 0 .* not a part"),
+    (lambda b: flatten([None], b, views=[b[::2]]), "view 0 .* leave gaps or overlap"),
+    (lambda b: flatten([None], b, views=[b[:1].expand(3)]), "view 0 .* leave gaps or overlap"),
+    (_overlapping, "views 0 and 1 overlap.*ends at element 4.*begins at 3"),
+    (lambda b: flatten([b], torch.ones(7), views=BucketLayout(b, [b])), "of 6 elements.* has 7"),
+    (lambda b: flatten([torch.ones(6)], INTEGERS.clone(), 0.5), "can't be cast"),
+    (lambda b: unflatten(b, [INTEGERS.clone()], 0.5), "can't be cast"),
+    (lambda b: flatten([torch.ones(6).to(torch.complex64)], b), "complex numbers and real ones"),
+    (lambda b: unflatten(b, [torch.ones(1).expand(6)]), "single memory location"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_what_is_refused(call: Callable[[torch.Tensor], Any], message: str, either: str) -> None:
+    bucket = torch.ones(6)
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call(bucket)
+        assert bucket.tolist() == [1] * 6
+
+
+def test_a_part_of_the_bucket_is_refused(host_kernels: HostBackend) -> None:
+    bucket = torch.arange(12.0)
+    with pytest.raises(ValueError, match=r"tensor 0 .* within the memory of the bucket"):
+        flatten([bucket.view(3, 4).t()], bucket)
+    with pytest.raises(ValueError, match=r"tensor 1 .* 48 bytes.* give a copy"):
+        unflatten(bucket, [torch.empty(2), bucket[2:]])
+    assert bucket.tolist() == list(range(12))
+    assert host_kernels.launches == []

@@ -1,4 +1,4 @@
-"""Wrappers train with kernels, compiled for the host, as they do without them."""
+"""Wrappers train with kernels, compiled for the host, bit for bit as they do without them."""
 
 from __future__ import annotations
 
@@ -16,61 +16,83 @@ from tests.kernels.host_backend import HostBackend
 
 
 class Net(nn.Module):
-    """A layer that is large enough for a launch of its own, small ones, and one without use."""
+    """Parameters of several layouts; one of them is used by one process only, one by none."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.large = nn.Linear(600, 256)
-        self.norm = nn.LayerNorm(256)
-        self.unused = nn.Linear(3, 3)
-        self.last = nn.Linear(256, 3, bias=False)
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.convolution.weight.data = self.convolution.weight.data.contiguous(
+            memory_format=torch.channels_last
+        )
+        self.transposed = nn.Parameter(torch.randn(70, 288).t() / 9)
+        self.sometimes = nn.Parameter(torch.randn(5))
+        self.never = nn.Parameter(torch.randn(5))
+        self.last = nn.Linear(70, 3)
+        self.to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.norm(self.large(x).tanh()))
-        return y
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        y: torch.Tensor = self.convolution(x).flatten(1) @ self.transposed
+        y = self.last(y.tanh())
+        return y + self.sometimes.sum() if whole else y
 
 
-def train(wrapper: Any, num_replicas: int, dtype: torch.dtype, **options: Any) -> list[Any]:
-    """Three steps on batches that the replicas cannot share evenly; all that comes out."""
-    net = Net().to(dtype)
-    model = wrapper(net, ["cpu"] * num_replicas, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    torch.manual_seed(2)
+def train(rank: int, replicas: int, dtype: torch.dtype, **options: Any) -> list[Any]:
+    """Gradients and parameters of three steps, on batches that replicas cannot share evenly."""
+    net = Net(dtype)
+    model = dp.DistributedDataParallel(
+        net, ["cpu"] * replicas, find_unused_parameters=True, **options
+    )
+    torch.manual_seed(2 + rank)
     results: list[Any] = []
-    for size in (7, 8, 2):
-        optimizer.zero_grad()
-        output = model(torch.randn(size, 600).to(dtype))
-        output.float().pow(2).mean().backward()
-        optimizer.step()
-        results.append(output.detach())
+    for step, size in enumerate((7, 8, 2)):
+        net.zero_grad()
+        output = model(torch.randn(size, 3, 8, 8, dtype=dtype), step == rank)
+        output.float().square().mean().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
         results += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         results += [p.detach().clone() for p in net.parameters()]
     model.close()
     return results
 
 
-def assert_equal(got: list[Any], expected: list[Any]) -> None:
-    assert len(got) == len(expected)
-    for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert (mine is None) == (theirs is None), i
-        assert mine is None or torch.equal(mine, theirs), i
+CASES: list[tuple[torch.dtype, dict[str, Any], str, str]] = [
+    (torch.float32, {}, "f32", "bits_4"),
+    (torch.bfloat16, {}, "bf16", "bits_2"),
+    (
+        torch.float32,
+        {"mixed_precision": dp.MixedPrecision(reduce_dtype=torch.bfloat16)},
+        "bf16",
+        "bf16",
+    ),
+    (torch.float32, {"gradient_as_bucket_view": True}, "f32", ""),
+]
 
 
-def _train_in_processes(rank: int, world_size: int, view: bool) -> list[str]:
-    with registered([]):
-        expected = train(dp.DistributedDataParallel, 3, torch.float32, gradient_as_bucket_view=view)
-    host = HostBackend()
-    with registered([host]):
-        got = train(dp.DistributedDataParallel, 3, torch.float32, gradient_as_bucket_view=view)
-    assert_equal(got, expected)
-    return host.launches
+def _train_in_both_ways(rank: int, world_size: int, replicas: int) -> None:
+    for dtype, options, suffix, back in CASES:
+        with registered([]):
+            expected = train(rank, replicas, dtype, **options)
+        host = HostBackend()
+        with registered([host]):
+            found = train(rank, replicas, dtype, **options)
+        for mine, theirs in zip(found, expected, strict=True):
+            if mine is None or theirs is None:
+                assert mine is theirs
+            else:
+                assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+        # One in all three steps, the other in the third, in which no process uses it.
+        assert sum(value is None for value in expected) == 4
+        assert host.launches.count(f"flatten_{suffix}") >= 3
+        assert not back or host.launches.count(f"unflatten_{back}") >= 3
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_training_over_processes(cluster: Cluster, view: bool) -> None:
-    for launches in cluster.run(_train_in_processes, 2, view):
-        assert launches
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_training_over_processes(cluster: Cluster, replicas: int) -> None:
+    cluster.run(_train_in_both_ways, 2, replicas)
 
 
 class Loading(HostBackend):
@@ -78,26 +100,18 @@ class Loading(HostBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loaded: list[tuple[torch.device, str]] = []
+        self.loaded: set[tuple[str, str]] = set()
 
     def load(self, device: torch.device, source: str) -> None:
-        self.loaded.append((device, source))
+        self.loaded.add((str(device), source))
 
 
 @pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 def test_kernels_are_loaded_when_a_wrapper_is_built(wrapper: Any) -> None:
     backend = Loading()
-    cpu = torch.device("cpu")
-    with registered([backend]):
-        wrapper(nn.Linear(2, 2), ["cpu"]).close()
-        assert backend.loaded == [], "one replica alone launches nothing"
-        wrapper(nn.Linear(2, 2), ["cpu", "cpu", "virtual:1"]).close()
-    assert set(backend.loaded) == {(cpu, "flatten"), (cpu, "reduce_add")}
-
-
-def test_warming_up_does_nothing_where_no_kernel_runs() -> None:
-    backend = Loading()
     with registered([backend]):
         kernels.warm_up(torch.device("virtual:0"))
-        kernels.warm_up(torch.device("cpu"), ["fingerprint"])
-    assert backend.loaded == [(torch.device("cpu"), "fingerprint")]
+        wrapper(nn.Linear(2, 2), ["cpu"]).close()
+        assert not backend.loaded, "one replica alone launches nothing"
+        wrapper(nn.Linear(2, 2), ["cpu", "cpu", "virtual:1"]).close()
+    assert backend.loaded == {("cpu", "flatten"), ("cpu", "reduce_add")}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,49 +12,23 @@ from hypothesis import strategies as st
 
 from dataparallel import kernels
 from dataparallel.kernels import backend, reference
-from dataparallel.kernels.dtypes import SUFFIXES
+from dataparallel.kernels.memory import SUFFIXES
 from tests.kernels.host_backend import HostBackend
+from tests.kernels.values import (
+    FLOATS,
+    assert_rest_is_untouched,
+    assert_same_bits,
+    at_offset,
+    values_of,
+)
 
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.int32, torch.int64]
-SPECIAL = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, -1.0]
+DTYPES = [*FLOATS, torch.int32, torch.int64]
 # Around the borders of packs of 2, 4 and 8 elements, of a block's packs, and of three blocks'.
 SIZES = sorted(
     {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33}
     | {256 * pack + more for pack in (2, 4, 8) for more in (-1, 0, 1)}
     | {3 * 256 * pack + more for pack in (2, 4, 8) for more in (-1, 1, pack + 1)}
 )
-# Another tensor in a buffer begins here.
-MARGIN = 16
-
-
-def values_of(dtype: torch.dtype, size: int) -> torch.Tensor:
-    """Numbers of all magnitudes, among them all special ones."""
-    if not dtype.is_floating_point:
-        range_of = torch.iinfo(dtype)
-        return torch.randint(range_of.min, range_of.max, (size,), dtype=dtype)
-    limits = torch.finfo(dtype)
-    extremes = [limits.max, limits.min, limits.tiny, limits.smallest_normal / 4]
-    special = torch.tensor([*SPECIAL, *extremes], dtype=torch.float64)
-    chosen = special[torch.randint(len(special), (size,))]
-    ordinary = torch.randn(size, dtype=torch.float64) * 10.0 ** torch.randint(-6, 5, (size,))
-    return torch.where(torch.rand(size) < 0.2, chosen, ordinary).to(dtype)
-
-
-def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy within a larger buffer, whose other elements are 77."""
-    whole = torch.full((values.numel() + 2 * MARGIN,), 77, dtype=values.dtype)
-    assert whole.data_ptr() % 16 == 0
-    copy = whole[offset : offset + values.numel()]
-    copy.copy_(values)
-    return copy
-
-
-def assert_around_is_untouched(copy: torch.Tensor) -> None:
-    whole = torch.as_strided(copy, (copy.numel() + 2 * MARGIN,), (1,), storage_offset=0)
-    begin = copy.storage_offset()
-    assert (whole[:begin] == 77).all(), "written before the begin"
-    assert (whole[begin + copy.numel() :] == 77).all(), "written behind the end"
 
 
 def sum_in_order(terms: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
@@ -68,24 +42,16 @@ def sum_in_order(terms: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Ten
     return total.to(dtype)
 
 
-def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """NaN is NaN: which one, devices do not agree on."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    if found.is_floating_point():
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.signbit() | found.isnan(), expected.signbit() | expected.isnan())
-        found, expected = found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0)
-    assert torch.equal(found, expected)
-
-
 def kernel_name(dtype: torch.dtype, count: int) -> str:
     return f"reduce_add_{SUFFIXES[dtype]}_{2 if count <= 2 else 4 if count <= 4 else 8}"
 
 
+Case = tuple[list[torch.Tensor], torch.Tensor, float, HostBackend]
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor, float, HostBackend]:
-    dtype = draw(st.sampled_from(FLOATS + INTEGERS))
+def cases(draw: st.DrawFn) -> Case:
+    dtype = draw(st.sampled_from(DTYPES))
     count = draw(st.integers(1, 9) | st.sampled_from([16, 17, 64, 65]))
     size = draw(st.sampled_from(SIZES))
     scale = draw(st.sampled_from([1.0, 0.5, 1 / 3, -2.0, 0.0, 1e30, 1 / 7]))
@@ -102,9 +68,7 @@ def cases(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor, float, Hos
 
 @given(cases())
 @settings(max_examples=250, deadline=None)
-def test_kernel_and_reference_give_the_sum_in_order(
-    case: tuple[list[torch.Tensor], torch.Tensor, float, HostBackend],
-) -> None:
+def test_kernel_and_reference_give_the_sum_in_order(case: Case) -> None:
     terms, out, scale, host = case
     expected = sum_in_order(terms, scale)
     inputs = [term.clone() for term in terms]
@@ -114,15 +78,15 @@ def test_kernel_and_reference_give_the_sum_in_order(
         assert kernels.reduce_add(terms, scale, out) is out
     assert_same_bits(out, expected)
     for term, before in zip(terms, inputs, strict=True):
-        assert_around_is_untouched(term)
+        assert_rest_is_untouched(term)
         if term is not out:
             assert_same_bits(term, before)
-    assert_around_is_untouched(out)
+    assert_rest_is_untouched(out)
     served = len(terms) <= 64 and out.numel() > 0
     assert host.launches == [kernel_name(out.dtype, len(terms))] * served
 
 
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
 def test_every_alignment(dtype: torch.dtype, count: int) -> None:
     pack = 16 // dtype.itemsize
@@ -137,86 +101,202 @@ def test_every_alignment(dtype: torch.dtype, count: int) -> None:
             with backend.registered([host]):
                 kernels.reduce_add(terms, out=out)
             assert_same_bits(out, sum_in_order(values))
-            assert_around_is_untouched(out)
+            assert_rest_is_untouched(out)
     assert host.launches == [kernel_name(dtype, count)] * pack**2
 
 
-@pytest.mark.parametrize("how", ["kernel", "reference"])
-def test_terms_are_added_in_their_order_and_rounded_once(how: str) -> None:
-    with backend.registered([HostBackend()] if how == "kernel" else []):
-        big = [1e8, 1.0, -1e8, 1.0, 0.0, 0.0, 0.0, 0.0, 1e8, 1.0, -1e8, 1.0]
-        total = kernels.reduce_add([torch.full((40,), x) for x in big])
-        assert total.tolist() == [1.0] * 40
-        # In half precision each sum on the way would be 2048.
-        halves = [torch.full((40,), x, dtype=torch.float16) for x in (2048.0, 1.0, 1.0)]
-        assert kernels.reduce_add(halves).tolist() == [2050.0] * 40
-        # The sum is infinite as a half, its quarter is not; and it is scaled last.
-        largest = [torch.full((40,), 65504.0, dtype=torch.float16)] * 4
-        assert kernels.reduce_add(largest, 0.25).tolist() == [65504.0] * 40
-        zeros = [torch.full((40,), -0.0)] * 3
-        assert kernels.reduce_add(zeros).signbit().all()
-        wrapped = [torch.full((40,), 2**31 - 1, dtype=torch.int32)] * 3
-        assert kernels.reduce_add(wrapped).tolist() == [2**31 - 3] * 40
+def test_terms_are_added_in_their_order_and_rounded_once(either: str) -> None:
+    big = [1e8, 1.0, -1e8, 1.0, 0.0, 0.0, 0.0, 0.0, 1e8, 1.0, -1e8, 1.0]
+    total = kernels.reduce_add([torch.full((40,), x) for x in big])
+    assert total.tolist() == [1.0] * 40
+    # In half precision each sum on the way would be 2048.
+    halves = [torch.full((40,), x, dtype=torch.float16) for x in (2048.0, 1.0, 1.0)]
+    assert kernels.reduce_add(halves).tolist() == [2050.0] * 40
+    # The sum is infinite as a half, its quarter is not; and it is scaled last.
+    largest = [torch.full((40,), 65504.0, dtype=torch.float16)] * 4
+    assert kernels.reduce_add(largest, 0.25).tolist() == [65504.0] * 40
+    assert kernels.reduce_add([torch.full((40,), -0.0)] * 3).signbit().all()
+    wrapped = [torch.full((40,), 2**31 - 1, dtype=torch.int32)] * 3
+    assert kernels.reduce_add(wrapped).tolist() == [2**31 - 3] * 40
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 5, 777, 6151])
-def test_statistics_are_those_of_the_sum(dtype: torch.dtype, special: bool, size: int) -> None:
-    inputs = [torch.randn(size).to(dtype) * 3 for _ in range(3)]
-    inputs = [values_of(dtype, size) for _ in range(3)] if special else inputs
-    for offset in (0, 1):
-        terms = [at_offset(term, offset) for term in inputs]
-        found = []
-        for host in [None, *(HostBackend(schedule) for schedule in (0, 0, 1, 5))]:
-            statistics = torch.full((2,), -5.0, dtype=torch.float64)
-            out = torch.empty(size, dtype=dtype)
-            with backend.registered([] if host is None else [host]):
-                kernels.reduce_add(terms, 0.3, out, statistics=statistics)
-            assert_same_bits(out, sum_in_order(terms, 0.3))
-            found.append(statistics)
-            if host is not None:
-                pass_over_sum = [f"{kernel_name(dtype, 3)}_statistics"] if size else []
-                assert host.launches == [*pass_over_sum, "finish_statistics"]
-        numbers = out.double()
-        squares = math.fsum(numbers.square().tolist()) if numbers.isfinite().all() else math.nan
-        for squared, not_finite in (statistics.tolist() for statistics in found):
-            assert not_finite == (~numbers.isfinite()).sum()
-            if math.isnan(squares):
-                assert not math.isfinite(squared)
-            else:
-                assert math.isclose(squared, squares, rel_tol=1e-12)
-        assert len({tuple(statistics.view(torch.int64).tolist()) for statistics in found[1:]}) == 1
+def test_long_sums_of_small_floats_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_CHUNK", 7)
+    terms = [values_of(torch.bfloat16, 30).view(5, 6).t() for _ in range(3)]
+    assert_same_bits(kernels.reduce_add(terms, 0.3), sum_in_order(terms, 0.3))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 7])
-def test_statistics_of_any_number_of_blocks(blocks: int) -> None:
-    values = torch.arange(1.0, 9001.0, dtype=torch.float64)
-    values[[0, 4500, 8999]] = torch.tensor([math.inf, math.nan, -math.inf], dtype=torch.float64)
-    squares = sum(n * n for n in range(2, 9000) if n != 4501)
-    for place in (0, 1):
-        statistics = torch.zeros(2, dtype=torch.float64)
-        with backend.registered([HostBackend(blocks=blocks)]):
-            kernels.reduce_add([at_offset(values, place)], statistics=statistics)
-            assert statistics[1] == 3
-            finite = at_offset(values.nan_to_num(0.0, 0.0, 0.0), place)
-            kernels.reduce_add([finite], statistics=statistics)
-        assert statistics.tolist() == [squares, 0.0]
+# --- layouts and types -----------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "contiguous": (lambda x: x, True),
+    "transposed": (lambda x: x.transpose(0, 1), True),
+    "permuted": (lambda x: x.permute(2, 0, 1), True),
+    "of no dimension": (lambda x: x[1, 1, 1], True),
+    "every other": (lambda x: x[::2], False),
+    "a column": (lambda x: x[:, :, 1], False),
+    "expanded": (lambda x: x[:1].expand(4, 5, 6), False),
+}
 
 
-@pytest.mark.parametrize("how", ["kernel", "reference"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_statistics_see_what_is_stored(how: str, dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
-    statistics = torch.zeros(2, dtype=torch.float64)
-    with backend.registered([HostBackend()] if how == "kernel" else []):
-        total = kernels.reduce_add([torch.full((9,), largest, dtype=dtype)] * 2, out=None)
-        assert total.isinf().all()
-        kernels.reduce_add([torch.full((9,), largest, dtype=dtype)] * 2, statistics=statistics)
-        assert statistics.tolist() == [math.inf, 9.0]
-        # Rounded to a half or a bfloat before it is squared.
-        kernels.reduce_add(
-            [torch.full((9,), 1 + 2.0**-12, dtype=torch.float32).to(dtype)], statistics=statistics
-        )
-    exact = torch.tensor(1 + 2.0**-12).to(dtype).double() ** 2
-    assert statistics.tolist() == [9 * exact, 0.0]
+def _terms(count: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(4, 5, 6).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_tensors_alike_are_added_by_the_kernel(
+    layout: str, host_kernels: HostBackend
+) -> None:
+    lay, is_dense = LAYOUTS[layout]
+    terms = [lay(term) for term in _terms()]
+    total = kernels.reduce_add(terms, 0.5)
+    assert_same_bits(total, sum_in_order(terms, 0.5))
+    if is_dense:
+        assert total.stride() == terms[0].stride()
+    out = torch.zeros(4, 5, 6) if layout == "expanded" else lay(torch.zeros(4, 5, 6))
+    assert kernels.reduce_add(terms, 0.5, out) is out
+    assert_same_bits(out, total)
+    assert host_kernels.launches == [kernel_name(torch.float32, 3)] * 2 * is_dense
+
+
+def test_inputs_of_different_strides_are_added_by_the_reference(host_kernels: HostBackend) -> None:
+    first, second = torch.randn(6, 6), torch.randn(6, 6).t()
+    for terms in ([first, second], [second, first], [first, first, second]):
+        assert_same_bits(kernels.reduce_add(terms), sum_in_order(terms))
+    out = torch.zeros(6, 6).t()
+    kernels.reduce_add([first, first], out=out)
+    assert_same_bits(out, sum_in_order([first, first]))
+    assert host_kernels.launches == []
+
+
+def test_the_stride_of_one_element_says_nothing(host_kernels: HostBackend) -> None:
+    first = torch.randn(7, 1, 2)
+    second = torch.randn(14).as_strided((7, 1, 2), (2, 999, 1))
+    total = kernels.reduce_add([first, second])
+    assert_same_bits(total, sum_in_order([first, second]))
+    assert kernels.reduce_add([second, first], out=second) is second
+    assert_same_bits(second, total)
+    assert host_kernels.launches == [kernel_name(torch.float32, 2)] * 2
+
+
+def test_an_input_may_be_given_twice_and_be_out(either: str) -> None:
+    for lay in (lambda term: term, lambda term: term[::2]):
+        first, second = map(lay, _terms(2))
+        for terms in ([first, first], [first, second, first], [second, first, second, second]):
+            for place in range(len(terms)):
+                out = terms[place].clone()
+                same = [out if term is terms[place] else term for term in terms]
+                assert_same_bits(kernels.reduce_add(same, out=out), sum_in_order(terms))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_launch_has_as_many_blocks_as_it_can_use(most: int) -> None:
+    host = HostBackend(blocks=most)
+    with backend.registered([host]):
+        # Of 256 threads with 4 elements each.
+        for size in (1, 1024, 1025, 10_000):
+            kernels.reduce_add([torch.randn(size)])
+    assert host.grids == [1, 1, min(2, most), most]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.complex64, torch.complex128, torch.bool]
+)
+def test_other_dtypes_are_added_by_the_reference(
+    dtype: torch.dtype, host_kernels: HostBackend
+) -> None:
+    terms = [(torch.randn(9) * 300).to(torch.int64).to(dtype) for _ in range(5)]
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    assert torch.equal(kernels.reduce_add(terms), expected)
+    assert host_kernels.launches == []
+
+
+def test_what_is_not_in_memory_as_it_is_is_added_by_the_reference(
+    host_kernels: HostBackend,
+) -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    assert torch.equal(kernels.reduce_add([values.conj()] * 3), 3 * values.conj())
+    negative = values.conj().imag
+    assert negative.is_neg()
+    assert kernels.reduce_add([negative, negative, negative]).tolist() == [-6.0, 3.0]
+    askew = torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1)
+    assert kernels.reduce_add([askew, torch.ones(2)]).tolist() == [1.0, 1.0]
+    batch = torch.arange(6.0).view(2, 3)
+    transformed = torch.func.vmap(lambda x: kernels.reduce_add([x, x, x]))(batch)
+    assert torch.equal(transformed, 3 * batch)
+    assert host_kernels.launches == []
+
+
+# --- autograd --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_autograd_sees_what_is_written_and_records_nothing(
+    step: int, host_kernels: HostBackend
+) -> None:
+    terms = [torch.ones(6 * step, requires_grad=True)[::step] for _ in range(2)]
+    assert not kernels.reduce_add(terms).requires_grad
+    parameter = torch.nn.Parameter(torch.zeros(6))
+    kernels.reduce_add(terms, out=parameter)
+    assert parameter.requires_grad and parameter.is_leaf
+    saved = torch.ones(6)
+    loss = (terms[0] * saved).sum()
+    kernels.reduce_add(terms, out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert len(host_kernels.launches) == (3 if step == 1 else 0)
+
+
+def test_in_inference_mode(host_kernels: HostBackend) -> None:
+    ordinary = _terms()
+    with torch.inference_mode():
+        terms = _terms()
+        total = kernels.reduce_add(terms)
+        kernels.reduce_add(ordinary, out=ordinary[0])
+    assert total.is_inference()
+    assert_same_bits(total, sum_in_order(terms))
+    assert_same_bits(kernels.reduce_add(terms), total)
+    assert len(host_kernels.launches) == 3
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+ONES, TWOS = torch.ones(4), torch.full((4,), 2.0)
+ROOM = torch.zeros(9)
+COUNTS = torch.ones(4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "others", "message"),
+    [
+        ([], {}, "needs at least one tensor, got none"),
+        ([ONES, torch.ones(5)], {}, r"input 0 is .*32 \[4\] and input 1 is torch\.float32 \[5\]"),
+        ([ONES, ONES, COUNTS], {}, r"input 0 .* input 2 is torch\.int32 \[4\]"),
+        ([ONES, ONES.to_sparse()], {}, r"strided, but input 1 is torch\.sparse_coo; .*to_dense"),
+        ([COUNTS, COUNTS], {"scale": 0.5}, r"int32 cannot be scaled by 0\.5, .*convert the inputs"),
+        ([ONES, TWOS], {"out": torch.zeros(5)}, r"out is .*float32 \[5\], but .*float32 \[4\]"),
+        ([ONES, TWOS], {"out": ROOM[:4].double()}, r"out is torch\.float64 \[4\], but"),
+        ([ONES, ROOM[:4]], {"out": ROOM[3:7]}, "out overlaps input 1 .*other memory"),
+        ([ROOM[1:5], ONES], {"out": ROOM[:4]}, "out overlaps input 0"),
+        ([ROOM.view(3, 3)] * 2, {"out": ROOM.view(3, 3).t()}, "out overlaps input 0"),
+        ([ROOM[::2], ONES[:1].expand(5)], {"out": ROOM[1:6]}, "out overlaps input 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    inputs: list[torch.Tensor], others: dict[str, Any], message: str, host_kernels: HostBackend
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.reduce_add(inputs, **others)
+    assert host_kernels.launches == []
+    assert not ROOM.any()
+    assert kernels.reduce_add([ONES, TWOS]).tolist() == [3.0] * 4
+
+
+def test_neighbors_do_not_overlap(host_kernels: HostBackend) -> None:
+    room = torch.arange(12.0)
+    out = kernels.reduce_add([room[:4], room[8:]], out=room[4:8])
+    assert out.tolist() == [8.0, 10.0, 12.0, 14.0]
+    assert room[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert kernels.reduce_add([room[:0]] * 2, out=room[3:3]).shape == (0,)

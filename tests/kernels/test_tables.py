@@ -1,4 +1,4 @@
-"""Tables on a device live as long as a kernel, or a CUDA graph, may read them."""
+"""Tables that say which block works on which part of which tensor, and how long they live."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataparallel.kernels import tables
+from dataparallel.kernels.tables import chunk_table
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 17))
+def test_every_element_is_in_one_chunk(sizes: list[int], chunk: int) -> None:
+    # A default device of the caller is not where a table is made.
+    with torch.device("meta"):
+        table = chunk_table(tuple(sizes), chunk, CPU)
+    found = [
+        (tensor, i)
+        for tensor, number in table.pairs.tolist()
+        for i in range(number * chunk, min((number + 1) * chunk, sizes[tensor]))
+    ]
+    assert found == [(tensor, i) for tensor, size in enumerate(sizes) for i in range(size)]
+    assert table.pairs.shape == (table.blocks, 2)
+    assert table.blocks == sum(-(-size // chunk) for size in sizes)
+    assert (table.pairs.dtype, table.sizes.dtype) == (torch.int32, torch.int64)
+    assert table.pairs.is_contiguous()
+    assert table.sizes.tolist() == sizes
+    assert chunk_table(tuple(sizes), chunk, CPU) is table
+
+
+def test_a_tensor_of_more_elements_than_int32_counts() -> None:
+    table = chunk_table((2**40 + 1,), 2**32, CPU)
+    assert table.blocks == 257
+    assert table.sizes.tolist() == [2**40 + 1]
 
 
 class Table:
@@ -22,39 +51,23 @@ class Table:
         self.streams.append(stream)
 
 
-@pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace(now=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.now)
+def test_tables_live_as_long_as_a_kernel_or_a_graph_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(captured=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captured)
     module = SimpleNamespace(current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(tables, "_captured", [])
-    return state
-
-
-def test_the_stream_of_a_launch_uses_its_tables(capturing: SimpleNamespace) -> None:
     first, second = Table(), Table()
     tables.hold(CUDA, first, second)  # type: ignore[arg-type]
     assert first.streams == second.streams == ["stream of cuda:0"]
     assert tables._captured == []
-
-
-def test_a_graph_keeps_tables(capturing: SimpleNamespace) -> None:
-    capturing.now = True
-    table = Table()
-    tables.hold(CUDA, table)  # type: ignore[arg-type]
-    assert tables._captured == [table]
-
-
-def test_nothing_is_copied_into_a_graph(capturing: SimpleNamespace) -> None:
-    capturing.now = True
-    with pytest.raises(
-        RuntimeError, match=r"captured on cuda:0, and .* once .* before the capture"
-    ):
+    state.captured = True
+    tables.hold(CUDA, second)  # type: ignore[arg-type]
+    assert tables._captured == [second]
+    with pytest.raises(RuntimeError, match=r"captured on cuda:0, and .* once .* same BucketLayout"):
         tables.upload(torch.zeros(2), CUDA)
-
-
-def test_on_the_cpu_there_is_nothing_to_say() -> None:
     table = torch.zeros(2)
-    assert tables.upload(table, torch.device("cpu")) is table
-    tables.hold(torch.device("cpu"), table)
+    tables.hold(CPU, tables.upload(table, CPU))
+    assert tables.upload(table, CPU) is table

@@ -55,8 +55,10 @@ def test_module() -> None:
 
 
 def test_wrong_devices() -> None:
-    with pytest.raises(ValueError, match="expected a virtual device, got cpu"):
+    with pytest.raises(ValueError, match=r"cpu .* accelerator"):
         virtual.set_device("cpu")
+    with pytest.raises(ValueError, match="expected a virtual device, got cpu"):
+        virtual.mem_get_info("cpu")
     with pytest.raises(RuntimeError, match="there is no device virtual:4"):
         virtual.set_device(4)
     with pytest.raises(RuntimeError, match="there is no device virtual:4"):

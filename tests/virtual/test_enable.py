@@ -1,105 +1,112 @@
-"""Enabling the devices: arguments, environment, and processes of their own."""
+"""Enabling the devices: arguments, environment, compiling, forked children, and the end."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import dataparallel.virtual
+from dataparallel.virtual import backend
 from tests.virtual.oracle import run_python
-
-# The package itself enables what the environment asks for; here this module is on its own.
-ALONE = """
-import sys, types
-package = types.ModuleType("dataparallel")
-package.__path__ = ["dataparallel"]
-sys.modules["dataparallel"] = package
-"""
 
 
 def test_enabled_here() -> None:
     assert dataparallel.virtual.is_enabled()
     assert dataparallel.virtual.device_count() == 4
-    dataparallel.virtual.enable(4)
-    dataparallel.virtual.enable(4, strict=True)
-    assert dataparallel.virtual.is_strict()
-    dataparallel.virtual.enable(4)
-    assert dataparallel.virtual.is_strict()
-    dataparallel.virtual.enable(4, strict=False)
-    assert not dataparallel.virtual.is_strict()
+    for strict, expected in ((None, False), (True, True), (None, True), (False, False)):
+        dataparallel.virtual.enable(4, strict=strict)
+        assert dataparallel.virtual.is_strict() is expected
+    assert "virtual" in str(torch.device("virtual"))
+    assert backend.native_extension().load() is backend.required()
+    stems = {source.stem for source in backend.native_extension().sources.glob("*.cpp")}
+    assert backend.native_extension().first_unit < stems
 
 
-def test_another_number_is_refused() -> None:
+def test_bad_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="4 virtual devices are enabled already"):
         dataparallel.virtual.enable(2)
-
-
-def test_bad_numbers() -> None:
     for bad in (0, -1, 65):
         with pytest.raises(ValueError, match=f"must be 1 to 64, got {bad}"):
             dataparallel.virtual.enable(bad)
     for wrong in (2.0, "2", True, None):
         with pytest.raises(TypeError, match="must be an int"):
             dataparallel.virtual.enable(wrong)  # type: ignore[arg-type]
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", "4")
-    dataparallel.virtual.enable_from_environment()
-    for bad in ("many", "0", "-2", "65", "1.5"):
-        monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", bad)
-        with pytest.raises(ValueError, match=f"must be a number from 1 to 64, got '{bad}'"):
+    for text in ("many", "0", "-2", "65", "1.5"):
+        monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", text)
+        with pytest.raises(ValueError, match=f"must be a number from 1 to 64, got '{text}'"):
             dataparallel.virtual.enable_from_environment()
-    monkeypatch.delenv("DATAPARALLEL_VIRTUAL_DEVICES")
-    dataparallel.virtual.enable_from_environment()
+    for text in ("4", " ", ""):
+        monkeypatch.setenv("DATAPARALLEL_VIRTUAL_DEVICES", text)
+        dataparallel.virtual.enable_from_environment()
 
 
-def test_fresh_process_with_environment() -> None:
+def test_a_process_with_the_environment(tmp_path: Path) -> None:
+    """The package enables what the environment asks for; what was compiled is in the cache."""
+    compiled = backend.native_extension().path().parent
+    shutil.copytree(compiled, tmp_path / compiled.name)
     code = """
-import sys, torch, dataparallel.virtual as v
-assert not v.is_enabled() and v.device_count() == 0
-assert not hasattr(torch, "virtual")
-assert not {"dataparallel.kernels.native", "dataparallel.virtual.device_module"} & set(sys.modules)
-try:
-    v.pending()
-except RuntimeError as error:
-    assert "call dataparallel.virtual.enable() first" in str(error)
-else:
-    raise SystemExit("no error")
-v.enable_from_environment()
+import sys, torch, dataparallel
+import dataparallel.virtual as v
 assert v.device_count() == 2 and v.is_strict()
 x = torch.ones(2, device="virtual:1") + 1
 assert v.pending() == 2
-print(x.tolist())
+ours = {m for m in sys.modules if m.startswith("dataparallel.")}
+print(x.tolist(), sorted({m.split(".")[1] for m in ours}))
 """
     done = run_python(
-        ALONE + code, DATAPARALLEL_VIRTUAL_DEVICES="2", DATAPARALLEL_VIRTUAL_STRICT="1"
+        code,
+        DATAPARALLEL_VIRTUAL_DEVICES="2",
+        DATAPARALLEL_VIRTUAL_STRICT="1",
+        DATAPARALLEL_CACHE_DIR=str(tmp_path),
+        CXX="/nonexistent",
+        PATH="",
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[2.0, 2.0]\n"
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[2.0, 2.0] ['kernels', 'torch_internals', 'virtual']\n"
 
 
-def test_bad_strictness_leaves_the_process_usable() -> None:
+def test_what_cannot_be_enabled_leaves_the_process_usable(tmp_path: Path) -> None:
     code = """
-import os, torch, dataparallel.virtual as v
-try:
-    v.enable(2)
-except ValueError as error:
-    assert str(error) == "DATAPARALLEL_VIRTUAL_STRICT must be 0 or 1, got 'yes'", error
-else:
-    raise SystemExit("no error")
-assert not v.is_enabled()
+import os, sys, torch, dataparallel.virtual as v
+
+def fails(error, call):
+    try:
+        call()
+    except error as raised:
+        print(raised)
+    else:
+        raise SystemExit("no error")
+
+assert not v.is_enabled() and v.device_count() == 0 and not hasattr(torch, "virtual")
+assert "dataparallel.virtual.device_module" not in sys.modules
+fails(RuntimeError, v.pending)
+fails(ValueError, lambda: v.enable(2))
 os.environ["DATAPARALLEL_VIRTUAL_STRICT"] = "0"
+fails(RuntimeError, lambda: v.enable(2))
+assert not v.is_enabled()
+del os.environ["DATAPARALLEL_CACHE_DIR"]
 v.enable(2)
 print(torch.ones(1, device="virtual").item())
 """
-    done = run_python(ALONE + code, DATAPARALLEL_VIRTUAL_STRICT="yes")
+    done = run_python(
+        code,
+        DATAPARALLEL_VIRTUAL_DEVICES="",
+        DATAPARALLEL_VIRTUAL_STRICT="yes",
+        DATAPARALLEL_CACHE_DIR=str(tmp_path),
+        CXX="/nonexistent",
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "1.0\n"
+    first, second, third, last = done.stdout.splitlines()
+    assert "call dataparallel.virtual.enable() first" in first
+    assert second == "DATAPARALLEL_VIRTUAL_STRICT must be 0 or 1, got 'yes'"
+    assert third.startswith("cannot compile the virtual device: CXX is '/nonexistent', and there")
+    assert last == "1.0"
 
 
-def test_other_backend_is_respected() -> None:
+def test_another_backend_is_respected() -> None:
     code = """
 import torch, dataparallel.virtual as v
 torch.utils.rename_privateuse1_backend("other")
@@ -108,22 +115,76 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = run_python(ALONE + code)
+    done = run_python(code, DATAPARALLEL_VIRTUAL_DEVICES="")
     assert "the accelerator backend 'other' is registered already" in done.stdout
     assert done.returncode == 0
 
 
-def test_nothing_else_of_ours_is_imported() -> None:
-    code = """
-import sys, dataparallel.virtual as v
-v.enable(1)
-ours = {m for m in sys.modules if m.startswith("dataparallel.")}
-print(sorted({m.split(".")[1] for m in ours}))
+# --- children, and the end of a process ------------------------------------------------------
+
+PREAMBLE = """
+import os, sys, torch, dataparallel.virtual as v
+v.enable(2)
 """
-    done = run_python(ALONE + code)
-    assert done.stdout == "['kernels', 'torch_internals', 'virtual']\n", done.stderr
 
 
-def test_module_list_of_torch() -> None:
-    assert "virtual" in str(torch.device("virtual"))
-    assert torch._C._get_privateuse1_backend_name() == "virtual"
+def test_forked_children() -> None:
+    """Those that handle CPU tensors alone work; others get a clear error."""
+    code = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.randn(3).mul(0) + i
+x = torch.ones(3, device="virtual:1") + 1
+loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, pin_memory=True)
+print(sum(batch.sum().item() for batch in loader), x.sum().item(), flush=True)
+child = os.fork()
+if child == 0:
+    assert torch.virtual._is_in_bad_fork()
+    torch.manual_seed(3)
+    for use in (lambda: x + 1, lambda: torch.empty(2, device="virtual:0"), lambda: x.cpu()):
+        try:
+            use()
+        except RuntimeError as error:
+            assert "cannot be used in a forked subprocess" in str(error), error
+        else:
+            os._exit(3)
+    del x
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run_python(PREAMBLE + code)
+    assert (done.stdout, done.stderr) == ("84.0 6.0\n7\n", "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # Live tensors, streams, events and queued work, some of which would fail; pinned memory and
+        # generators.
+        """
+s = torch.Stream("virtual:0")
+with s:
+    a = torch.ones(4, device="virtual:0") + 1
+    b = torch.ones(3, 2, device="virtual:0").index_select(0, a.long() * 9)
+e = s.record_event()
+v.set_strict(True)
+p = torch.ones(4).pin_memory()
+y = p.to("virtual:1", non_blocking=True) * torch.rand(4, device="virtual:1")
+g = torch.Generator(device="virtual:1")
+sys.modules["keep"] = (a, b, s, e)
+""",
+        # A backward that has just ended, with its graph alive.
+        """
+w = torch.ones(4, 4, device="virtual:1", requires_grad=True)
+loss = (w @ w).sum()
+loss.backward(retain_graph=True)
+sys.modules["keep"] = (w, loss)
+""",
+    ],
+    ids=["queued", "backward"],
+)
+def test_process_ends_quietly(code: str) -> None:
+    done = run_python(PREAMBLE + code)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,62 +1,67 @@
-"""Lifetime of device memory, poison, and what is counted."""
+"""Lifetime of device memory, poison, what is counted, and devices that have only so much."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from dataparallel.virtual import device_module as virtual
-from dataparallel.virtual import pending, strict_mode
+from dataparallel.virtual import pending, set_memory_limit, strict_mode
+
+
+@pytest.fixture(autouse=True)
+def _no_limits() -> Iterator[None]:
+    yield
+    set_memory_limit(None, None)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(4, device="virtual:0")
+
+
+@pytest.mark.parametrize("recorded", ["nothing", "another stream", "the stream"])
+def test_freed_memory_is_poison_for_streams_that_were_not_recorded(
+    stream: torch.Stream, recorded: str
+) -> None:
+    other = torch.Stream("virtual:0")
+    a = ones()
+    with other:
+        _ = a * 2
+    with stream:
+        b = a * 2
+    if recorded != "nothing":
+        a.record_stream(stream if recorded == "the stream" else other)
+    del a
+    other.synchronize()
+    stream.synchronize()
+    if recorded == "the stream":
+        assert b.tolist() == [2.0] * 4
+    else:
+        assert b.cpu().isnan().all()
 
 
 def test_owner_may_free_before_its_queued_work_has_run(stream: torch.Stream) -> None:
     with stream:
-        a = torch.ones(4, device="virtual:0")
-        b = a * 2
+        held = [ones()]
+        b = held[0] * 2
+        a = ones()
+        c = a * 2
         del a
+    # In another thread and on another device, too.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(held.clear).result()
     stream.synchronize()
-    assert b.tolist() == [2.0] * 4
-
-
-def test_freed_memory_is_poison_for_other_streams(stream: torch.Stream) -> None:
-    a = torch.ones(4, device="virtual:0")
-    with stream:
-        b = a * 2
-    del a
-    stream.synchronize()
-    assert b.cpu().isnan().all()
-
-
-def test_record_stream_protects(stream: torch.Stream) -> None:
-    a = torch.ones(4, device="virtual:0")
-    with stream:
-        b = a * 2
-    a.record_stream(stream)
-    del a
-    stream.synchronize()
-    assert b.tolist() == [2.0] * 4
-
-
-def test_recorded_stream_protects_itself_only(stream: torch.Stream) -> None:
-    other = torch.Stream("virtual:0")
-    a = torch.ones(4, device="virtual:0")
-    with stream:
-        _ = a * 2
-    with other:
-        b = a * 2
-    a.record_stream(stream)
-    del a
-    stream.synchronize()
-    other.synchronize()
-    assert b.cpu().isnan().all()
+    assert b.tolist() == c.tolist() == [2.0] * 4
 
 
 def test_waiting_before_freeing_is_enough(stream: torch.Stream) -> None:
     with strict_mode():
         current = virtual.current_stream(0)
-        a = torch.ones(4, device="virtual:0")
+        a = ones()
         stream.wait_stream(current)
         with stream:
             b = a * 2
@@ -84,45 +89,24 @@ def test_statistics() -> None:
     before = torch.accelerator.memory_allocated(1)
     a = torch.empty(1000, device="virtual:1")
     b = a + 1
-    assert torch.accelerator.memory_allocated(1) == before + 8000
+    # Views have no memory of their own, and each output has it once.
+    views = a.view(2, 500), a[1:], a.detach()
     assert virtual.memory_allocated("virtual:1") == before + 8000
-    del a, b
+    del a, b, views
     assert torch.accelerator.memory_allocated(1) == before
-    assert torch.accelerator.max_memory_allocated(1) == before + 8000
+    values, indices = torch.ones(10, device="virtual:1").sort()
+    assert virtual.memory_allocated(1) == before + 40 + 80
+    del values, indices
     assert virtual.max_memory_allocated(1) == before + 8000
     torch.accelerator.reset_peak_memory_stats(1)
     assert torch.accelerator.max_memory_allocated(1) == before
     stats = torch.accelerator.memory_stats(1)
-    assert stats["allocated_bytes.all.current"] == before
-    assert virtual.memory_reserved(1) == before
-    torch.accelerator.empty_cache()
+    assert stats["allocated_bytes.all.current"] == virtual.memory_reserved(1) == before
     virtual.empty_cache()
     free, total = virtual.mem_get_info(1)
     assert 0 < free <= total
-
-
-def test_adopted_outputs_count_once() -> None:
-    gc.collect()
-    a = torch.ones(10, device="virtual:2")
-    before = virtual.memory_allocated(2)
-    views = a.view(2, 5), a[1:], a.detach()
-    assert virtual.memory_allocated(2) == before
-    values, indices = a.sort()
-    assert virtual.memory_allocated(2) == before + 40 + 80
-    del values, indices, views
-    assert virtual.memory_allocated(2) == before
-
-
-def test_freeing_in_another_thread_and_on_another_device(stream: torch.Stream) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with stream:
-        held = [torch.ones(4, device="virtual:0")]
-        b = held[0] + 1
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(held.clear).result()
-    stream.synchronize()
-    assert b.tolist() == [2.0] * 4
+    with pytest.raises((RuntimeError, ValueError), match="virtual"):
+        virtual.memory_allocated("virtual:7")
 
 
 def test_loop_that_never_waits_does_not_keep_everything() -> None:
@@ -134,6 +118,64 @@ def test_loop_that_never_waits_does_not_keep_everything() -> None:
         assert a[0].item() == 24
 
 
-def test_unknown_device_for_statistics() -> None:
-    with pytest.raises((RuntimeError, ValueError), match="virtual"):
-        virtual.memory_allocated("virtual:7")
+# --- limits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_does_not_fit_raises_and_changes_nothing(strict: bool) -> None:
+    with strict_mode(strict):
+        used = virtual.memory_allocated(1)
+        set_memory_limit("virtual:1", used + 1000)
+        assert virtual.mem_get_info(1) == (1000, used + 1000)
+        assert virtual.get_device_properties(1).total_memory == used + 1000
+        x = torch.ones(150, device="virtual:1")
+        with pytest.raises(
+            torch.OutOfMemoryError,
+            match=r"^virtual:1 is out of memory\. Tried to allocate 600 bytes; \d+ are in use, and "
+            rf"dataparallel\.virtual\.set_memory_limit allows {used + 1000}\.$",
+        ):
+            x * 2
+        with pytest.raises(torch.OutOfMemoryError, match="virtual:1 is out of memory"):
+            torch.ones(150).to("virtual:1")
+        assert virtual.memory_allocated(1) == used + 600
+        assert x.sum().item() == 150
+        del x
+        for _ in range(5):
+            # What is free again can be used.
+            assert torch.ones(240, device="virtual:1").sum().item() == 240
+        # The others have no limit.
+        assert torch.ones(1000, device="virtual:2").sum().item() == 1000
+        set_memory_limit("virtual:1", None)
+        assert virtual.mem_get_info(1)[1] > used + 1000
+
+
+def test_all_devices_can_be_limited_at_once() -> None:
+    set_memory_limit(None, 0)
+    for i in range(4):
+        with pytest.raises(torch.OutOfMemoryError, match=f"virtual:{i} is out of memory"):
+            torch.ones(1000, device=f"virtual:{i}")
+    set_memory_limit(None, None)
+    assert torch.ones(1000, device="virtual:3").sum().item() == 1000
+
+
+def test_backward_can_run_out_of_memory_too() -> None:
+    x = torch.ones(1000, device="virtual:1", requires_grad=True)
+    y = (x * 2).sum()
+    set_memory_limit("virtual:1", virtual.memory_allocated(1) + 100)
+    with pytest.raises(torch.OutOfMemoryError, match="virtual:1 is out of memory"):
+        y.backward()
+    assert x.grad is None
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "error", "message"),
+    [
+        ("cpu", 10, ValueError, "expected a virtual device, got cpu"),
+        ("virtual:9", 10, ValueError, "there is no device virtual:9: 4 are enabled"),
+        ("virtual:1", -1, ValueError, "at least 0, or None, but got -1"),
+        ("virtual:1", 1.5, TypeError, "a number of bytes or None, but got 1.5"),
+    ],
+)
+def test_wrong_limits(device: str, limit: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        set_memory_limit(device, limit)

@@ -2,10 +2,8 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "generator.h"
 #include "hooks.h"
 #include "memory.h"
-#include "registration.h"
 
 #include <map>
 

@@ -1,6 +1,6 @@
 #include "fallback.h"
 
-#include "generator.h"
+#include "hooks.h"
 
 #include <ATen/core/TensorBody.h>
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "alias.h"
-#include "describe.h"
 #include "operators.h"
 
 #include <ATen/core/stack.h>

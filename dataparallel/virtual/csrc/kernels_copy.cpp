@@ -1,5 +1,5 @@
 // Copies between host and devices, with the ordering between streams that a GPU gives them.
-#include "tasks.h"
+#include "deferred.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/TensorBody.h>

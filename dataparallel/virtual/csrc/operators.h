@@ -1,7 +1,10 @@
-// What the fallback needs to know about an operator, worked out once for each.
+// What the fallback needs to know about an operator, worked out once for each; and what its results
+// will look like, as its meta kernel tells, without running it.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/DimVector.h>
 
 #include <string>
 #include <vector>
@@ -44,5 +47,19 @@ struct OperatorInfo {
 };
 
 const OperatorInfo& info_of(const c10::OperatorHandle& op);
+
+struct TensorDescription {
+  bool defined = false;
+  c10::DimVector sizes;
+  c10::DimVector strides;
+  caffe2::TypeMeta type;
+};
+
+// Per return value the tensors in it: one, or those of a list.
+using Description = std::vector<std::vector<TensorDescription>>;
+
+// Null if only running the operator can tell, or if running it will tell what is wrong with it.
+std::shared_ptr<const Description> describe(
+    const c10::OperatorHandle& op, const OperatorInfo& info, at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace vdev

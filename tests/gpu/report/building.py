@@ -10,9 +10,8 @@ import time
 
 import torch
 
-from dataparallel.kernels import sources
+from dataparallel.kernels import compiler
 from dataparallel.kernels.backend import backend_of
-from dataparallel.kernels.warm_up import warm_up
 
 
 def main() -> None:
@@ -27,7 +26,8 @@ def main() -> None:
         if backend is None:
             print(f"{name}: no kernels, torch's operations take their place")
             continue
-        warm_up(device, sources.names())
+        for source in compiler.source_names():
+            backend.load(device, source)
         print(f"{name}: kernels in {time.monotonic() - begin:.1f} s ({type(backend).__name__})")
 
 

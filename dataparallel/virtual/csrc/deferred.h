@@ -2,7 +2,7 @@
 #pragma once
 
 #include "alias.h"
-#include "describe.h"
+#include "operators.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
