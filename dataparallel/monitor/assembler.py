@@ -117,27 +117,9 @@ class _Step:
 class StepAssembler:
     """Listens to a timeline and makes records of steps. See Note [Where a step ends].
 
-    While training goes on, spans are only kept; records are made when somebody asks for them.
-
-    Example::
-
-        assembler = StepAssembler(model.timeline)
-        assembler.start()
-        ...                                  # training
-        assembler.drain()                    # the records of the steps so far
-        assembler.stop()
-
-    Args:
-        timeline: What tells of phases.
-        on_step: Called with each record, in order, in the thread that begins the next forward. An
-            exception that it raises goes to whoever called that forward. Default: records wait
-            until they are asked for.
-        keep: How many steps wait at most; the oldest are forgotten. Default: 1000.
-        every: How many records ``on_step`` gets one after the other. Default: 1.
-
-    Attributes:
-        num_steps: How many steps have ended.
-        num_samples: How many samples they had.
+    While training goes on, spans are only kept; records are made when somebody calls ``drain``, or
+    for ``on_step``, which gets ``every`` so many at a time in the thread that begins the next
+    forward. Of those that wait, the oldest are forgotten when there are more than ``keep``.
     """
 
     def __init__(
@@ -294,24 +276,19 @@ class StepAssembler:
             for moment, events in ((span.begin, span.begin_events), (span.end, span.end_events)):
                 pairs = zip(span.replicas, events, strict=bool(events))
                 marks += [(moment, event, i) for i, event in pairs if event is not None]
-        times: dict[torch.Event, int] = {}
+        times: dict[torch.Event | None, int] = {}
         # A clock gets its events in the order in which they were recorded.
         for moment, event, replica in sorted(marks, key=lambda mark: mark[0]):
             if event not in times:
                 times[event] = self._clocks[self._devices[replica]].host_time(event, moment)
         found: list[list[_Interval]] = [[] for _ in self._devices]
         for span in step.spans:
-            for place, replica in enumerate(span.replicas):
-                begin, end = span.begin, span.end
-                if span.end_events:
-                    begin = _time_of(span.begin_events[place], begin, times)
-                    end = max(begin, _time_of(span.end_events[place], end, times))
-                found[replica].append((span.phase, begin, end))
+            none = (None,) * len(span.replicas)
+            ends = zip(span.begin_events or none, span.end_events or none, strict=True)
+            for replica, (first, last) in zip(span.replicas, ends, strict=True):
+                begin = times.get(first, span.begin)
+                found[replica].append((span.phase, begin, max(begin, times.get(last, span.end))))
         return found
-
-
-def _time_of(event: torch.Event | None, moment: int, times: dict[torch.Event, int]) -> int:
-    return moment if event is None else times[event]
 
 
 def _segments(
@@ -377,10 +354,6 @@ class OptimizerSpans:
     """Tells a timeline when an optimizer steps a parameter of a module.
 
     Torch calls the same hooks for all optimizers; those of other modules are left out.
-
-    Args:
-        timeline: What is told.
-        module: The module.
     """
 
     def __init__(self, timeline: Timeline, module: nn.Module) -> None:
@@ -398,7 +371,7 @@ class OptimizerSpans:
         self._remove = weakref.finalize(timeline, _remove_all, handles)
 
     def remove(self) -> None:
-        """Tell nothing any more. A second call does nothing."""
+        """Tell nothing any more."""
         self._remove()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:

@@ -28,7 +28,6 @@ import socket
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ _PATIENCE = 0.5
 _MAX_REST = 0.2
 
 _numbers = itertools.count()
-_warned: set[str] = set()
 
 
 def runs() -> list[int]:
@@ -80,14 +78,9 @@ class Attachment:
 
     Raises:
         ValueError: The process has no run that can be watched.
-        TypeError: ``pid`` is no integer.
     """
 
     def __init__(self, pid: int, timeout: float = 2.0) -> None:
-        if isinstance(pid, bool) or not isinstance(pid, int):
-            raise TypeError(f"pid is the number of a process, but got {pid!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout is a time in seconds above 0, but got {timeout}")
         self._pid = pid
         self._timeout = timeout
         found = runs()
@@ -139,53 +132,41 @@ class Attachment:
     def _read(self, answer: bytes) -> RunState:
         try:
             content: Any = json.loads(answer)
-            version, error = content["version"], content.get("error")
-            state: Any = content["state"] if error is None and version == VERSION else None
+            if content["version"] == VERSION and "error" not in content:
+                return RunState.from_json(content["state"])
+            told = content.get("error", f"version {content['version']} of the protocol is spoken")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
             raise ValueError(
                 f"process {self._pid} answers with what is no state of a run: {answer[:80]!r}"
             ) from failure
-        if version != VERSION:
-            raise ValueError(
-                f"process {self._pid} speaks version {version} of the protocol, but this is "
-                f"version {VERSION}; watch it with the dataparallel that it uses"
-            )
-        if error is not None:
-            raise ValueError(f"process {self._pid}: {error}")
-        return RunState.from_json(state)
+        raise ValueError(f"process {self._pid}: {told} (this is version {VERSION})")
 
 
 class Publisher:
-    """Answers watchers from a thread, which works at most a tenth of the time.
+    """Answers watchers from a thread with what ``state`` tells, None when there is no run any more.
 
     Where there can be no socket, the run goes on without it, and the log says why.
-
-    Args:
-        state: Tells the state of the run, in the thread; None when there is no run any more.
     """
 
     def __init__(self, state: Callable[[], RunState | None]) -> None:
         self._state = state
         self._closed = False
+        self._process = os.getpid()
         try:
             self._listener, self._path = _listen()
         except OSError as error:
             self._closed = True
-            # A notebook may make many monitors.
-            text = f"the run cannot be watched from other processes: {error}"
-            if text not in _warned:
-                _warned.add(text)
-                _log.warning("%s", text)
+            _log.warning("the run cannot be watched from other processes: %s", error)
             return
         self._thread = threading.Thread(
             target=self._serve, name="dataparallel monitor", daemon=True
         )
         self._thread.start()
-        _publishers.add(self)
 
     def close(self) -> None:
         """Answer no more. May be called anywhere, also while garbage is collected."""
-        if self._closed:
+        # In a forked child the thread and the socket's file are the parent's.
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         with contextlib.suppress(OSError):
@@ -195,11 +176,6 @@ class Publisher:
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
-
-    def abandon(self) -> None:
-        """In a forked child: the thread and the socket's file are the parent's."""
-        self._closed = True
-        self._listener.close()
 
     def _serve(self) -> None:
         while not self._closed:
@@ -231,17 +207,6 @@ class Publisher:
         return json.dumps({"version": VERSION, **content}).encode() + b"\n"
 
 
-_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for publisher in list(_publishers):
-        publisher.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 # --- where the sockets are -----------------------------------------------------------------------
 
 
@@ -265,8 +230,7 @@ def _listen() -> tuple[socket.socket, Path]:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     _check(folder)
-    for _, _, left in _sockets():
-        _remove_if_stale(left)
+    runs()
     path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
     while os.path.lexists(path):
         # It is that of a container's process, which has the same number.

@@ -15,7 +15,7 @@ Each cause of lost time that is found is priced in seconds per step, from what w
 
     input           all of it: loading can go on beside the step
     slow replica    the slowest replica's computing, minus that of the split that suits the speeds
-    reduce          what of the waiting backward could hide; half of it with half as many bytes
+    reduce          half of the waiting, with half as many bytes
     loss            what of it the other replicas could do, and half of the gathering
     gather          all of it: each output may stay where it is
     scatter         half of it: copies that overlap with other work
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from dataparallel.monitor.record import ReplicaStep, StepRecord
+from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.threads.timeline import PHASES, Phase
 
@@ -90,96 +90,18 @@ class Part(NamedTuple):
     num_steps: int
     seconds: float
     samples: float
-    replicas: Sequence[ReplicaTotals | ReplicaStep]
+    replicas: Sequence[ReplicaTotals]
     #: Of which kind its last step is; None if that is unknown.
     kind: str | None
     begins_run: bool
+    #: That last step by itself, where it is known.
+    last: Part | None = None
 
     @staticmethod
     def of(step: StepRecord) -> Part:
         """A step as a part."""
-        first = step.number == 1
-        return Part(1, step.seconds, step.samples, step.replicas, step.kind, first)
-
-
-@dataclass(frozen=True)
-class RunTotals:
-    """What parts of a run come to."""
-
-    num_steps: int
-    seconds: float
-    samples: float
-    replicas: tuple[ReplicaTotals, ...]
-    devices: tuple[str, ...]
-    #: The phases that tell how fast each replica is.
-    own_phases: tuple[Phase, ...]
-
-    @property
-    def step_seconds(self) -> float:
-        """How long one step took on average; 0 without steps."""
-        return self.seconds / self.num_steps if self.num_steps else 0.0
-
-    def mean(self, *phases: Phase) -> float:
-        """Seconds per step in some phases, the mean over the replicas."""
-        number = max(1, self.num_steps * len(self.replicas))
-        return (
-            sum(one.seconds.get(phase, 0.0) for one in self.replicas for phase in phases) / number
-        )
-
-    def each(self, *phases: Phase) -> list[float]:
-        """Of each replica the seconds per step in some phases."""
-        number = max(1, self.num_steps)
-        return [
-            sum(one.seconds.get(phase, 0.0) for phase in phases) / number for one in self.replicas
-        ]
-
-    @property
-    def computes(self) -> list[float]:
-        """Of each replica the seconds per step in which it computes at its own speed."""
-        return self.each(*self.own_phases)
-
-
-def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
-    """What parts of a run, which have the same replicas, come to."""
-    replicas = []
-    for i in range(len(info.devices)):
-        seconds: dict[Phase, float] = {}
-        for part in parts:
-            for phase, length in part.replicas[i].seconds.items():
-                seconds[phase] = seconds.get(phase, 0.0) + length
-        samples = sum(part.replicas[i].samples for part in parts)
-        ordered = {phase: seconds[phase] for phase in PHASES if phase in seconds}
-        replicas.append(ReplicaTotals(samples, ordered))
-    return RunTotals(
-        sum(part.num_steps for part in parts),
-        sum(part.seconds for part in parts),
-        sum(part.samples for part in parts),
-        tuple(replicas),
-        info.devices,
-        _own_phases(parts, info),
-    )
-
-
-def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
-    """The phases in which replicas go at their own speed.
-
-    The loss is one where the replicas compute it, and not where the first one does it for all. The
-    backward is none where autograd runs through all replicas at once, for then it begins and ends
-    for all of them together.
-    """
-    if len(info.devices) == 1:
-        return ("forward", "loss", "backward")
-    chosen: list[Phase] = ["forward"]
-    losses = [[one.seconds.get("loss", 0.0) > 0 for one in part.replicas] for part in parts]
-    if any(sum(part) > 1 for part in losses):
-        chosen.append("loss")
-    backwards = [[one.seconds.get("backward", 0.0) for one in part.replicas] for part in parts]
-    if info.num_buckets and any(max(row) - min(row) > 1e-6 * max(row) for row in backwards):
-        chosen.append("backward")
-    return tuple(chosen)
-
-
-# --- how fast each replica is --------------------------------------------------------------------
+        replicas = [ReplicaTotals(one.samples, one.seconds) for one in step.replicas]
+        return Part(1, step.seconds, step.samples, replicas, step.kind, step.number == 1)
 
 
 @dataclass(frozen=True)
@@ -208,13 +130,94 @@ class ReplicaScore:
 
 
 @dataclass(frozen=True)
+class RunTotals:
+    """What parts of a run come to."""
+
+    num_steps: int
+    seconds: float
+    samples: float
+    replicas: tuple[ReplicaScore, ...]
+    #: The phases that tell how fast each replica is.
+    own_phases: tuple[Phase, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """How long one step took on average; 0 without steps."""
+        return self.seconds / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def computes(self) -> list[float]:
+        """Of each replica the seconds per step in which it computes at its own speed."""
+        return [one.compute for one in self.replicas]
+
+    def each(self, phase: Phase) -> list[float]:
+        """Of each replica the seconds per step in a phase."""
+        return [one.seconds.get(phase, 0.0) for one in self.replicas]
+
+    def mean(self, *phases: Phase) -> float:
+        """Seconds per step in some phases, the mean over the replicas."""
+        return sum(sum(self.each(phase)) for phase in phases) / len(self.replicas)
+
+
+def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
+    """What parts of a run, which have the same replicas, come to."""
+    number = sum(part.num_steps for part in parts)
+    own_phases = _own_phases(parts, info)
+    rows, samples = [], []
+    for i in range(len(info.devices)):
+        own = [part.replicas[i] for part in parts]
+        sums = {phase: sum(one.seconds.get(phase, 0.0) for one in own) for phase in PHASES}
+        rows.append({phase: seconds / number for phase, seconds in sums.items() if seconds})
+        samples.append(sum(one.samples for one in own) / max(1, number))
+    computes = [sum(row.get(phase, 0.0) for phase in own_phases) for row in rows]
+    each = [c / n if n else 0.0 for c, n in zip(computes, samples, strict=True)]
+    replicas = []
+    for i, seconds in enumerate(rows):
+        whole = sum(seconds.values())
+        shares = {phase: value / whole for phase, value in seconds.items()}
+        scores = computes[i], _relative(computes, i), _relative(each, i)
+        replicas.append(ReplicaScore(i, info.devices[i], samples[i], seconds, shares, *scores))
+    return RunTotals(
+        number,
+        sum(part.seconds for part in parts),
+        sum(part.samples for part in parts),
+        tuple(replicas),
+        own_phases,
+    )
+
+
+def _relative(values: Sequence[float], i: int) -> float | None:
+    return min(value for value in values if value > 0) / values[i] if values[i] > 0 else None
+
+
+def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
+    """The phases in which replicas go at their own speed.
+
+    The loss is one where the replicas compute it, and not where the first one does it for all. The
+    backward is none where autograd runs through all replicas at once, for then it begins and ends
+    for all of them together.
+    """
+    if len(info.devices) == 1:
+        return ("forward", "loss", "backward")
+    chosen: list[Phase] = ["forward"]
+    losses = [[one.seconds.get("loss", 0.0) > 0 for one in part.replicas] for part in parts]
+    if any(sum(part) > 1 for part in losses):
+        chosen.append("loss")
+    backwards = [[one.seconds.get("backward", 0.0) for one in part.replicas] for part in parts]
+    if info.num_buckets and any(max(row) - min(row) > 1e-6 * max(row) for row in backwards):
+        chosen.append("backward")
+    return tuple(chosen)
+
+
+# --- which replica is slow ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Straggler:
     """The replica for which the others wait most often.
 
     Attributes:
         index: Index of the replica.
-        device: Name of its device.
-        share: Share of the steps in which it was the slowest; None where single steps are unknown.
         moves: Whether it is another replica from step to step: then it is not the device that is
             slow, but what it is given, or the host.
         excess: By how much longer than the mean the slowest replica computes, as a ratio.
@@ -222,48 +225,13 @@ class Straggler:
     """
 
     index: int
-    device: str
-    share: float | None
     moves: bool
     excess: float
     waste: float
 
 
-def score_replicas(totals: RunTotals) -> tuple[ReplicaScore, ...]:
-    """Score each replica."""
-    number = max(1, totals.num_steps)
-    computes = totals.computes
-    each = [
-        seconds * number / one.samples if one.samples else 0.0
-        for seconds, one in zip(computes, totals.replicas, strict=True)
-    ]
-    found = []
-    for i, replica in enumerate(totals.replicas):
-        seconds = {phase: value / number for phase, value in replica.seconds.items()}
-        whole = sum(seconds.values())
-        shares = {phase: value / whole if whole else 0.0 for phase, value in seconds.items()}
-        scores = _relative(computes, i), _relative(each, i)
-        samples = replica.samples / number
-        found.append(
-            ReplicaScore(i, totals.devices[i], samples, seconds, shares, computes[i], *scores)
-        )
-    return tuple(found)
-
-
-def _relative(values: Sequence[float], i: int) -> float | None:
-    return min(value for value in values if value > 0) / values[i] if values[i] > 0 else None
-
-
 def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
-    """Computing time of the slowest replica over the mean, on average over the steps.
-
-    Args:
-        totals: What the steps add up to.
-        steps: Single steps. Default: none are known, and the totals tell.
-
-    Returns:
-        1 if all take the same time; None if less than two replicas compute.
-    """
+    """Computing time of the slowest replica over the mean, in these steps, or in all together."""
     rows = [_computes(step, totals) for step in steps] or [totals.computes]
     positive = [[value for value in row if value > 0] for row in rows]
     several = [row for row in positive if len(row) > 1]
@@ -272,15 +240,7 @@ def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
 
 
 def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler | None:
-    """The replica that holds up the others, and whether it is always the same.
-
-    Args:
-        totals: What the steps add up to.
-        steps: Single steps, by which one that moves is seen. Default: none are known.
-
-    Returns:
-        None if the replicas take about the same time.
-    """
+    """The replica that holds up the others; single steps tell whether it is always the same."""
     computes = totals.computes
     taking_part = [value for value in computes if value > 0]
     if len(taking_part) < 2:
@@ -292,13 +252,13 @@ def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler |
     excess = max(always, (imbalance(totals, steps) or 1.0) - 1)
     if excess < _NOTABLE:
         return None
-    rows = [row for row in (_computes(step, totals) for step in steps) if any(row)]
-    share = sum(row.index(max(row)) == slowest for row in rows) / len(rows) if rows else None
     # What takes turns evens out in the totals.
-    moves = share is not None and always < excess / 2
-    if share is not None and len(set(totals.devices)) == 1:
-        moves = moves or share < _NEARLY_ALWAYS
-    return Straggler(slowest, totals.devices[slowest], share, moves, excess, excess * mean)
+    moves = always < excess / 2
+    rows = [row for row in (_computes(step, totals) for step in steps) if any(row)]
+    if rows and len({one.device for one in totals.replicas}) == 1:
+        often = sum(row.index(max(row)) == slowest for row in rows) / len(rows)
+        moves = moves or often < _NEARLY_ALWAYS
+    return Straggler(slowest, moves, excess, excess * mean)
 
 
 def _computes(step: Part, totals: RunTotals) -> list[float]:
@@ -315,16 +275,9 @@ def find_changes(
     straggler: Straggler | None,
     slowed: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """All that is worth a change, the largest gain first; else that nothing is.
+    """All that is worth a change, the largest gain first, or a finding that nothing is.
 
-    Args:
-        totals: What the steps add up to.
-        info: The run.
-        straggler: What :func:`find_straggler` found in them.
-        slowed: By the name of a device, why it is slowed down, in words. Default: none is.
-
-    Returns:
-        At least one finding; see Note [Estimated gains].
+    ``slowed`` tells, by the name of a device, why it is slowed down. See Note [Estimated gains].
     """
     if not totals.step_seconds:
         return [Finding("unknown", "No step has ended yet, so there is nothing to tell.")]
@@ -332,8 +285,7 @@ def find_changes(
         _input(totals),
         _scatter(totals, info),
         _straggler(totals, straggler, slowed or {}),
-        _gather(totals),
-        _loss(totals),
+        _outputs(totals),
         _optimizer(totals),
         _across(totals, info),
         _overhead(totals, straggler),
@@ -406,7 +358,7 @@ def _straggler(
             excess=straggler.excess,
             waste_seconds=straggler.waste,
         )
-    slow = score_replicas(totals)[straggler.index]
+    slow = totals.replicas[straggler.index]
     who = f"Replica {slow.index} on {slow.device}"
     factor = 1 / (slow.per_sample or 1.0)
     kind = "slow replica"
@@ -435,23 +387,31 @@ def _straggler(
 
 def _saved_by_split(totals: RunTotals) -> float:
     """Seconds per step that the split which suits the replicas' speeds would save."""
-    computes = totals.computes
-    taking_part = [i for i, one in enumerate(totals.replicas) if computes[i] and one.samples]
-    speed = sum(totals.replicas[i].samples / computes[i] for i in taking_part)
-    best = sum(totals.replicas[i].samples for i in taking_part) / speed if speed else 0.0
+    taking_part = [one for one in totals.replicas if one.compute and one.samples]
+    speed = sum(one.samples / one.compute for one in taking_part)
+    best = sum(one.samples for one in taking_part) / speed if speed else 0.0
     # The replicas meet after each of these phases.
     return max(0.0, sum(max(totals.each(phase)) for phase in totals.own_phases) - best)
 
 
-def _gather(totals: RunTotals) -> Finding | None:
-    seconds = totals.mean("gather")
-    if len(totals.replicas) < 2 or _loss_of_first(totals):
+def _outputs(totals: RunTotals) -> Finding | None:
+    seconds, gathering = _loss_of_first(totals), totals.mean("gather")
+    if len(totals.replicas) < 2:
         return None
-    text = (
-        f"{_share(totals, seconds)} of each step goes into gathering outputs on one device. Leave "
-        'them where they are with output_device="each".'
-    )
-    return _change(totals, "gather", seconds, text, gather_seconds=seconds)
+    if not seconds:
+        kind, saved = "gather", gathering
+        told = (
+            'gathering outputs on one device. Leave them where they are with output_device="each".'
+        )
+    else:
+        kind, saved = "loss", seconds * (1 - 1 / len(totals.replicas)) + gathering / 2
+        told = (
+            "gathering outputs and computing the loss in one place, while the other replicas wait. "
+            "Write loss = model.loss(criterion, x, target): each replica computes its part, and "
+            "the result is the same."
+        )
+    text = f"{_share(totals, seconds + gathering)} of each step goes into {told}"
+    return _change(totals, kind, saved, text, loss_seconds=seconds, gather_seconds=gathering)
 
 
 def _loss_of_first(totals: RunTotals) -> float:
@@ -460,26 +420,9 @@ def _loss_of_first(totals: RunTotals) -> float:
     return first if others and not any(others) else 0.0
 
 
-def _loss(totals: RunTotals) -> Finding | None:
-    seconds, gathering = _loss_of_first(totals), totals.mean("gather")
-    if not seconds:
-        return None
-    return _change(
-        totals,
-        "loss",
-        seconds * (1 - 1 / len(totals.replicas)) + gathering / 2,
-        f"{_share(totals, seconds + gathering)} of each step goes into gathering outputs and "
-        "computing the loss in one place, while the other replicas wait. Write loss = "
-        "model.loss(criterion, x, target): each replica computes its part, and the result is the "
-        "same.",
-        loss_seconds=seconds,
-        gather_seconds=gathering,
-    )
-
-
 def _optimizer(totals: RunTotals) -> Finding:
     seconds = max(totals.each("optimizer"))
-    devices = len(set(totals.devices))
+    devices = len({one.device for one in totals.replicas})
     if devices > 1:
         saved = seconds * (1 - 1 / devices)
         where = " on one device, while the others wait"
@@ -496,31 +439,13 @@ def _optimizer(totals: RunTotals) -> Finding:
 
 def _across(totals: RunTotals, info: RunInfo) -> Finding:
     waiting = totals.mean("reduce across processes")
-    number, size = info.num_buckets, info.bucket_bytes
-    if (number == 1 and size > _MIB) or (number > 16 and size < _MIB):
-        kind, saved = "bucket size", min(waiting, totals.mean("backward"))
-        remedy = (
-            f"They are in {number} bucket{'s' * (number > 1)} of at most {size / _MIB:.3g} MiB. "
-            "With the default, bucket_cap_mb=25, most are sent while backward goes on, in few "
-            "round trips."
-        )
-        if number == 1:
-            cap = max(1, round(size / _MIB / 8))
-            remedy = (
-                f"All of them are in one bucket of {size / _MIB:.3g} MiB, which is sent when "
-                f"backward is over. Use bucket_cap_mb={cap}, so that most are sent before."
-            )
-    else:
-        kind, saved = "communication hook", waiting / 2
-        remedy = (
-            f"Halve what is sent (about {info.num_parameters * 4 / _MIB:.3g} MiB) with "
-            'model.register_comm_hook(None, "bf16_compress").'
-        )
     text = (
-        f"{_share(totals, waiting)} of each step waits for gradients of other processes. {remedy} "
-        "If one process is slower than the others, look at its own report first."
+        f"{_share(totals, waiting)} of each step waits for gradients of other processes. Halve "
+        f"what is sent (about {info.num_parameters * 4 / _MIB:.3g} MiB) with "
+        'model.register_comm_hook(None, "bf16_compress"). If one process is slower than the '
+        "others, look at its own report first."
     )
-    return _change(totals, kind, saved, text, reduce_seconds=waiting)
+    return _change(totals, "communication hook", waiting / 2, text, reduce_seconds=waiting)
 
 
 def _overhead(totals: RunTotals, straggler: Straggler | None) -> Finding | None:

@@ -38,12 +38,6 @@ class RunInfo:
     num_buckets: int = 0
     bucket_bytes: int = 0
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> RunInfo:
-        """What ``asdict`` has described."""
-        lists = {name: tuple(data[name]) for name in ("devices", "uuids")}
-        return RunInfo(**{**data, **lists})
-
 
 @dataclass(frozen=True)
 class RunState:
@@ -87,10 +81,12 @@ class RunState:
             ValueError: It is no description of a state.
         """
         try:
+            info = data["info"]
+            lists = {name: tuple(info[name]) for name in ("devices", "uuids")}
             return RunState(
                 **{
                     **data,
-                    "info": RunInfo.from_json(data["info"]),
+                    "info": RunInfo(**{**info, **lists}),
                     "now": tuple((phase, float(since)) for phase, since in data["now"]),
                     "totals": tuple(dict(one) for one in data["totals"]),
                     "memory": tuple(data["memory"]),

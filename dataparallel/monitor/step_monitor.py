@@ -99,7 +99,6 @@ class StepMonitor:
             raise RuntimeError(
                 "this StepMonitor is watching already; leave its with block first, or make another"
             )
-        self._begin_anew()
         timeline = self._model.timeline
         self._assembler.start()
         timeline.subscribe(self._listener)
@@ -163,8 +162,7 @@ class StepMonitor:
 
     def summary(self) -> Summary:
         """What the steps that are kept come to: shares of phases, stragglers, what to change."""
-        steps = self.steps
-        return summarize([Part.of(step) for step in steps], describe_run(self._model), steps)
+        return summarize([Part.of(step) for step in self.steps], describe_run(self._model))
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the timelines of all replicas, for https://ui.perfetto.dev or chrome://tracing.
@@ -181,7 +179,7 @@ class StepMonitor:
 
         Raises:
             ValueError: No step has been recorded.
-            OSError: The file cannot be written; one that was there before is kept.
+            OSError: The file cannot be written.
         """
         return write_timeline(self.steps, describe_run(self._model), path, _rank())
 

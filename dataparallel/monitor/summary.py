@@ -19,9 +19,7 @@ from dataparallel.monitor.findings import (
     find_straggler,
     imbalance,
     percent,
-    score_replicas,
 )
-from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.threads.timeline import PHASES
 
@@ -31,9 +29,6 @@ _ENOUGH = 3
 _OUTLIER = 5.0
 #: Where more than this share of the steps takes so long, that is how the run is.
 _RARE = 0.1
-#: Where less than this share of the steps is known one by one, long ones are more likely among them
-#: than short ones: whoever looks at a moment meets a long step.
-_MOST = 0.5
 
 _WIDTH = 100
 _NAMES = {"train": "training ", "inference": "inference ", "all": ""}
@@ -66,16 +61,15 @@ class Summary:
         num_steps: How many steps it is about.
         kind: Of which kind they are; ``"all"`` where evaluations may be among training steps.
         num_left_out: Steps of the other kind, and those with which the run began, which warm up.
-        num_seen: How many of the steps are known one by one.
         num_not_advised: How many of them the straggler and the findings leave out: those that take
             more than 5 times the median.
         step_seconds: How long one takes on average.
-        times: Percentiles; None where most single steps are unknown.
+        times: Percentiles; None where the times of single steps are unknown.
         steps_per_second: Of this process.
         samples_per_second: Likewise.
         replicas: What each replica did, and how fast.
         imbalance: Computing time of the slowest replica over the mean, on average over the steps,
-            or in their sum where most single steps are unknown; None for one replica.
+            or in their sum where single steps are unknown; None for one replica.
         straggler: The replica that holds up the others; None if none does.
         exposed_communication: Share of the step in which data moves between devices or processes
             and no computing hides it.
@@ -86,7 +80,6 @@ class Summary:
     num_steps: int
     kind: Literal["train", "inference", "all"]
     num_left_out: int
-    num_seen: int
     num_not_advised: int
     step_seconds: float
     times: StepTimes | None
@@ -150,11 +143,6 @@ class Summary:
                 f"step time: median {duration(self.times.median)}, 90th percentile "
                 f"{duration(self.times.p90)}, longest {duration(self.times.longest)}"
             )
-        elif 0 < self.num_seen < self.num_steps:
-            lines.append(
-                f"{self.num_seen} of {self.num_steps} steps seen one by one: too few for "
-                "percentiles"
-            )
         if self.num_not_advised:
             lines.append(
                 f"left out of the advice: {self.num_not_advised} of {self.num_steps} steps, which "
@@ -164,25 +152,6 @@ class Summary:
         if self.imbalance is not None:
             told = f"imbalance {self.imbalance:.2f} (slowest over mean), {told}"
         return [*lines, told]
-
-    def straggler_line(self) -> str:
-        """What is to be said about the slowest replica; empty if nothing."""
-        one = self.straggler
-        if one is None:
-            return ""
-        if one.moves:
-            return (
-                f"The slowest replica computes {percent(one.excess)} longer than the mean, but it "
-                "is another one from step to step: data or the host, no device."
-            )
-        often = ""
-        if one.share is not None:
-            seen = f"{self.num_seen} steps seen" if self.num_seen < self.num_steps else "steps"
-            often = f", in {percent(one.share)} of the {seen}"
-        return (
-            f"Replica {one.index} on {one.device} is the slowest{often}; it computes "
-            f"{percent(one.excess)} longer than the mean."
-        )
 
     def table(self, width: int = _WIDTH) -> list[str]:
         """The lines of tables with one column per replica, as wide as fits, else one below."""
@@ -222,49 +191,25 @@ class Summary:
     def __str__(self) -> str:
         if not self.num_steps:
             return _NO_STEP
-        told = textwrap.wrap(self.straggler_line(), _WIDTH)
         advice = textwrap.wrap(f"Change first: {self.advice}", _WIDTH)
-        return "\n".join([*self.headlines(), "", *self.table(), "", *told, *advice])
+        return "\n".join([*self.headlines(), "", *self.table(), "", *advice])
 
     def __repr__(self) -> str:
         # The numbers of each replica would fill a screen.
         return f"<Summary: {self.num_steps} steps, {self.step_seconds:.3g} s each>"
 
     def _repr_html_(self) -> str:
-        # What a notebook shows of the last value of a cell.
+        # What a notebook shows of the last value of a cell; it has a style of its own for tables.
         if not self.num_steps:
-            return _paragraph(_NO_STEP)
-        first, *others = self.headlines()
-        told = self.straggler_line()
-        rows = zip(*self._columns(), strict=True)
-        return "".join(
-            [
-                _paragraph(first, "font-weight:bold"),
-                *map(_paragraph, others),
-                f'<div style="overflow-x:auto"><table style="{_TABLE}">',
-                *(_row(row, "td" if i else "th") for i, row in enumerate(rows)),
-                "</table></div>",
-                *([_paragraph(told)] if told else []),
-                _paragraph(f"Change first: {self.advice}", "font-weight:bold;max-width:60em"),
-            ]
-        )
-
-
-#: No color but the notebook's own, and a gray that is seen on dark and light.
-_LINE = "border-bottom:1px solid rgba(128,128,128,.35)"
-_LEFT = "text-align:left;padding:2px 12px 2px 0;font-weight:normal"
-_TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:.5em 0"
-_RIGHT = "text-align:right;padding:2px 12px;font-variant-numeric:tabular-nums;white-space:pre"
-
-
-def _paragraph(text: str, style: str = "") -> str:
-    return f'<p style="margin:.3em 0;{style}">{html.escape(text)}</p>'
-
-
-def _row(cells: tuple[str, ...], tag: str) -> str:
-    title, *values = map(html.escape, cells)
-    shown = "".join(f'<{tag} style="{_RIGHT}">{value}</{tag}>' for value in values)
-    return f'<tr style="background:none;{_LINE}"><th style="{_LEFT}">{title}</th>{shown}</tr>'
+            return f"<p>{_NO_STEP}</p>"
+        columns = [[html.escape(cell) for cell in column] for column in self._columns()]
+        lines = [html.escape(line) for line in (*self.headlines(), f"Change first: {self.advice}")]
+        rows = [
+            f"<tr><th>{title}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+            for title, *cells in zip(*columns, strict=True)
+        ]
+        above = "".join(f"<p>{line}</p>" for line in lines[:-1])
+        return f"{above}<table>{''.join(rows)}</table><p><b>{lines[-1]}</b></p>"
 
 
 def _counted(number: int, word: str) -> str:
@@ -283,29 +228,24 @@ def duration(seconds: float) -> str:
 
 
 def summarize(
-    parts: Sequence[Part],
-    info: RunInfo,
-    steps: Sequence[StepRecord],
-    slowed: Mapping[str, str] | None = None,
+    parts: Sequence[Part], info: RunInfo, slowed: Mapping[str, str] | None = None
 ) -> Summary:
-    """Sum up steps; where there are training steps, those.
+    """Sum up steps, in any parts; where there are training steps, those.
 
-    Args:
-        parts: The steps, in any parts, the oldest first; there may be none.
-        info: The run whose steps they are.
-        steps: Those that are known one by one, the oldest first.
-        slowed: By the name of a device, why it is slowed down, in words. Default: none is.
+    ``slowed`` tells, by the name of a device, why it is slowed down, in words.
     """
     chosen = _without_others(parts)
     usual = _without_outliers(chosen)
-    known = _without_others([Part.of(step) for step in steps])
     totals, steady = add_up(chosen, info), add_up(usual, info)
-    most = known if len(known) >= _MOST * totals.num_steps else []
-    straggler = find_straggler(steady, _without_outliers(known))
-    kind: Literal["train", "inference", "all"]
-    kind = "inference" if parts and all(one.kind == "inference" for one in parts) else "train"
-    # Between training steps those that nobody has seen one by one may have been evaluations.
-    if kind == "train" and len(known) < totals.num_steps:
+    lasts = [one if one.num_steps == 1 else one.last for one in usual]
+    straggler = find_straggler(steady, _without_outliers([one for one in lasts if one is not None]))
+    # Whoever looks at a moment meets a long step: those that are seen tell nothing of the others.
+    singles = chosen if len(chosen) == totals.num_steps else []
+    kind: Literal["train", "inference", "all"] = "train"
+    if parts and all(one.kind == "inference" for one in parts):
+        kind = "inference"
+    elif totals.num_steps and not singles:
+        # Between training steps there may have been evaluations.
         kind = "all"
     frequency = 1 / totals.seconds if totals.seconds else 0.0
     moves = totals.mean("scatter", "gather", "reduce local", "reduce across processes")
@@ -313,16 +253,15 @@ def summarize(
         totals.num_steps,
         kind,
         _num_steps(parts) - totals.num_steps,
-        len(known),
         totals.num_steps - steady.num_steps,
         totals.step_seconds,
-        _times([one.seconds for one in most]),
+        _times([one.seconds for one in singles]),
         totals.num_steps * frequency,
         totals.samples * frequency,
-        score_replicas(totals),
-        imbalance(totals, most),
+        totals.replicas,
+        imbalance(totals, singles),
         straggler,
-        moves / totals.step_seconds if totals.step_seconds else 0.0,
+        moves * frequency * totals.num_steps,
         tuple(find_changes(steady, info, straggler, slowed)),
     )
 
@@ -337,13 +276,9 @@ def _without_others(parts: Sequence[Part]) -> list[Part]:
 
 def _without_outliers(parts: Sequence[Part]) -> list[Part]:
     """The parts whose steps take at most 5 times the median; all, if others are not rare."""
-    half, limit = _num_steps(parts) / 2, 0.0
-    for part in sorted(parts, key=lambda one: one.seconds / one.num_steps):
-        half -= part.num_steps
-        if half <= 0:
-            limit = _OUTLIER * part.seconds / part.num_steps
-            break
-    usual = [one for one in parts if one.seconds / one.num_steps <= limit]
+    each = [one.seconds / one.num_steps for one in parts]
+    limit = _OUTLIER * statistics.median(each) if each else 0.0
+    usual = [one for one, seconds in zip(parts, each, strict=True) if seconds <= limit]
     rare = max(1.0, _RARE * _num_steps(parts))
     return usual if _num_steps(parts) - _num_steps(usual) <= rare else list(parts)
 

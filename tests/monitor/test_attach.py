@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,11 +48,6 @@ def socket_of(folder: Path, pid: int = PID) -> socket.socket:
     listener.bind(str(folder / f"{pid}.0.sock"))
     listener.listen()
     return listener
-
-
-@pytest.fixture(autouse=True)
-def _warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "_warned", set())
 
 
 # --- a run and its watchers ------------------------------------------------------------------
@@ -138,8 +132,7 @@ def test_a_forked_child_leaves_its_parents_socket_alone(run_folder: Path) -> Non
         child = os.fork()
     if not child:
         publisher.close()
-        closed = publisher._listener.fileno() == -1
-        os._exit(0 if closed and list(run_folder.iterdir()) else 1)
+        os._exit(0 if list(run_folder.iterdir()) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert Attachment(os.getpid()).state() == a_state()
     publisher.close()
@@ -206,20 +199,6 @@ def test_a_process_without_a_run_is_refused(run_folder: Path) -> None:
     publisher.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments", "message"),
-    [
-        (TypeError, ("4711",), "number of a process, but got '4711'"),
-        (TypeError, (True,), "number of a process, but got True"),
-        (ValueError, (PID, 0), "seconds above 0, but got 0"),
-        (ValueError, (PID, float("nan")), "seconds above 0, but got nan"),
-    ],
-)
-def test_bad_arguments(error: type[Exception], arguments: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Attachment(*arguments)
-
-
 @pytest.mark.parametrize("asked_before", [0, 3])
 def test_a_process_that_does_not_answer(run_folder: Path, asked_before: int) -> None:
     """As one that is stopped: until its queue is full, the system accepts connections for it."""
@@ -245,9 +224,12 @@ def test_a_process_that_does_not_answer(run_folder: Path, asked_before: int) -> 
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
         (b'{"version": 2}\n', "what is no state of a run"),
-        (b'{"version": 3, "news": {}}\n', "version 3 of the protocol, but this is version 2"),
+        (
+            b'{"version": 3, "news": {}}\n',
+            r"version 3 of the protocol is spoken .this is version 2.",
+        ),
         (b'{"version": 2, "error": "not now"}\n', "process 999999999: not now"),
-        (b'{"version": 2, "state": {"pid": 1}}\n', "no state of a run: KeyError"),
+        (b'{"version": 2, "state": {"pid": 1}}\n', "what is no state of a run"),
         (b'{"version": 2, "state": []}\n', "no state of a run"),
     ],
 )
@@ -311,12 +293,10 @@ def test_training_goes_on_where_the_folder_cannot_be_used(
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     model = dataparallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
-    # Twice, but one line of the log.
-    for _ in range(2):
-        with StepMonitor(model) as monitor:
-            model(torch.ones(4, 2)).sum().backward()
-            assert runs() == []
-        assert len(monitor.steps) == 1
+    with StepMonitor(model) as monitor:
+        model(torch.ones(4, 2)).sum().backward()
+        assert runs() == []
+    assert len(monitor.steps) == 1
     (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     expected = {"missing": "No such file or directory", "long": "AF_UNIX path too long"}
     assert expected.get(kind, "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR") in line

@@ -15,7 +15,6 @@ from dataparallel.monitor.findings import (
     find_changes,
     find_straggler,
     imbalance,
-    score_replicas,
 )
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
@@ -53,6 +52,10 @@ def changes(
         ),
         ({"optimizer": 1.0}, {}, DDP, "optimizer", 0.25, "ShardedOptimizer"),
         ({"optimizer": 1.0}, {}, ONE_DEVICE, "optimizer", 0.25, "fused=True"),
+        (
+            *({"reduce across processes": 1.0},) * 2,
+            *(make_info(2, num_parameters=MIB), "communication hook", 0.25, "about 4 MiB) with"),
+        ),
         # Each piece is small, together they are most of the step.
         (
             *({"scatter": 0.6, "gather": 0.3, "reduce local": 0.6, "idle": 1.5},) * 2,
@@ -100,33 +103,6 @@ def test_a_replica_for_which_the_others_wait(
     if gain:
         assert found.text.startswith("Replica 1 on virtual:1 ")
         assert f"Estimated: steps up to {100 * gain:.0f} % shorter, " in str(found)
-
-
-@pytest.mark.parametrize(
-    ("buckets", "size", "kind", "gain", "words"),
-    [
-        (1, 200 * MIB, "bucket size", 0.5, "bucket_cap_mb=25"),
-        (400, MIB // 4, "bucket size", 0.5, "400 buckets of at most 0.25 MiB"),
-        (8, 25 * MIB, "communication hook", 0.25, "bf16_compress"),
-        # One small bucket is not too large.
-        (1, MIB // 4, "communication hook", 0.25, "bf16_compress"),
-    ],
-)
-def test_waiting_for_other_processes(
-    buckets: int, size: int, kind: str, gain: float, words: str
-) -> None:
-    info = make_info(2, buckets=buckets, world_size=2, bucket_bytes=size, num_parameters=MIB)
-    waiting: Seconds = {"backward": 1.0, "reduce across processes": 1.0}
-    found = changes([waiting, waiting], info)[0]
-    assert found.kind == kind and words in found.text
-    assert found.gain == pytest.approx(gain)
-
-
-def test_what_backward_cannot_hide_is_not_promised() -> None:
-    info = make_info(1, buckets=1, world_size=2, bucket_bytes=200 * MIB)
-    waiting: Seconds = {"forward": 0.9, "backward": 0.1, "reduce across processes": 1.0}
-    (found,) = changes([waiting], info)
-    assert found.gain == pytest.approx(0.05) and found.severity == "info"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +178,7 @@ def test_scores(
 ) -> None:
     info = make_info(len(replicas), buckets=more.pop("buckets", 4))
     totals = add_up([Part.of(step) for step in make_steps(3, replicas, **more)], info)
-    scores = score_replicas(totals)
+    scores = totals.replicas
     assert [one.relative for one in scores] == pytest.approx(relative)
     assert [one.per_sample for one in scores] == pytest.approx(per_sample or relative)
     if relative == [1.0, 1.0]:
@@ -211,7 +187,7 @@ def test_scores(
 
 def test_seconds_and_shares_are_per_step_and_add_up() -> None:
     steps = [make_step([{"input": 1.0, "forward": 1.0}]), make_step([{"forward": 2.0}])]
-    (score,) = score_replicas(add_up([Part.of(step) for step in steps], make_info(1)))
+    (score,) = add_up([Part.of(step) for step in steps], make_info(1)).replicas
     assert score.seconds == {"input": 0.5, "forward": 1.5}
     assert score.shares == {"input": 0.25, "forward": 0.75}
     assert (score.samples, score.compute) == (8, 1.5)
@@ -233,15 +209,15 @@ TWO_OF_FOUR = [
 @pytest.mark.parametrize(
     ("steps", "info", "known", "expected"),
     [
-        (STEADY, DDP, True, Straggler(1, "virtual:1", 1.0, False, 1 / 3, 0.5)),
-        (STEADY, DDP, False, Straggler(1, "virtual:1", None, False, 1 / 3, 0.5)),
-        (IN_TURNS, DDP, True, Straggler(0, "virtual:0", 5 / 9, True, 1 / 3, 0.5)),
+        (STEADY, DDP, True, Straggler(1, False, 1 / 3, 0.5)),
+        (STEADY, DDP, False, Straggler(1, False, 1 / 3, 0.5)),
+        (IN_TURNS, DDP, True, Straggler(0, True, 1 / 3, 0.5)),
         # The totals alone cannot show it.
         (IN_TURNS, DDP, False, None),
         # On one device replicas take turns on the processors: two of three times say nothing.
-        (NOW_AND_THEN, DDP, True, Straggler(1, "virtual:1", 2 / 3, False, 0.26, 0.35)),
-        (NOW_AND_THEN, ONE_DEVICE, True, Straggler(1, "cpu", 2 / 3, True, 0.26, 0.35)),
-        (TWO_OF_FOUR, make_info(4), True, Straggler(2, "virtual:2", 0.5, False, 0.377, 0.575)),
+        (NOW_AND_THEN, DDP, True, Straggler(1, False, 0.26, 0.35)),
+        (NOW_AND_THEN, ONE_DEVICE, True, Straggler(1, True, 0.26, 0.35)),
+        (TWO_OF_FOUR, make_info(4), True, Straggler(2, False, 0.377, 0.575)),
         # Small differences, one replica, no step.
         (make_steps(4, [BUSY, {"forward": 0.45, "backward": 0.65}]), DDP, True, None),
         (make_steps(2, [BUSY]), make_info(1), True, None),
@@ -257,9 +233,7 @@ def test_stragglers(
     if found is None or expected is None:
         assert found == expected
         return
-    assert (found.index, found.device) == (expected.index, expected.device)
-    assert found.share == pytest.approx(expected.share)
-    assert found.moves == expected.moves
+    assert (found.index, found.moves) == (expected.index, expected.moves)
     assert found.excess == pytest.approx(expected.excess, abs=0.01)
     assert found.waste == pytest.approx(expected.waste, abs=0.01)
     change = find_changes(totals, info, found)[0]

@@ -140,8 +140,5 @@ def intervals(periods: Sequence[RunPeriod], times: Sequence[float]) -> list[list
 
 def _interval(begin: float, end: float, before: RunState, now: RunState) -> Interval:
     totals = add_up([part_between(before, now, None)], now.info)
-    shares = []
-    for one in totals.replicas:
-        whole = sum(one.seconds.values())
-        shares.append({phase: value / whole for phase, value in one.seconds.items() if value > 0})
-    return Interval(begin, end, tuple(shares), imbalance(totals))
+    shares = tuple(dict(one.shares) for one in totals.replicas)
+    return Interval(begin, end, shares, imbalance(totals))

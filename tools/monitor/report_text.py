@@ -121,10 +121,6 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     yield Text()
     for line in summary.table(width):
         yield Text(line, no_wrap=True, overflow="crop")
-    yield Text()
-    told = summary.straggler_line()
-    if told:
-        yield Text(told, style="yellow")
 
 
 def _energy_line(run: RunReport) -> str:

@@ -104,10 +104,4 @@ class RunHistory:
     def shares(self) -> list[dict[Phase, float]]:
         """Per replica the share of each phase that occurs lately; empty without steps."""
         totals = self.totals
-        if totals is None:
-            return []
-        found: list[dict[Phase, float]] = []
-        for replica in totals.replicas:
-            whole = sum(replica.seconds.values())
-            found.append({p: s / whole for p, s in replica.seconds.items() if s > 0})
-        return found
+        return [] if totals is None else [dict(one.shares) for one in totals.replicas]

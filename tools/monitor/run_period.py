@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,14 +49,6 @@ class RunPeriod:
                 before = state
         return found
 
-    def steps(self) -> list[StepRecord]:
-        """Those steps that are known one by one: the last one at each sample, or at some."""
-        first = 0 if self.since_start else self.states[0].num_steps
-        lasts = [state.last for state in self.states]
-        # Of others only the kind is kept.
-        known = {one.number: one for one in lasts if one is not None and one.replicas}
-        return [known[number] for number in sorted(known) if number > first]
-
 
 def part_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> Part:
     """The steps between two states of a run.
@@ -85,6 +76,7 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
         [ReplicaTotals(samples * s, one) for s, one in zip(each, phases, strict=True)],
         None if now.last is None else now.last.kind,
         before is None or before.num_steps == 0,
+        Part.of(now.last) if now.last is not None and now.last.replicas else None,
     )
 
 
@@ -155,9 +147,5 @@ def summarize_periods(
         periods: The oldest first; at least one.
         slowed: By the name of a device, why it is slowed down. Default: none is.
     """
-    return summarize(
-        [part for period in periods for part in period.parts()],
-        periods[-1].info,
-        list(itertools.chain.from_iterable(period.steps() for period in periods)),
-        slowed,
-    )
+    parts = [part for period in periods for part in period.parts()]
+    return summarize(parts, periods[-1].info, slowed)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal, TypeAlias
 
-from dataparallel.monitor.findings import ReplicaScore, score_replicas
+from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
@@ -62,7 +62,7 @@ class SampleStore:
         self._history.add(sample)
         run = self._history.run
         totals = run.totals
-        scores = () if totals is None else score_replicas(totals)
+        scores = () if totals is None else totals.replicas
         more = {
             "alerts": [asdict(alert) for alert in find_alerts(self._history)],
             "scores": [score.relative for score in scores],
