@@ -186,6 +186,7 @@ class FakeSampler(Sampler):
         self.given = 0
         self.count = count
         self.then = then
+        self.asked = argparse.Namespace()
 
     def samples(self) -> Iterator[Sample]:
         for tick in range(self.count):
@@ -203,6 +204,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> FakeSampler:
     fake = FakeSampler()
 
     def open_sampler(arguments: argparse.Namespace) -> FakeSampler:
+        fake.asked = arguments
         return fake
 
     monkeypatch.setattr(top_command, "open_sampler", open_sampler)
@@ -240,8 +242,9 @@ def test_once_takes_two_samples_and_prints_one_view(
 ) -> None:
     text = run(["--once"], capsys)
     assert text.count("TransformerLM") == 1 and sampler.given == 2
-    # It takes two to know how fast a run is.
+    # It takes two to know how fast a run is; nobody wants to wait long for them.
     assert "6.00 steps/s" in text
+    assert (sampler.asked.interval, sampler.asked.speed) == (0.25, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,11 @@ def test_a_lost_device_keeps_its_place_and_comes_back(
         reading = source.read()
         assert devices(reading) == [("cuda:0", False, True), ("cuda:1", True, False)]
         assert "; " in str(reading.devices[0].error)
-        clock.now += 29
+        clock.now += 9
+    # NVML was not opened anew meanwhile: the other device tells rates.
+    assert reading.devices[1].value("pcie_sent") == 0.0
     stub.script(healed)
-    clock.now += 2
+    clock.now += 4
     reading = source.read()
     assert devices(reading) == BOTH and reading.devices[0].name == "Stub"
     assert reading.devices[0].uuid == "GPU-00000000-0000-0000-0000-000000000000"

@@ -149,7 +149,8 @@ def test_counters_and_clocks_that_go_backwards_give_none(
 def test_links_are_summed_where_the_driver_does_not(
     stub: Stub, source: NvmlSource, clock: Clock
 ) -> None:
-    stub.script(EVERYTHING + "no-field 0 138 *; no-field 0 139 *; field 0 91 0 1 3")
+    # The fourth link is not in use.
+    stub.script(EVERYTHING + "no-field 0 138 *; no-field 0 139 *; field 0 91 0 1 4")
     stub.script(";".join(f"field 0 138 {i} 3 {i}; field 0 139 {i} 3 0" for i in range(3)))
     source.read()
     source.read()
