@@ -127,7 +127,6 @@ def _measure(
         task = ReducerTask(
             "ours",
             (),
-            bucket_view=len(devices) > 1,
             meeting_point=str(pathlib.Path(folder) / "meeting"),
             gradients=tuple(arguments.gradients),
             # One replica in one process has nothing to reduce.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
-import types
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 
 import dataparallel.virtual
 from dataparallel.tools.bench import harness
-from tests.bench_workers import ForkedWorker
+from tests import forkserver
 from tests.cluster import Cluster
 
 # The option --faults, and the fixtures of tests of faults.
@@ -94,8 +92,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of benchmarks start in a moment. Each benchmark has a run without this, too."""
-    names = {"PIPE": subprocess.PIPE, "Popen": ForkedWorker}
-    monkeypatch.setattr(harness, "subprocess", types.SimpleNamespace(**names))
+    monkeypatch.setattr(harness, "_context", forkserver.context())
 
 
 @pytest.fixture(autouse=True)

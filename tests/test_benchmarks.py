@@ -236,6 +236,7 @@ def test_a_small_run_of_the_reducer(
     assert "2x1 ✓" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_on_virtual_devices_the_peer_is_the_bare_module(
     run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +340,7 @@ def test_a_small_run_of_all_collectives(
     assert list(result["lines"][0]["ratios"]) == ["torch", "copy"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_of_collectives_on_virtual_devices(
     run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

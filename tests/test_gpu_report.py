@@ -340,7 +340,7 @@ def test_step_times(tmp_path: pathlib.Path) -> None:
     }
     content = {
         "cases": [{"title": "mlp (256)", "rows": [bare]}],
-        "comparisons": [{"title": "bare module", "time_mean": {"value": 1.5}}],
+        "comparisons": [{"title": "bare module", "time_mean": {"median": 1.5}}],
     }
     found = findings.train(Ended(0, 1.0, ""), write(tmp_path / "train.json", content))
     assert (found.verdict, found.summary) == ("passed", "1.50 times as long as bare module")

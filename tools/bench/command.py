@@ -5,14 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import (
-    above_zero,
-    add_command,
-    count,
-    device_names,
-    late,
-    names_in,
-)
+from dataparallel.tools.arguments import add_command, count, device_names, late, names_in
 from dataparallel.tools.bench.cases import CASES
 
 if TYPE_CHECKING:
@@ -44,7 +37,6 @@ def add_to(commands: Subparsers) -> None:
         examples=[
             "dataparallel bench train",
             "dataparallel bench train --cases mlp,conv --rounds 3",
-            "dataparallel bench train --peers ddp --bar 0.8 --bar-worst 1 --bar-memory 0.6",
             "dataparallel bench train --processes 2 --devices cpu --peers ddp",
             "dataparallel bench train --devices cpu --cases deep --peers ddp",
             "dataparallel bench train --devices cpu,cpu --peers watched",
@@ -56,18 +48,14 @@ def add_to(commands: Subparsers) -> None:
     )
     _add_contestants(parser)
     add = parser.add_argument
-    add("--bucket-view", choices=["on", "off"], default=None,
-        help="gradient_as_bucket_view of our DDP; default: on with several processes, where it "
-        "saves a copy, else off. torch DDP always has it on")  # fmt: skip
     add("--mode", choices=list(MODES), default="step",
         help="what is repeated: " + "; ".join(f"{k}: {v}" for k, v in MODES.items()))  # fmt: skip
     add("--loss", choices=["gathered", "replicas"], default="gathered",
         help="where ours takes the loss: of the gathered output (default), "
         "or in each replica (model.loss)")  # fmt: skip
-    add("--optimizer", choices=["sgd", "momentum", "adamw"], default="sgd",
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd",
         help="of all contestants; default: sgd, which keeps no state")  # fmt: skip
     add_rounds(parser)
-    _add_bars(parser)
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -95,15 +83,3 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
         "bare,ddp (bare alone on virtual devices)")  # fmt: skip
     add("--threads-per-replica", type=count, default=1, metavar="N",
         help="intra-op threads of each replica, and of the bare module; default: 1")  # fmt: skip
-
-
-def _add_bars(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "bars", "upper limits of ours / torch DDP (or the first peer), shown as met or missed"
-    )
-    add = group.add_argument
-    add("--bar", type=above_zero, metavar="R", help="geometric mean of the times over the cases")
-    add("--bar-worst", type=above_zero, metavar="R", help="time of each case")
-    add("--bar-memory", type=above_zero, metavar="R", help="geometric mean of the peak memory")
-    add("--bar-memory-worst", type=above_zero, metavar="R", help="peak memory of each case")
-    add("--check", action="store_true", help="exit with status 1 if a bar is missed")

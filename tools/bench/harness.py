@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import importlib
 import math
-import queue
+import multiprocessing
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar, Literal
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar, Literal, Protocol
 
 Kind = Literal["ours", "watched", "bare", "ddp"]
 
@@ -31,6 +30,8 @@ CHECK_STEPS = 3
 START_TIMEOUT = 300.0
 #: Seconds that one round may take.
 ROUND_TIMEOUT = 300.0
+#: Workers are started anew: what this process has loaded must not count as theirs.
+_context: Any = multiprocessing.get_context("spawn")
 #: Seconds that a contestant's turn should last where the number of steps is not given.
 _TURN = 0.5
 
@@ -50,7 +51,6 @@ class Task:
         replicas: Into how many parts the whole batch is divided, over all processes.
         threads: Intra-op threads per replica.
         wrapper: Which of our wrappers is ours.
-        bucket_view: ``gradient_as_bucket_view`` of our DDP; torch's always has it.
         rank: Index of the process within the contestant.
         world_size: Number of processes of the contestant.
         meeting_point: File through which the processes of one contestant find each other.
@@ -64,7 +64,6 @@ class Task:
     replicas: int = 1
     threads: int = 1
     wrapper: Literal["dp", "ddp"] = "ddp"
-    bucket_view: bool = False
     rank: int = 0
     world_size: int = 1
     meeting_point: str = ""
@@ -138,68 +137,76 @@ class WorkerError(RuntimeError):
     """A worker process died or did not answer in time."""
 
 
+class Measurement(Protocol):
+    """What the function ``begin`` of a task's module returns for the fields of the task."""
+
+    def check(self, steps: int) -> dict[str, Any]:
+        """Do some steps, and tell what shows that the results are right."""
+        ...
+
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Repeat; by phase, the seconds of each repetition."""
+        ...
+
+    def finish(self) -> dict[str, Any]:
+        """Conclude, and leave the contestant."""
+        ...
+
+
+def _work(requests: Connection, module: str, fields: dict[str, Any]) -> None:
+    """Measure in a worker process when it is told to, until ``finish``."""
+    # What libraries print must not mix with results on the standard output.
+    os.dup2(2, 1)
+    try:
+        measurement: Measurement = importlib.import_module(module).begin(fields)
+        requests.send({})
+        do = ""
+        while do != "finish":
+            do, details = requests.recv()
+            requests.send(getattr(measurement, do)(**details))
+    except BaseException:
+        requests.send(traceback.format_exc())
+
+
 class Worker:
     """One worker process, as seen from the process that directs; messages call it ``label``."""
 
     def __init__(self, task: Task, label: str) -> None:
-        self.task = task
         self.label = label
-        # Closed by close(), as the process is.
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dataparallel.tools.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+        self._requests, end = _context.Pipe()
+        self._process = _context.Process(
+            target=_work, args=(end, task.module, dataclasses.asdict(task)), daemon=True
         )
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
+        self._process.start()
+        # Where the process has no more of it, this side sees the end.
+        end.close()
 
     def ask(self, do: str, **details: Any) -> None:
         """Send a request; :meth:`answer` waits for what comes back."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._failure("ended") from error
+        # One that has ended is found out by waiting for its answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.send((do, details))
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """The answer to the last request, which comes within ``timeout`` seconds."""
+        if not self._requests.poll(timeout):
+            raise WorkerError(f"worker {self.label} did not answer within {timeout:.0f} s")
         try:
-            line = self._answers.get(timeout=timeout)
-        except queue.Empty as error:
-            raise self._failure(f"did not answer within {timeout:.0f} s") from error
-        if not line:
-            raise self._failure("ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _failure(self, what: str) -> WorkerError:
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines()[-15:]
-        said = "\n".join(["; it said:", *(f"  {line}" for line in lines)]) if lines else ""
-        return WorkerError(f"worker {self.label} {what}{said}")
+            answer = self._requests.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(timeout)
+            status = self._process.exitcode
+            raise WorkerError(f"worker {self.label} ended with status {status}") from error
+        if isinstance(answer, str):
+            raise WorkerError(f"worker {self.label} has failed:\n{answer}")
+        found: dict[str, Any] = answer
+        return found
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except BrokenPipeError:
-                # A request that the process had not read is of no interest any more.
-                continue
-        self._errors.close()
+        self._process.join()
+        self._requests.close()
 
 
 class Team:
@@ -213,10 +220,7 @@ class Team:
         ]
 
     def start(self) -> None:
-        """Make all ready."""
-        for worker in self._workers:
-            task = worker.task
-            worker.ask("start", module=task.module, task=dataclasses.asdict(task))
+        """Wait until all are ready."""
         for worker in self._workers:
             worker.answer(START_TIMEOUT)
 

@@ -58,7 +58,8 @@ class Seat:
             module,
             self.slots,
             bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=self.task.bucket_view,
+            # With several processes that saves a copy.
+            gradient_as_bucket_view=self.task.world_size > 1,
         )
 
     def part(self, whole: Tensor) -> Tensor:

@@ -21,55 +21,48 @@ from dataparallel.tools.bench.output import (
     progress,
     write_json,
 )
-from dataparallel.tools.bench.report import build_comparison, build_table
-from dataparallel.tools.bench.summary import BARS, Comparison, Row, compare, summarize
+from dataparallel.tools.bench.results import (
+    Comparison,
+    Row,
+    build_table,
+    compare,
+    describe,
+    summarize,
+)
 from dataparallel.tools.bench.trainer import TrainTask
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
     peers = arguments.peers or (["bare"] if _any_virtual(arguments.devices) else ["bare", "ddp"])
-    limits = (
-        arguments.bar,
-        arguments.bar_worst,
-        arguments.bar_memory,
-        arguments.bar_memory_worst,
-    )
-    bars = dict(zip(BARS, limits, strict=True))
-    _check(arguments, peers, bars)
+    _check(arguments, peers)
     results: dict[str, list[Row]] = {}
-    headings: dict[str, str] = {}
     records: list[dict[str, Any]] = []
     with progress(len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
         for name in arguments.cases:
             task = _task(name, arguments)
             outcomes, steps = _measure_case(task, peers, arguments, tell)
-            results[name] = summarize(outcomes)
-            headings[name] = f"{name} ({task.batch})"
-            rows = [dataclasses.asdict(row) for row in results[name]]
-            record = {"case": name, "title": headings[name], "steps_per_round": steps}
+            title = f"{name} ({task.batch})"
+            results[title] = summarize(outcomes)
+            rows = [dataclasses.asdict(row) for row in results[title]]
+            record = {"case": name, "title": title, "steps_per_round": steps}
             records.append({**record, "rows": rows})
-    judged = "ddp" if "ddp" in peers else peers[0]
-    comparisons = [compare(results, each, bars if each == judged else {}) for each in peers]
+    comparisons = [compare(results, peer) for peer in peers]
     if arguments.json != "-":
-        with_headings = {headings[name]: rows for name, rows in results.items()}
-        _print(with_headings, comparisons, arguments)
+        _print(results, comparisons, arguments)
     if arguments.json:
-        content = {"setting": _setting(arguments, peers), "cases": records}
-        content["comparisons"] = [_comparison_record(each) for each in comparisons]
+        options = {name: value for name, value in vars(arguments).items() if name != "run"}
+        content = {"setting": {**environment(), **options, "peers": peers}, "cases": records}
+        content["comparisons"] = [dataclasses.asdict(each) for each in comparisons]
         write_json(arguments.json, content)
-    disagree = not all(row.agrees for rows in results.values() for row in rows)
-    missed = any(each.met is False for one in comparisons for each in one.verdicts.values())
-    return int(disagree or (arguments.check and missed))
+    return int(not all(row.agrees for rows in results.values() for row in rows))
 
 
 def _any_virtual(devices: Sequence[str]) -> bool:
     return any(name.startswith("virtual") for name in devices)
 
 
-def _check(
-    arguments: argparse.Namespace, peers: Sequence[str], bars: dict[str, float | None]
-) -> None:
+def _check(arguments: argparse.Namespace, peers: Sequence[str]) -> None:
     if _any_virtual(arguments.devices) and "ddp" in peers:
         raise ValueError(
             "torch DDP has no process group for virtual devices; compare with --peers bare, or "
@@ -85,13 +78,6 @@ def _check(
             f"--processes {arguments.processes} would give all processes the same devices "
             f"{', '.join(arguments.devices)}; only the CPU can be shared so"
         )
-    if arguments.check and not any(bars.values()):
-        raise ValueError("--check needs a bar to check, for example --bar 0.8")
-
-
-def bucket_view(given: str | None, processes: int) -> bool:
-    """Whether our DDP's gradients are views of buckets, as the option says or by default."""
-    return processes > 1 if given is None else given == "on"
 
 
 def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
@@ -105,7 +91,6 @@ def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
         loss=arguments.loss,
         optimizer=arguments.optimizer,
         wrapper=arguments.wrapper,
-        bucket_view=bucket_view(arguments.bucket_view, arguments.processes),
     )
 
 
@@ -128,33 +113,19 @@ def _print(
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
     print_table(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"), console)
     for comparison in comparisons:
-        print_table(build_comparison(comparison), console)
+        console.print(describe(comparison), soft_wrap=True)
     print_notes(_notes(arguments), console)
 
 
 def _notes(arguments: argparse.Namespace) -> list[str]:
-    views = bucket_view(arguments.bucket_view, arguments.processes)
     return [
         f"case (batch): medians of {arguments.rounds} interleaved rounds; PxR: P processes of R "
         "replicas",
-        "speed-up: time of the bare module / this; ours/this: time of ours / this",
+        "speed-up: time of the bare module / this; ours/this: time of ours / this; means over "
+        "cases are geometric",
         f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module",
-        f"gradient_as_bucket_view: torch DDP on, ours {'on' if views else 'off'}; "
-        f"static_graph off; {arguments.optimizer}",
+        "gradient_as_bucket_view: torch DDP on, ours on with several processes; static_graph off; "
+        f"{arguments.optimizer}",
         "MiB: peak of all processes of a contestant beyond the level before its model",
-        f"loss: after {CHECK_STEPS} steps; ✓ losses, gradient norms and parameters are the "
-        "reference's",
+        f"loss: after {CHECK_STEPS} steps; ✓ losses and gradient norms are the reference's",
     ]
-
-
-def _setting(arguments: argparse.Namespace, peers: Sequence[str]) -> dict[str, Any]:
-    options = {name: value for name, value in vars(arguments).items() if name != "run"}
-    views = bucket_view(arguments.bucket_view, arguments.processes)
-    return {**environment(), **options, "peers": list(peers), "bucket_view": views}
-
-
-def _comparison_record(comparison: Comparison) -> dict[str, Any]:
-    record = dataclasses.asdict(comparison)
-    verdicts = record.pop("verdicts")
-    met = {name: verdict.met for name, verdict in comparison.verdicts.items()}
-    return {**record, **verdicts, "met": met}

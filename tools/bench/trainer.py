@@ -18,14 +18,10 @@ from dataparallel.tools.bench.harness import Task
 from dataparallel.tools.bench.memory import MemoryGauge
 from dataparallel.tools.bench.seat import Seat
 
-Optimizer = Literal["sgd", "momentum", "adamw"]
-
-#: Steps after which parameters are compared with those of a bare module.
-_COMPARED_STEPS = 3
+Optimizer = Literal["sgd", "adamw"]
 
 _OPTIMIZERS: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
 }
 
@@ -69,24 +65,19 @@ class Trainer:
         self.task = task
         self.seat = Seat(task)
         _touch_libraries(self.seat)
-        inputs, targets = self._whole_batch()
+        case = CASES[task.case]
+        torch.manual_seed(0)
+        inputs, targets = case.data(task.batch)
         self.inputs, self.targets = self.seat.part(inputs), self.seat.part(targets)
         del inputs, targets
         self.memory = MemoryGauge(self.seat.slots)
-        self.module = self._new_module()
+        torch.manual_seed(1)
+        self.module = case.build().to(self.seat.device)
         self.model = self.seat.wrap(self.module)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
         if task.kind == "watched" and isinstance(self.model, DataParallel):
             # For as long as the process lives; somebody may look at it meanwhile.
             self._monitor = StepMonitor(self.model).__enter__()
-
-    def _whole_batch(self) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        return CASES[self.task.case].data(self.task.batch)
-
-    def _new_module(self) -> nn.Module:
-        torch.manual_seed(1)
-        return CASES[self.task.case].build().to(self.seat.device)
 
     # --- correctness -------------------------------------------------------------------------
 
@@ -96,43 +87,20 @@ class Trainer:
         The bare module accumulates the gradients of the replicas' chunks, so that batch norm sees
         the same batches for every contestant; all figures must then agree to rounding.
         """
-        optimizer = _descent(self.model)
+        # Whatever is measured: others divide by gradients near zero.
+        optimizer = _OPTIMIZERS["sgd"](self.model.parameters())
         losses, norms = [], []
         for _ in range(steps):
-            losses.append(self.seat.mean(self._descend(optimizer)))
+            optimizer.zero_grad()
+            if self.task.kind == "bare":
+                loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
+            else:
+                loss = self._loss()
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(self.seat.mean(loss.detach()))
             norms.append(_gradient_norm(self.model))
         return {"losses": losses, "gradient_norms": norms}
-
-    def _descend(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """One step of what is compared; the loss of this process's part of the batch."""
-        optimizer.zero_grad()
-        if self.task.kind == "bare":
-            loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
-        else:
-            loss = self._loss()
-            loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.detach()
-
-    def _parameter_error(self) -> float:
-        """Difference to a bare module's parameters after some steps from the start.
-
-        It shows, after the measurement, that what was measured trains as it should.
-
-        Returns:
-            The largest error of a parameter tensor's update, relative to that update's norm.
-        """
-        reference = self._new_module()
-        self.module.load_state_dict(reference.state_dict())
-        before = [each.detach().clone() for each in reference.parameters()]
-        inputs, targets = (each.to(self.seat.device) for each in self._whole_batch())
-        ours, theirs = _descent(self.model), _descent(reference)
-        for _ in range(_COMPARED_STEPS):
-            self._descend(ours)
-            theirs.zero_grad()
-            _accumulate(reference, inputs, targets, self.task.replicas)
-            theirs.step()
-        return _largest_error(list(self.module.parameters()), list(reference.parameters()), before)
 
     # --- measurement -------------------------------------------------------------------------
 
@@ -176,18 +144,14 @@ class Trainer:
         """Conclude, and leave the contestant.
 
         Returns:
-            Peaks of memory, and the error of the parameters.
+            Peaks of memory.
         """
-        # First, since what follows takes memory of its own.
-        peaks = self.memory.host_peak(), self.memory.device_peak()
-        error = self._parameter_error()
+        peaks = {
+            "host_bytes": self.memory.host_peak(),
+            "device_bytes": self.memory.device_peak(),
+        }
         self.seat.leave(self.model)
-        return {"host_bytes": peaks[0], "device_bytes": peaks[1], "parameter_error": error}
-
-
-def _descent(model: nn.Module) -> torch.optim.Optimizer:
-    """For what is compared, whatever is measured: others divide by gradients near zero."""
-    return _OPTIMIZERS["sgd"](model.parameters())
+        return peaks
 
 
 def _gradient_norm(model: nn.Module) -> float:
@@ -204,14 +168,6 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) 
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
-
-
-def _largest_error(these: list[Tensor], those: list[Tensor], before: list[Tensor]) -> float:
-    """Largest norm of a difference, relative to the change; small changes count as a thousandth
-    of all changes together, since some are nothing but rounding."""
-    changes = torch.stack([(b - c).norm() for b, c in zip(those, before, strict=True)])
-    differences = torch.stack([(a - b).norm() for a, b in zip(these, those, strict=True)])
-    return (differences / changes.clamp(min=1e-3 * changes.norm())).max().item()
 
 
 def _touch_libraries(seat: Seat) -> None:
