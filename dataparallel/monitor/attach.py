@@ -261,14 +261,12 @@ def _sockets() -> list[tuple[int, int, Path]]:
 
 
 def _remove_if_stale(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
+    # A run that is busy is there.
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             return True
-        except BlockingIOError:
-            # Somebody listens but is busy.
-            pass
     return False

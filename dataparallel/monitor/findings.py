@@ -44,7 +44,6 @@ _NOTABLE = 0.1
 #: Of several replicas on one device one is slower for a reason of its own only if it is so nearly
 #: always: otherwise they take turns on the processors.
 _NEARLY_ALWAYS = 0.75
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -441,7 +440,7 @@ def _across(totals: RunTotals, info: RunInfo) -> Finding:
     waiting = totals.mean("reduce across processes")
     text = (
         f"{_share(totals, waiting)} of each step waits for gradients of other processes. Halve "
-        f"what is sent (about {info.num_parameters * 4 / _MIB:.3g} MiB) with "
+        f"what is sent (about {info.num_parameters / 2**18:.3g} MiB) with "
         'model.register_comm_hook(None, "bf16_compress"). If one process is slower than the '
         "others, look at its own report first."
     )

@@ -109,7 +109,6 @@ class StepRecord:
 def _segment(data: Mapping[str, Any]) -> Segment:
     if data["phase"] not in PHASES:
         raise ValueError(
-            f"{data['phase']!r} is no phase; there are {', '.join(PHASES)}. The recording may come "
-            "from a newer version"
+            f"{data['phase']!r} is no phase of a replica; it may come from a newer version"
         )
     return Segment(data["phase"], float(data["begin"]), float(data["end"]))

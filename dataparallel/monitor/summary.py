@@ -64,7 +64,7 @@ class Summary:
         num_not_advised: How many of them the straggler and the findings leave out: those that take
             more than 5 times the median.
         step_seconds: How long one takes on average.
-        times: Percentiles; None where the times of single steps are unknown.
+        times: Percentiles; None where the times of single steps are unknown, or there is one step.
         steps_per_second: Of this process.
         samples_per_second: Likewise.
         replicas: What each replica did, and how fast.
@@ -241,6 +241,11 @@ def summarize(
     straggler = find_straggler(steady, _without_outliers([one for one in lasts if one is not None]))
     # Whoever looks at a moment meets a long step: those that are seen tell nothing of the others.
     singles = chosen if len(chosen) == totals.num_steps else []
+    times = None
+    if len(singles) > 1:
+        each = [one.seconds for one in singles]
+        deciles = statistics.quantiles(each, n=10, method="inclusive")
+        times = StepTimes(deciles[4], deciles[8], max(each))
     kind: Literal["train", "inference", "all"] = "train"
     if parts and all(one.kind == "inference" for one in parts):
         kind = "inference"
@@ -255,7 +260,7 @@ def summarize(
         _num_steps(parts) - totals.num_steps,
         totals.num_steps - steady.num_steps,
         totals.step_seconds,
-        _times([one.seconds for one in singles]),
+        times,
         totals.num_steps * frequency,
         totals.samples * frequency,
         totals.replicas,
@@ -285,13 +290,3 @@ def _without_outliers(parts: Sequence[Part]) -> list[Part]:
 
 def _num_steps(parts: Sequence[Part]) -> int:
     return sum(one.num_steps for one in parts)
-
-
-def _times(seconds: Sequence[float]) -> StepTimes | None:
-    if not seconds:
-        return None
-    # It takes two values at least.
-    deciles = statistics.quantiles(
-        [*seconds, seconds[0]][: max(2, len(seconds))], n=10, method="inclusive"
-    )
-    return StepTimes(deciles[4], deciles[8], max(seconds))

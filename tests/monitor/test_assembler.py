@@ -310,7 +310,7 @@ def test_nobody_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
                     {"index": 0, "device": "cpu", "samples": 1, "segments": [{"phase": "x"}]}
                 ]
             },
-            r"'x' is no phase; there are input, .*newer version",
+            "'x' is no phase of a replica; .*newer version",
         ),
     ],
 )

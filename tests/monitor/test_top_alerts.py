@@ -164,25 +164,25 @@ def test_a_run_that_is_gone_is_the_only_thing_told_of_it() -> None:
 # --- lately --------------------------------------------------------------------------------------
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+@pytest.mark.parametrize(
+    ("looks", "rate", "seconds"),
+    [
+        # What is older than the window is forgotten.
+        ([(0.0, 0, 1), (5.0, 500, 1), (16.0, 511, 1), (17.0, 512, 1)], 1.0, 12.0),
+        # A run that stands still gets slower, and keeps its last step.
+        ([(0.0, 9, 1), (1.0, 10, 1), (20.0, 10, 1), (40.0, 10, 1)], 1 / 40, 40.0),
+        # Another run begins anew, and so does a recording that is played again.
+        ([(0.0, 5, 1), (1.0, 900, 2)], None, 0.0),
+        ([(100.0, 5, 1), (101.0, 6, 1), (0.0, 7, 1)], None, 0.0),
+    ],
+)
+def test_what_lately_is(
+    looks: list[tuple[float, int, int]], rate: float | None, seconds: float
+) -> None:
     history = RunHistory(window=10.0)
-    for elapsed, steps in ((0.0, 0), (5.0, 500), (16.0, 511), (17.0, 512)):
-        history.add(even_run(steps, time=1e9 + elapsed), elapsed)
-    assert history.seconds == 12.0 and history.steps_per_second == 1.0
-
-
-def test_a_run_that_stands_still_gets_slower_and_keeps_its_last_step() -> None:
-    history = RunHistory(window=10.0)
-    for elapsed, steps in ((0.0, 9), (1.0, 10), (20.0, 10), (40.0, 10)):
-        history.add(even_run(steps, time=1e9 + elapsed), elapsed)
-    assert history.steps_per_second == 1 / 40
-
-
-def test_another_run_begins_anew() -> None:
-    history = RunHistory()
-    history.add(even_run(5, pid=1), 0.0)
-    history.add(even_run(900, pid=2, time=1e9 + 1), 1.0)
-    assert history.steps_per_second is None
+    for elapsed, steps, pid in looks:
+        history.add(even_run(steps, pid=pid, time=1e9 + elapsed), elapsed)
+    assert (history.steps_per_second, history.seconds) == (rate, seconds)
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
@@ -196,14 +196,6 @@ def test_a_clock_that_is_set_changes_no_rate(jump: float) -> None:
             assert history.seconds == min(second, 10)
     assert history.totals is not None and history.totals.num_steps == 1000
     assert history.period is not None and len(history.period.states) == 11
-
-
-def test_a_recording_that_begins_anew_begins_the_history_anew() -> None:
-    history = RunHistory()
-    history.add(even_run(5), 100.0)
-    history.add(even_run(6), 101.0)
-    history.add(even_run(7), 0.0)
-    assert history.steps_per_second is None and history.seconds == 0.0
 
 
 def test_many_samples_in_the_window_are_bounded() -> None:

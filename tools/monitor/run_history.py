@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.run import RunState
@@ -72,18 +73,15 @@ class RunHistory:
     @property
     def steps_per_second(self) -> float | None:
         """Steps per second lately; None with less than two states."""
-        seconds = self.seconds
-        if not seconds:
-            return None
-        return (self._states[-1][1].num_steps - self._states[0][1].num_steps) / seconds
+        return self._rate([state.num_steps for _, state in self._states])
 
     @property
     def samples_per_second(self) -> float | None:
         """Samples per second lately, in this process; None with less than two states."""
-        seconds = self.seconds
-        if not seconds:
-            return None
-        return (self._states[-1][1].num_samples - self._states[0][1].num_samples) / seconds
+        return self._rate([state.num_samples for _, state in self._states])
+
+    def _rate(self, counts: Sequence[int]) -> float | None:
+        return (counts[-1] - counts[0]) / self.seconds if self.seconds else None
 
     @property
     def period(self) -> RunPeriod | None:
