@@ -166,7 +166,7 @@ def test_monitor(wrapper: Any) -> None:
     seen: list[Any] = []
     with (
         StepMonitor(model, publish=False) as monitor,
-        StepMonitor(model, publish=False, on_step=seen.append),
+        StepMonitor(model, publish=False, on_step=seen.append) as told,
     ):
         for step in range(9):
             if step == 3:
@@ -178,7 +178,8 @@ def test_monitor(wrapper: Any) -> None:
         summary = monitor.summary()
     training.assert_weights(9)
     # What is kept is about the replicas that there are now.
-    assert {len(record.replicas) for record in monitor.steps} == {3}
+    for one in (monitor, told):
+        assert [len(record.replicas) for record in one.steps] == [3, 3, 3]
     assert len(monitor.steps) >= summary.num_steps >= 2
     assert state.info.devices == ("virtual:0", "virtual:2", "virtual:1")
     assert len(state.totals) == len(state.memory) == len(state.now) == 3

@@ -52,8 +52,6 @@ from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
-#: So deep steps of one optimizer lie within each other: that of a class, and those of its bases.
-_MAX_NESTED = 8
 
 _Interval = tuple[Phase, int, int]
 
@@ -361,7 +359,7 @@ class OptimizerSpans:
         self._timeline = weakref.ref(timeline)
         self._module = weakref.ref(module)
         self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        #: Per optimizer what has begun.
+        #: The step of a class may call that of its base. Torch says nothing of one that raises.
         self._begun: weakref.WeakKeyDictionary[Optimizer, list[AbstractContextManager[object]]]
         self._begun = weakref.WeakKeyDictionary()
         handles = [
@@ -387,8 +385,6 @@ class OptimizerSpans:
         timeline = self._timeline()
         if timeline is not None and self._is_ours(optimizer):
             begun = self._begun.setdefault(optimizer, [])
-            # Torch calls nothing after a step that raises, so its span stays.
-            del begun[: -_MAX_NESTED + 1]
             begun.append(timeline.span("optimizer", 0))
             begun[-1].__enter__()
 

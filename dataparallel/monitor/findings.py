@@ -461,15 +461,10 @@ def _overhead(totals: RunTotals, straggler: Straggler | None) -> Finding | None:
 
 def _idle_of_all(totals: RunTotals, straggler: Straggler | None) -> float:
     """Seconds per step in which nothing is under way, as far as the totals tell."""
-    # Waiting for the first replica, or for the slowest, is priced where its cause is.
-    first = totals.each("optimizer")[0] + _loss_of_first(totals)
+    # The first replica does what one does for all. Its waiting for the slowest is priced there.
     moving = straggler.waste if straggler is not None and straggler.moves else 0.0
-    computes = totals.computes
-    idle = [
-        seconds - max(moving, max(computes) - computes[i]) - (first if i else 0.0)
-        for i, seconds in enumerate(totals.each("idle"))
-    ]
-    return max(0.0, min(idle))
+    waits = max(moving, max(totals.computes) - totals.computes[0])
+    return max(0.0, totals.each("idle")[0] - waits)
 
 
 def percent(share: float) -> str:

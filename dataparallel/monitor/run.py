@@ -98,7 +98,7 @@ class RunState:
 
 
 def describe_run(model: DataParallel[Any]) -> RunInfo:
-    """What is known of a wrapper now: buckets are made anew after the first backward."""
+    """All that a monitor asks of a wrapper beside its timeline; buckets are made anew at times."""
     group, sizes = None, []
     if isinstance(model, DistributedDataParallel):
         group = model.process_group

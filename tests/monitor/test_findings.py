@@ -45,6 +45,7 @@ def changes(
         # The first does 0.8 s of loss for both; gathering costs 0.2 s: 0.4 + 0.1 of 2.
         ({"gather": 0.2, "loss": 0.8}, {"gather": 0.2}, DDP, "loss", 0.25, "model.loss"),
         ({"gather": 1.0}, {"gather": 1.0}, DDP, "gather", 0.5, 'output_device="each"'),
+        ({"gather": 1.0, "loss": 0.5}, {"gather": 1.0, "loss": 0.5}, DDP, "gather", 0.4, "each"),
         ({"scatter": 1.0}, {"scatter": 1.0}, DDP, "scatter", 0.25, "pin_memory"),
         (
             *({"scatter": 1.0}, {"scatter": 1.0}, make_info(2, buckets=0), "scatter", 0.25),
@@ -239,6 +240,15 @@ def test_stragglers(
     change = find_changes(totals, info, found)[0]
     assert (change.kind == "moving straggler") == found.moves
     assert ("balance" in change.text) == (not found.moves)
+
+
+def test_waiting_in_turns_is_no_overhead() -> None:
+    fast: Seconds = {"forward": 1.0}
+    late: Seconds = {"forward": 4.0}
+    parts = [Part.of(one) for one in make_steps(4, [fast, late]) + make_steps(4, [late, fast])]
+    totals = add_up(parts, DDP)
+    (found,) = find_changes(totals, DDP, find_straggler(totals, parts))
+    assert found.kind == "moving straggler" and found.gain == pytest.approx(1.5 / 4)
 
 
 def test_the_imbalance_of_steps_and_of_their_sum() -> None:

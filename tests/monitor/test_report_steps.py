@@ -47,71 +47,55 @@ def text_of(report: Report) -> str:
     return out.getvalue()
 
 
-def test_there_are_no_percentiles_of_the_few_steps_that_are_seen() -> None:
-    # The last step before a sample is more likely a long one.
-    pieces = [(100, [BUSY, SLOW])] * 6
-    report = make_report(watched(pieces))
-    (run,) = report.runs
-    assert run.summary.num_steps == 600
-    assert run.summary.times is None
-    assert run.summary.step_seconds == pytest.approx(2.0)
-    text = text_of(report)
-    assert "median" not in text
-
-
-def test_the_imbalance_is_that_of_all_steps_where_few_are_seen() -> None:
+def test_percentiles_are_of_steps_that_are_all_seen() -> None:
+    """The last step before a sample is more likely a long one."""
+    report = make_report(watched([(1, [BUSY, SLOW])] * 6))
+    assert report.runs[0].summary.times is not None
+    assert "step time: median 2 s" in text_of(report)
     samples = watched([(100, [BUSY, BUSY])] * 6)
     for i, one in enumerate(samples):
         assert one.run is not None
         last = FakeRun(info_of(2))
         last.steps(max(1, one.run.num_steps), [BUSY, SLOW], [8, 8])
         samples[i] = dataclasses.replace(one, run=dataclasses.replace(one.run, last=last.last))
-    (run,) = make_report(samples).runs
-    assert run.summary.imbalance == pytest.approx(1.0)
-
-
-def test_where_most_steps_are_seen_there_are_percentiles() -> None:
-    report = make_report(watched([(1, [BUSY, SLOW])] * 6))
-    assert report.runs[0].summary.times is not None
-    assert "step time: median 2 s" in text_of(report)
-
-
-# The shorter one is no outlier.
-@pytest.mark.parametrize("seconds", [4.0, 60.0])
-@pytest.mark.parametrize("kinds", ["", "i" * 10])
-def test_the_first_step_of_a_run_does_not_tell_what_to_change(seconds: float, kinds: str) -> None:
-    late: Seconds = {"forward": seconds}
-    pieces = [(1, [BUSY, late]), *[(3, [BUSY, BUSY])] * 9]
-    (run,) = make_report(watched(pieces, whole=True, kinds=kinds)).runs
-    assert run.since_start
-    assert (run.summary.num_steps, run.summary.num_left_out) == (27, 1)
-    assert run.summary.advice.kind == "nothing"
-    assert run.summary.step_seconds == pytest.approx(1.0)
-
-
-def test_a_long_pause_does_not_tell_what_to_change() -> None:
-    pause: Seconds = {"input": 60.0, **BUSY}
-    report = make_report(watched([*[(3, [BUSY, BUSY])] * 10, (1, [pause, pause])]))
+    report = make_report(samples)
     summary = report.runs[0].summary
-    assert (summary.num_steps, summary.num_not_advised) == (31, 1)
-    assert summary.advice.kind == "nothing"
-    assert "left out of the advice: 1 of 31 steps" in text_of(report)
+    assert (summary.num_steps, summary.times) == (600, None)
+    assert summary.step_seconds == summary.imbalance == pytest.approx(1.0)
+    assert "median" not in text_of(report)
 
 
-def test_a_run_that_becomes_slow_is_not_left_out() -> None:
-    (run,) = make_report(watched([(3, [BUSY, BUSY]), (3, [BUSY, BUSY]), (2, [BUSY, LATE])])).runs
-    assert run.summary.num_not_advised == 0
-    assert run.summary.advice.kind == "slow replica"
+EVEN: tuple[int, list[Seconds]] = (3, [BUSY, BUSY])
+SLOW_INPUT: Seconds = {"input": 3.0, "forward": 0.4}
 
 
-def test_evaluation_does_not_tell_what_to_change_in_training() -> None:
-    slow_input: Seconds = {"input": 3.0, "forward": 0.4}
-    pieces = [(5, [BUSY, BUSY]), (5, [slow_input, slow_input])] * 4
-    (run,) = make_report(watched(pieces, kinds="titititi")).runs
-    assert (run.summary.num_steps, run.summary.num_left_out) == (20, 20)
-    assert run.summary.advice.kind == "nothing"
-    (alone,) = make_report(watched(pieces[1:2] * 3, kinds="iii")).runs
-    assert (alone.summary.kind, alone.summary.advice.kind) == ("inference", "input")
+@pytest.mark.parametrize(
+    ("pieces", "kinds", "whole", "expected"),
+    [
+        # The first step of a run, whether it is an outlier or not.
+        ([(1, [BUSY, {"forward": 4.0}]), *[EVEN] * 9], "", True, (27, 1, 0, "nothing")),
+        ([(1, [BUSY, LATE]), *[EVEN] * 9], "i" * 10, True, (27, 1, 0, "nothing")),
+        # A long pause, but not a run that becomes slow.
+        ([*[EVEN] * 10, (1, [{**BUSY, "input": 60.0}] * 2)], "", False, (31, 0, 1, "nothing")),
+        ([EVEN, EVEN, (2, [BUSY, LATE])], "", False, (8, 0, 0, "slow replica")),
+        # Evaluation between training, but not alone.
+        ([EVEN, (3, [SLOW_INPUT] * 2)] * 4, "titititi", False, (12, 12, 0, "nothing")),
+        ([(5, [SLOW_INPUT] * 2)] * 3, "iii", False, (15, 0, 0, "input")),
+    ],
+)
+def test_what_says_nothing_of_the_others_does_not_tell_what_to_change(
+    pieces: Sequence[tuple[int, Sequence[Seconds]]],
+    kinds: str,
+    whole: bool,
+    expected: tuple[int, int, int, str],
+) -> None:
+    report = make_report(watched(pieces, whole=whole, kinds=kinds))
+    (run,) = report.runs
+    told = run.summary
+    numbers = (told.num_steps, told.num_left_out, told.num_not_advised, told.advice.kind)
+    assert numbers == expected and run.since_start == whole
+    assert (told.kind == "inference") == (set(kinds) == {"i"})
+    assert ("left out of the advice: 1 of 31 steps" in text_of(report)) == (expected[2] == 1)
 
 
 # --- long recordings ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 import weakref
 from typing import Any
@@ -123,15 +122,16 @@ def test_an_optimizer_that_fails_does_not_end_a_step() -> None:
     with StepMonitor(model, publish=False) as monitor:
         train(model, optimizer)
         model(torch.ones(5, 6)).sum().backward()
-        for _ in range(20):
+        for _ in range(3):
             with pytest.raises(ZeroDivisionError, match="division"):
                 optimizer.step(lambda: 1 / 0)
-        assert sys.getrefcount(optimizer) < 20
+        time.sleep(0.05)
         optimizer.step()
         train(model, optimizer)
         model(torch.ones(5, 6))
         assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
     assert [step.samples for step in monitor.steps] == [5, 5, 5, 5]
+    assert monitor.steps[1].replicas[0].seconds["optimizer"] < 0.05
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
