@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pathlib
 from importlib import metadata
@@ -10,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from torch import device as torch_device
 
 from dataparallel.tools import cli
-from dataparallel.tools.doctor import accelerators, basics, command, report
+from dataparallel.tools.doctor import accelerators, basics, command
 from dataparallel.tools.doctor.check import Check, Probe
+from dataparallel.tools.doctor.kernels import kernels
 
 
 def fake_torch(
@@ -130,55 +129,43 @@ def test_without_accelerators_the_remedy_is_cpu_replicas() -> None:
     assert "device_ids" in found.remedy
 
 
-def smi(path: str = "/usr/bin/nvidia-smi") -> dict[str, Any]:
-    """A machine on which nvidia-smi finds one GPU."""
-    return {
-        "which": lambda name: path if name == "nvidia-smi" else None,
-        "output": lambda *command: "570.1, Fake GPU" if command[0] == "nvidia-smi" else None,
-    }
+def fake_nvml(calls: list[str], code: int | None = None) -> SimpleNamespace:
+    """NVML with two devices, or one that fails with a code."""
 
+    class NVMLError(Exception):
+        value = code
 
-@pytest.mark.parametrize(
-    ("torch", "status", "detail"),
-    [
-        (fake_torch(cuda="12.8", gpus=1), "ok", "570.1, 1 GPU(s): Fake GPU"),
-        (fake_torch(), "problem", "torch was built without CUDA"),
-        (fake_torch(cuda="13.0"), "problem", "built for CUDA 13.0, finds no usable GPU"),
-    ],
-)
-def test_a_driver_that_torch_cannot_use_is_a_problem(torch: Any, status: str, detail: str) -> None:
-    check = accelerators.driver(fake_probe(torch, **smi()))
-    assert check.status == status
-    assert detail in check.detail
-    assert bool(check.remedy) == (status == "problem")
+    def init() -> None:
+        calls.append("init")
+        if code is not None:
+            raise NVMLError
 
-
-def test_nvml_is_asked_first_and_shut_down() -> None:
-    calls = []
-    nvml = SimpleNamespace(
-        NVMLError=OSError,
-        nvmlInit=lambda: calls.append("init"),
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=init,
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: f"GPU {handle}",
         nvmlSystemGetDriverVersion=lambda: b"580.2",
     )
-    modules = {"torch": fake_torch(cuda="12.8", gpus=2), "pynvml": nvml}
-    check = accelerators.driver(fake_probe(module=modules.get, **smi()))
-    assert check.detail == "580.2, 2 GPU(s): GPU 0, GPU 1"
+
+
+@pytest.mark.parametrize(
+    ("torch", "status", "detail"),
+    [
+        (fake_torch(cuda="12.8", gpus=2), "ok", "580.2, 2 GPU(s): GPU 0, GPU 1"),
+        (fake_torch(), "problem", "torch was built without CUDA"),
+        (fake_torch(cuda="13.0"), "problem", "built for CUDA 13.0, finds no usable GPU"),
+    ],
+)
+def test_a_driver_that_torch_cannot_use_is_a_problem(torch: Any, status: str, detail: str) -> None:
+    calls: list[str] = []
+    modules = {"torch": torch, "pynvml": fake_nvml(calls)}
+    check = accelerators.driver(fake_probe(module=modules.get))
+    assert check.status == status and detail in check.detail
+    assert bool(check.remedy) == (status == "problem")
     assert calls == ["init", "shutdown"]
-
-
-def test_a_failing_nvml_leaves_it_to_nvidia_smi() -> None:
-    def fail() -> None:
-        raise OSError("driver not loaded")
-
-    modules = {
-        "torch": fake_torch(cuda="12.8", gpus=1),
-        "pynvml": SimpleNamespace(NVMLError=OSError, nvmlInit=fail),
-    }
-    assert accelerators.driver(fake_probe(module=modules.get, **smi())).detail.startswith("570.1")
 
 
 @pytest.mark.parametrize(
@@ -189,22 +176,16 @@ def test_a_failing_nvml_leaves_it_to_nvidia_smi() -> None:
         (18, "problem", "the driver that is loaded and its library", "restart the machine"),
         (4, "problem", "not permitted", "run as root"),
         (77, "problem", "NVML fails with error 77", "see: sudo dmesg"),
+        (None, "missing", "not asked; without nvidia-ml-py", "pip install nvidia-ml-py"),
     ],
 )
 def test_a_driver_that_does_not_start_is_explained(
-    code: int, status: str, detail: str, remedy: str
+    code: int | None, status: str, detail: str, remedy: str
 ) -> None:
-    class NVMLError(Exception):
-        value = code
-
-    def fail() -> None:
-        raise NVMLError
-
-    modules = {"pynvml": SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail)}
+    modules = {} if code is None else {"pynvml": fake_nvml([], code)}
     check = accelerators.driver(fake_probe(module=modules.get))
     assert (check.name, check.status) == ("NVIDIA driver", status)
-    assert check.detail.startswith(detail)
-    assert check.remedy.startswith(remedy)
+    assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
 
 
 def test_packages_that_overwrite_each_other_are_a_problem() -> None:
@@ -282,12 +263,6 @@ def test_a_wrong_compiler_is_a_problem_although_there_is_another(chosen: str) ->
     assert first.remedy == "set CXX to a C++ compiler, or unset it"
 
 
-def test_only_what_is_essential_decides_on_the_exit_status() -> None:
-    problem = Check("Devices", "driver", "problem", "too old")
-    assert command.exit_status([problem]) == 0
-    assert command.exit_status([problem, Check("B", "torch", "problem", "", essential=True)]) == 1
-
-
 def test_every_missing_extra_says_what_for_and_how() -> None:
     missing = [*basics.extras(fake_probe()), accelerators.gpu_packages(fake_probe())]
     assert {check.status for check in missing} == {"missing"}
@@ -300,47 +275,158 @@ def test_every_missing_extra_says_what_for_and_how() -> None:
     assert {check.status for check in basics.extras(there)} == {"ok"}
 
 
+# --- CuPy and the CUDA kernels -----------------------------------------------------------------
+
+
+def probe_with(
+    cuda: str | None, packages: dict[str, str], *, imported: bool = True, served: int = 2
+) -> Probe:
+    """Two CUDA devices, the first ``served`` of which CuPy can launch kernels on."""
+    backend = SimpleNamespace(
+        backend_of=lambda device: "cupy" if device[1] < served else None,
+    )
+    modules: dict[str, Any] = {
+        "torch": fake_torch(cuda=cuda, gpus=2),
+        "dataparallel.kernels.backend": backend,
+        "cupy": SimpleNamespace() if imported else None,
+    }
+    return fake_probe(version=packages.get, module=modules.get)
+
+
+def found(probe: Probe) -> tuple[Check, list[Check]]:
+    cupy, *devices = kernels(probe)
+    assert cupy.name == "CuPy"
+    return cupy, devices
+
+
+@pytest.mark.parametrize(
+    ("cuda", "packages"),
+    [
+        ("13.0", {"cupy-cuda13x": "14.2.0"}),
+        ("12.8", {"cupy-cuda12x": "14.0.1"}),
+        ("12.8", {"cupy": "15.0.0a1"}),
+    ],
+)
+def test_a_cupy_that_fits_runs_the_kernels(cuda: str, packages: dict[str, str]) -> None:
+    cupy, devices = found(probe_with(cuda, packages))
+    ((name, version),) = packages.items()
+    assert (cupy.status, cupy.detail) == ("ok", f"{name} {version}, for torch's CUDA {cuda}")
+    assert [(each.name, each.status) for each in devices] == [("cuda:0", "ok"), ("cuda:1", "ok")]
+    assert {each.detail for each in devices} == {"the kernels, launched with CuPy"}
+
+
+@pytest.mark.parametrize("cuda", ["12.8", "13.0"])
+def test_without_cupy_the_remedy_is_the_extra_that_fits(cuda: str) -> None:
+    cupy, devices = found(probe_with(cuda, {}))
+    assert cupy.status == "missing"
+    assert cupy.remedy == f'pip install "dataparallel[cuda{cuda[:2]}]"'
+    assert {each.detail for each in devices} == {
+        "torch's own operations, which read memory more often"
+    }
+    assert {each.status for each in devices} == {"missing"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "imported", "detail", "remedy"),
+    [
+        (
+            {"cupy-cuda12x": "14.2.0"},
+            True,
+            "cupy-cuda12x 14.2.0, but torch was built for CUDA 13.0",
+            'pip uninstall cupy-cuda12x, then pip install "dataparallel[cuda13]"',
+        ),
+        (
+            {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"},
+            True,
+            "cupy-cuda13x 14.2.0, cupy-cuda12x 14.2.0: they overwrite each other's files",
+            'pip uninstall cupy-cuda13x cupy-cuda12x, then pip install "dataparallel[cuda13]"',
+        ),
+        (
+            {"cupy-cuda13x": "13.6.0"},
+            True,
+            "cupy-cuda13x 13.6.0, but at least 14 is needed",
+            'pip install "dataparallel[cuda13]"',
+        ),
+        (
+            {"cupy-cuda13x": "14.2.0"},
+            False,
+            "cupy-cuda13x 14.2.0 is installed but cannot be imported",
+            'pip uninstall cupy-cuda13x, then pip install "dataparallel[cuda13]"',
+        ),
+    ],
+)
+def test_a_cupy_that_does_not_fit_is_a_problem(
+    packages: dict[str, str], imported: bool, detail: str, remedy: str
+) -> None:
+    cupy, devices = found(probe_with("13.0", packages, imported=imported))
+    assert (cupy.status, cupy.detail, cupy.remedy) == ("problem", detail, remedy)
+    assert not cupy.essential
+    assert {each.status for each in devices} == {"missing"}
+
+
+def test_a_device_that_cupy_cannot_use_is_a_problem() -> None:
+    _, devices = found(probe_with("13.0", {"cupy-cuda13x": "14.2.0"}, served=1))
+    assert [each.status for each in devices] == ["ok", "problem"]
+    assert "although CuPy is there" in devices[1].detail
+    assert "show_config" in devices[1].remedy
+
+
+def test_a_torch_without_cuda_has_no_use_for_it() -> None:
+    for probe in (fake_probe(), fake_probe(fake_torch()), fake_probe(fake_torch(gpus=2))):
+        (cupy,) = kernels(probe)
+        assert (cupy.status, cupy.remedy) == ("missing", "")
+        assert cupy.detail.startswith("runs the CUDA kernels; of no use here")
+    unused = fake_probe(fake_torch(), version={"cupy-cuda13x": "14.2.0"}.get)
+    assert next(iter(kernels(unused))).detail.startswith("cupy-cuda13x 14.2.0, ")
+
+
+def test_the_command_shows_it() -> None:
+    checks = command.examine(probe_with("13.0", {"cupy-cuda13x": "14.2.0", "torch": "2.13.0"}))
+    assert [each.name for each in checks if each.group == "CUDA kernels"] == [
+        "CuPy",
+        "cuda:0",
+        "cuda:1",
+    ]
+
+
 # --- what is shown -----------------------------------------------------------------------------
 
-CHECKS = [
-    Check("Basics", "torch", "ok", "2.13.0"),
-    Check("Devices", "driver", "problem", "too old", "install a newer one"),
-    Check("Extras", "rich", "missing", "for tables", 'pip install "dataparallel[tools]"'),
-]
 
-
-def printed(checks: list[Check], width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    report.print_table(checks, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_the_table_shows_every_finding_and_remedy() -> None:
-    lines = [line.rstrip() for line in printed(CHECKS).splitlines()]
-    assert "  ✓ torch   2.13.0" in lines
-    assert "  ✗ driver  problem: too old" in lines
-    assert '            → pip install "dataparallel[tools]"' in lines
-    assert lines[-1] == "dataparallel works; look at: driver"
-
-
-def test_the_last_line_tells_whether_the_package_works() -> None:
-    assert printed(CHECKS[:1]).splitlines()[-1] == "dataparallel works on this machine"
-    broken = [*CHECKS, Check("Basics", "Python", "problem", "3.9", essential=True)]
-    assert printed(broken).splitlines()[-1] == "dataparallel cannot work here: Python"
-
-
-def test_it_can_do_without_rich(capsys: pytest.CaptureFixture[str]) -> None:
-    command.print_plain(CHECKS)
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "[missing] Extras: rich: for tables",
-        '    do: pip install "dataparallel[tools]"',
+@pytest.mark.parametrize(
+    ("problems", "last"),
+    [
+        ([], "dataparallel works on this machine"),
+        ([False], "dataparallel works; look at: driver"),
+        ([True], "dataparallel cannot work here: driver"),
+    ],
+)
+def test_every_finding_is_shown_and_the_last_line_tells_whether_it_works(
+    problems: list[bool], last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Check("Devices", "driver", "problem", "no", "do", essential=e) for e in problems]
+    checks = [
+        Check("Basics", "torch", "ok", "2.13.0"),
+        Check("Basics", "peers", "missing", "a matrix\n0 1", "pip install 'x[y]'"),
+        *found,
     ]
+    command.show(checks)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "Basics",
+        "  ok       torch              2.13.0",
+        "  missing  peers              a matrix",
+        "                              0 1",
+        "                              do: pip install 'x[y]'",
+    ]
+    assert lines[-1] == last and lines[-1].isascii()
+    assert command.exit_status(checks) == (problems == [True])
 
 
 def test_this_machine_passes_and_json_holds_every_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert cli.main(["doctor"]) == 0
+    assert "ok       torch" in capsys.readouterr().out
     assert cli.main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert {"Python", "torch", "cores", "C++ compiler"} <= {each["name"] for each in findings}

@@ -49,52 +49,17 @@ def _describe(module: Any, index: int) -> str:
 
 
 def driver(probe: Probe) -> Check:
-    """The NVIDIA driver, through NVML or else nvidia-smi, and whether torch can use it."""
-    found = _nvml_driver(probe) or _smi_driver(probe)
-    if found is None:
-        return _no_driver(probe)
-    version, names = found
-    detail = f"{version}, {len(names)} GPU(s): {', '.join(names)}"
-    torch = probe.module("torch")
-    if torch is None or torch.cuda.is_available():
-        return Check("Devices", "NVIDIA driver", "ok", detail)
-    if not torch.version.cuda:
-        why, remedy = "torch was built without CUDA", "pip install --force-reinstall torch"
-    else:
-        why = f"torch, built for CUDA {torch.version.cuda}, finds no usable GPU"
-        remedy = "install a newer driver, or a torch for an older CUDA (pytorch.org/get-started)"
-    return Check("Devices", "NVIDIA driver", "problem", f"{detail}; but {why}", remedy)
-
-
-def _nvml_driver(probe: Probe) -> tuple[str, list[str]] | None:
-    nvml = probe.module("pynvml")
-    if nvml is None:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        version, *names = [
-            text.decode() if isinstance(text, bytes) else str(text)
-            for text in (nvml.nvmlSystemGetDriverVersion(), *map(nvml.nvmlDeviceGetName, handles))
-        ]
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
-    return version, names
-
-
-def _no_driver(probe: Probe) -> Check:
-    """Why no driver answers: there is none, or it does not work."""
+    """The NVIDIA driver, as NVML knows it, and whether torch can use it."""
     name, needed = "NVIDIA driver", "no driver answers; needed for CUDA"
     nvml = probe.module("pynvml")
     if nvml is None:
-        return Check("Devices", name, "missing", needed)
+        detail = "not asked; without nvidia-ml-py nothing is known of it"
+        return Check("Devices", name, "missing", detail, "pip install nvidia-ml-py")
     try:
         nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        names = [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles]
+        version = _text(nvml.nvmlSystemGetDriverVersion())
         nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         code = int(getattr(error, "value", LIBRARY_NOT_FOUND))
@@ -102,16 +67,20 @@ def _no_driver(probe: Probe) -> Check:
         if code != LIBRARY_NOT_FOUND:
             return Check("Devices", name, "problem", what, remedy)
         return Check("Devices", name, "missing", f"{needed}: {what}", remedy)
-    return Check("Devices", name, "missing", needed)
+    detail = f"{version}, {len(names)} GPU(s): {', '.join(names)}"
+    torch = probe.module("torch")
+    if torch is None or torch.cuda.is_available():
+        return Check("Devices", name, "ok", detail)
+    if not torch.version.cuda:
+        why, remedy = "torch was built without CUDA", "pip install --force-reinstall torch"
+    else:
+        why = f"torch, built for CUDA {torch.version.cuda}, finds no usable GPU"
+        remedy = "install a newer driver, or a torch for an older CUDA (pytorch.org/get-started)"
+    return Check("Devices", name, "problem", f"{detail}; but {why}", remedy)
 
 
-def _smi_driver(probe: Probe) -> tuple[str, list[str]] | None:
-    if probe.which("nvidia-smi") is None:
-        return None
-    query = "--query-gpu=driver_version,name"
-    lines = (probe.output("nvidia-smi", query, "--format=csv,noheader") or "").splitlines()
-    pairs = [line.split(", ", 1) for line in lines if ", " in line]
-    return (pairs[0][0], [name for _, name in pairs]) if pairs else None
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def peer_access(probe: Probe) -> Iterator[Check]:

@@ -12,7 +12,11 @@ NEWEST_TESTED_TORCH = (2, 15)
 
 #: Distribution, what it is needed for, the command that installs it.
 _EXTRAS = (
-    ("rich", "tables and progress of this command", 'pip install "dataparallel[tools]"'),
+    (
+        "rich",
+        "tables of `dataparallel bench`, the view of `dataparallel monitor`",
+        'pip install "dataparallel[tools]"',
+    ),
     (
         "psutil",
         "memory figures of `dataparallel bench`, readings of `dataparallel monitor`",

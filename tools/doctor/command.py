@@ -63,23 +63,27 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
-        _show(checks)
+        show(checks)
     return exit_status(checks)
 
 
-def _show(checks: Sequence[Check]) -> None:
-    try:
-        from dataparallel.tools.doctor.report import print_table
-    except ModuleNotFoundError:
-        # This command tells that rich is missing, so it must do without.
-        print_plain(checks)
-    else:
-        print_table(checks)
-
-
-def print_plain(checks: Sequence[Check]) -> None:
-    """Print the findings without any optional package."""
+def show(checks: Sequence[Check]) -> None:
+    """Print the findings and a closing line; this needs no optional package."""
+    group = ""
     for check in checks:
-        print(f"[{check.status}] {check.group}: {check.name}: {check.detail}")
-        if check.remedy:
-            print(f"    do: {check.remedy}")
+        if check.group != group:
+            group = check.group
+            print(group)
+        first, *more = check.detail.splitlines()
+        print(f"  {check.status:8} {check.name:18} {first}")
+        for line in (*more, *([f"do: {check.remedy}"] if check.remedy else [])):
+            print(f"{'':30}{line}")
+    problems = [check for check in checks if check.status == "problem"]
+    names = ", ".join(check.name for check in problems)
+    if exit_status(checks):
+        broken = ", ".join(check.name for check in problems if check.essential)
+        print(f"dataparallel cannot work here: {broken}")
+    elif problems:
+        print(f"dataparallel works; look at: {names}")
+    else:
+        print("dataparallel works on this machine")
