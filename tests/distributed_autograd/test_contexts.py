@@ -1,0 +1,405 @@
+"""Contexts of many threads and workers: how they begin, what they keep apart, how they end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+from torch import Tensor
+
+from dataparallel.distributed_autograd import (
+    backward,
+    context,
+    debug_info,
+    get_gradients,
+    rpc_async,
+    rpc_sync,
+)
+from tests.distributed_autograd.rpc_workers import (
+    World,
+    everywhere,
+    expect_clean_everywhere,
+    forget,
+    gated,
+    leaf,
+    note,
+    open_gate,
+    own_gradients,
+    pass_gate,
+    take_notes,
+    workers,
+)
+
+THREADS = 8
+NOTHING = {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
+
+
+def ones() -> Tensor:
+    return torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+def in_threads(function: Callable[[int], None], count: int = THREADS) -> None:
+    """Run a function in several threads that begin together."""
+    together = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        together.wait(20)
+        function(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(run, index) for index in range(count)]:
+            future.result(60)
+
+
+# --- calls and passes that are under way ---------------------------------------------------------
+
+
+def behind_gate(x: Tensor, name: str, on: str | None) -> Tensor:
+    """Goes on, and perhaps calls on, after the context has ended."""
+    open_gate(f"{name} entered")
+    pass_gate(name)
+    y = x * leaf("w")
+    return rpc_sync(on, torch.mul, (y, 2.0)) if on else y
+
+
+def calls_outlive_a_context() -> None:
+    """Their results have no connection, and nothing comes to life again."""
+    x = ones()
+    for name, on in (("late", None), ("nested", "worker2")):
+        with context():
+            future = rpc_async("worker1", behind_gate, (x, name, on))
+            torch_rpc.rpc_sync("worker1", pass_gate, (f"{name} entered",))
+        # The release has to be there before the function goes on.
+        expect_clean_everywhere()
+        torch_rpc.rpc_sync("worker1", open_gate, (name,))
+        assert not future.wait().requires_grad
+        expect_clean_everywhere()
+    for _ in range(5):
+        with context():
+            calls = [rpc_async(f"worker{1 + i % 2}", torch.mul, (x, 2.0)) for i in range(20)]
+        # The end overtakes some of the calls: they run all the same.
+        assert all(call.wait().tolist() == [2] * 3 for call in calls)
+
+
+def a_context_ends_in_backward() -> None:
+    """The block ends in one thread while a backward of its context runs in another."""
+    x = ones()
+    failed: list[BaseException] = []
+
+    def run(context_id: int, loss: Tensor) -> None:
+        try:
+            backward(context_id, [loss], timeout=20)
+        except RuntimeError as error:
+            failed.append(error)
+
+    with context() as context_id:
+        loss = rpc_sync("worker2", torch.mul, (rpc_sync("worker1", gated, (x, "pass")), 2.0)).sum()
+        thread = threading.Thread(target=run, args=(context_id, loss))
+        thread.start()
+        torch_rpc.rpc_sync("worker1", pass_gate, ("pass entered",))
+        for worker in ("worker0", "worker1"):
+            info = torch_rpc.rpc_sync(worker, debug_info)
+            assert info == dict.fromkeys(NOTHING, 1)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "released" in str(failed[0])
+    torch_rpc.rpc_sync("worker1", open_gate, ("pass",))
+    expect_clean_everywhere()
+    assert everywhere(debug_info) == [NOTHING] * 4
+
+
+# --- who has a context ---------------------------------------------------------------------------
+
+
+def has_context(context_id: int) -> bool:
+    try:
+        return get_gradients(context_id) == {}
+    except ValueError:
+        return False
+
+
+def who_takes_part() -> None:
+    """Without tensors, too; in nested calls; not in calls of other threads, or after the block."""
+    with context() as context_id:
+        assert rpc_sync("worker1", has_context, (context_id,))
+        assert rpc_sync("worker1", rpc_sync, ("worker2", has_context, (context_id,)))
+        assert not torch_rpc.rpc_sync("worker3", has_context, (context_id,))
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(rpc_sync, "worker3", has_context, (context_id,)).result(20)
+    expect_clean_everywhere()
+    assert not any(everywhere(has_context, context_id))
+
+
+def open_block() -> None:
+    with context():
+        pass
+
+
+def blocks_do_not_nest() -> None:
+    with context() as outer:
+        with pytest.raises(RuntimeError, match=f"already runs in .* context {outer}"), context():
+            pass
+        with pytest.raises(RuntimeError, match=f"already runs in .* context {outer}"):
+            rpc_sync("worker1", open_block)
+        assert get_gradients(outer) == {}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(open_block).result(20)
+    with context() as other:
+        assert other != outer
+
+
+def own_ids() -> list[int]:
+    found = []
+    for _ in range(50):
+        with context() as context_id:
+            found.append(context_id)
+    return found
+
+
+def ids_do_not_collide() -> None:
+    futures = [torch_rpc.rpc_async(worker, own_ids) for worker in workers() * 3]
+    found = [context_id for future in futures for context_id in future.wait()]
+    assert len(set(found)) == len(found) == 50 * 4 * 3
+
+
+def many_contexts() -> None:
+    x = ones()
+    for _ in range(300):
+        with context() as context_id:
+            backward(context_id, [rpc_sync("worker1", torch.mul, (x, 2.0)).sum()])
+    assert x.grad is None
+
+
+# --- many at once --------------------------------------------------------------------------------
+
+
+def weighted(x: Tensor) -> Tensor:
+    return x * leaf("shared")
+
+
+def relayed(x: Tensor, names: list[str]) -> Tensor:
+    x = weighted(x)
+    if names:
+        x = rpc_sync(names[0], relayed, (x, names[1:])) + x
+    return x
+
+
+def local_relay(x: Tensor, hops: int) -> Tensor:
+    x = weighted(x)
+    return local_relay(x, hops - 1) + x if hops else x
+
+
+def contexts_of_threads() -> None:
+    """All use one weight at each worker; gradients stay apart."""
+    x = ones()
+    results: list[list[Tensor]] = []
+
+    def train(index: int) -> None:
+        for step in range(5):
+            scale = index + 10 * step + 1.0
+            with context() as context_id:
+                y = relayed(x, ["worker1", "worker2", "worker0", "worker1"])
+                backward(context_id, [(y * scale).sum()])
+                found = [get_gradients(context_id)[x] / scale]
+                for worker in ("worker0", "worker1", "worker2"):
+                    there = torch_rpc.rpc_sync(worker, own_gradients, (context_id,))
+                    found.append(there["shared"] / scale)
+                results.append(found)
+
+    in_threads(train)
+    assert len(results) == 5 * THREADS
+    for found in results:
+        torch.testing.assert_close(found, results[0])
+    assert x.grad is None
+
+
+def passes_of_one_context() -> None:
+    """Several threads run backward in one context, also through one graph: gradients add up."""
+    x = ones()
+    with context() as context_id:
+        losses = [
+            rpc_sync(f"worker{1 + index % 2}", torch.mul, (x, 1.0 + index)).sum()
+            for index in range(THREADS)
+        ]
+        in_threads(lambda index: backward(context_id, [losses[index]]))
+        assert get_gradients(context_id)[x].tolist() == [sum(range(1, THREADS + 1))] * 3
+    with context() as context_id:
+        loss = relayed(x, ["worker1", "worker2", "worker1"]).sum()
+        backward(context_id, [loss], retain_graph=True)
+        once = get_gradients(context_id)[x].clone()
+        in_threads(lambda index: backward(context_id, [loss], retain_graph=True))
+        torch.testing.assert_close(get_gradients(context_id)[x], once * (THREADS + 1))
+
+
+def many_leaves(x: Tensor) -> Tensor:
+    return torch.stack([x * leaf(f"leaf {index}") for index in range(20)])
+
+
+def first_use_of_leaves() -> None:
+    """Passes that begin at the same moment all meet leaves that no pass has seen before."""
+    for _ in range(10):
+        everywhere(forget)
+        starts = threading.Barrier(THREADS)
+
+        def train(index: int, starts: threading.Barrier = starts) -> None:
+            x = torch.ones(3, dtype=torch.float64)
+            with context() as context_id:
+                losses = [rpc_sync(f"worker{rank}", many_leaves, (x,)).sum() for rank in (1, 2)]
+                starts.wait(20)
+                backward(context_id, [losses[0] + losses[1]], timeout=20)
+                for rank in (1, 2):
+                    there = torch_rpc.rpc_sync(f"worker{rank}", own_gradients, (context_id,))
+                    assert [value.tolist() for value in there.values()] == [[1] * 3] * 20
+
+        in_threads(train)
+
+
+def train_here(rank: int) -> None:
+    names = [f"worker{(rank + hop) % 4}" for hop in range(1, 6)]
+    x = ones()
+    # All workers have the same weight.
+    expected = torch.autograd.grad(local_relay(x, len(names)).sum(), x)[0]
+
+    def train(index: int) -> None:
+        for _ in range(4):
+            with context() as context_id:
+                backward(context_id, [(relayed(x, names) * (index + 1)).sum()])
+                torch.testing.assert_close(get_gradients(context_id)[x], expected * (index + 1))
+
+    in_threads(train, 4)
+    assert x.grad is None
+
+
+def workers_that_are_all_roots() -> None:
+    """Every worker is a root, a hop and a server at the same time, in several threads."""
+    futures = [torch_rpc.rpc_async(f"worker{rank}", train_here, (rank,)) for rank in range(1, 4)]
+    train_here(0)
+    torch.futures.wait_all(futures)
+
+
+def root_there(context_id: int, x: Tensor, names: list[str]) -> None:
+    backward(context_id, [relayed(x, names).sum()])
+
+
+def roots_of_one_context() -> None:
+    """Workers start backward passes in one context at the same time, through common leaves."""
+    x = ones()
+    with context() as context_id:
+        chains = [["worker1", "worker2"], ["worker0", "worker2"], ["worker0", "worker1"]]
+        futures = [
+            rpc_async(f"worker{rank}", root_there, (context_id, x, chains[rank]))
+            for rank in range(3)
+        ]
+        torch.futures.wait_all(futures)
+        expected = torch.autograd.grad(local_relay(x, 2).sum(), x)[0]
+        torch.testing.assert_close(get_gradients(context_id)[x], 3 * expected)
+
+
+# --- what is freed -------------------------------------------------------------------------------
+
+
+class Witness(torch.autograd.Function):
+    """Keeps an object in the graph whose end can be seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.witness = torch.zeros(1)
+        note(weakref.ref(ctx.witness))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+def witnessed(x: Tensor) -> Tensor:
+    y: Tensor = Witness.apply(x * leaf("w"))
+    return y
+
+
+def note_gradients(context_id: int) -> None:
+    for gradient in get_gradients(context_id).values():
+        note(weakref.ref(gradient))
+
+
+def living(collect: bool = True) -> int:
+    if collect:
+        gc.collect()
+    references = take_notes()
+    for reference in references:
+        note(reference)
+    return sum(reference() is not None for reference in references)
+
+
+def graphs_and_gradients_are_freed() -> None:
+    x = ones()
+    with context() as context_id:
+        loss = rpc_sync("worker1", witnessed, (witnessed(x),)).sum()
+        backward(context_id, [loss], retain_graph=True)
+        for worker in ("worker0", "worker1"):
+            rpc_sync(worker, note_gradients, (context_id,))
+            assert rpc_sync(worker, living) >= 2
+    del loss
+    expect_clean_everywhere()
+    assert sum(everywhere(living)) == 0
+    # A pass that failed keeps nothing either.
+    with context() as context_id:
+        y = witnessed(x)
+        y.register_hook(lambda gradient: 1 / 0)
+        loss = rpc_sync("worker1", witnessed, (y,)).sum()
+        with pytest.raises(ZeroDivisionError, match="division"):
+            backward(context_id, [loss])
+    del y, loss
+    expect_clean_everywhere()
+    assert sum(everywhere(living)) == 0
+
+
+def gradients_end_with_the_context() -> None:
+    """Though the graph is still there; what was received, and what was kept, stays."""
+    x = ones()
+    with context() as context_id:
+        loss = rpc_sync("worker1", weighted, (x,)).sum()
+        backward(context_id, [loss])
+        for worker in ("worker0", "worker1"):
+            rpc_sync(worker, note_gradients, (context_id,))
+            assert torch_rpc.rpc_sync(worker, living) == 1
+    # Nobody has asked for a collection of garbage.
+    expect_clean_everywhere()
+    assert sum(everywhere(living, False)) == 0
+    assert loss.grad_fn is not None
+    with context() as context_id:
+        y = rpc_sync("worker1", torch.mul, (x, 2.0))
+        backward(context_id, [y.sum()])
+        gradient = get_gradients(context_id)[x]
+    assert gradient.tolist() == y.tolist() == [2] * 3
+    with pytest.raises(RuntimeError, match="received from another worker"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        calls_outlive_a_context,
+        a_context_ends_in_backward,
+        who_takes_part,
+        blocks_do_not_nest,
+        ids_do_not_collide,
+        many_contexts,
+        contexts_of_threads,
+        passes_of_one_context,
+        first_use_of_leaves,
+        workers_that_are_all_roots,
+        roots_of_one_context,
+        graphs_and_gradients_are_freed,
+        gradients_end_with_the_context,
+    ],
+)
+def test_contexts(world: World, case: Callable[[], None]) -> None:
+    world.run(case)
