@@ -86,7 +86,8 @@ def limit_of(group: dist.ProcessGroup) -> datetime.timedelta:
 
 @pytest.mark.parametrize("timeout", [7, datetime.timedelta(seconds=7), None])
 def test_alone_again_and_again(timeout: Any, world: None) -> None:
-    for arguments in ({}, {"rank": 0, "world_size": 1}, {"rank": -1, "group_name": "mine"}):
+    cases: list[Any] = [{}, {"rank": 0, "world_size": 1}, {"rank": -1, "group_name": "mine"}]
+    for arguments in cases:
         group = init_process_group(timeout=timeout, **arguments)
         assert group is dist.group.WORLD
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")

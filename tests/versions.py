@@ -48,9 +48,8 @@ QUICK = (
     "tests/compiled",
     # Checkpoints.
     "tests/checkpoint/test_load.py",
-    "tests/checkpoint/test_loading_processes.py",
     "tests/checkpoint/test_save.py",
-    "tests/checkpoint/test_save_processes.py",
+    "tests/checkpoint/test_processes.py",
 )
 
 _ROOT = pathlib.Path(__file__).parents[1]

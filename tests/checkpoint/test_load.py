@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pathlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dataparallel import checkpoint
-from tests.checkpoint.files import folder, spoil
+from dataparallel import DataParallel, DistributedDataParallel, ShardedOptimizer, checkpoint
+from tests.checkpoint.helpers import spoil
 
 
 @pytest.fixture(autouse=True)
@@ -25,71 +27,51 @@ def build(width: int = 3, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width)).to(dtype)
 
 
-def trained(net: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    net(torch.randn(4, 2)).sum().backward()
+def step(net: Any, optimizer: Any) -> None:
+    net(torch.randn(4, 2, dtype=next(net.parameters()).dtype)).sum().backward()
     optimizer.step()
-    return optimizer
 
 
-def wider(net: nn.Module) -> tuple[nn.Module, Any]:
-    net = build(4)
-    return net, torch.optim.Adam(net.parameters())
-
-
-def coarser(net: nn.Module) -> tuple[nn.Module, Any]:
-    net = build(dtype=torch.float64)
-    return net, torch.optim.Adam(net.parameters())
-
-
-def longer(net: nn.Module) -> tuple[nn.Module, Any]:
-    net = nn.Sequential(*build(), nn.Linear(3, 3))
-    return net, torch.optim.Adam(net.parameters())
-
-
-def shorter(net: nn.Module) -> tuple[nn.Module, Any]:
-    net = build()[:1]
-    return net, torch.optim.Adam(net.parameters())
-
-
-def other_class(net: nn.Module) -> tuple[nn.Module, Any]:
-    return net, torch.optim.SGD(net.parameters(), lr=0.1)
-
-
-def other_groups(net: nn.Module) -> tuple[nn.Module, Any]:
-    groups = [{"params": [parameter]} for parameter in net.parameters()]
-    return net, torch.optim.Adam(groups)
+def adam(net: nn.Module) -> tuple[nn.Module, Any]:
+    return net, torch.optim.Adam(net.parameters(), lr=0.1)
 
 
 def other_names(net: nn.Module) -> tuple[nn.Module, Any]:
     parameters = [nn.Parameter(torch.zeros_like(p)) for p in net.parameters()]
     net.register_parameter("extra", parameters[0])
-    parameters[1:] = list(net.parameters())[1:4]
-    return net, torch.optim.Adam(parameters)
+    return net, torch.optim.Adam([*parameters[:1], *list(net.parameters())[1:4]])
 
 
-MISFITS: dict[Callable[[nn.Module], tuple[nn.Module, Any]], str] = {
-    wider: r"model\.0\.weight has the shape \(3, 2\) in the checkpoint, but \(4, 2\) here",
-    coarser: r"model\.0\.weight is float32 in the checkpoint, but float64 here",
-    longer: r"model\.2\.weight is in the module only",
-    shorter: r"model\.1\.weight is in the checkpoint only",
-    other_class: r"optimizer is Adam in the checkpoint, but SGD here",
-    other_groups: r"optimizer has 1 parameter groups in the checkpoint, but 4 here",
-    other_names: r"model\.extra is in the module only|has 0\.weight in the checkpoint, but extra",
+def other_groups(net: nn.Module) -> tuple[nn.Module, Any]:
+    return net, torch.optim.Adam([{"params": [parameter]} for parameter in net.parameters()])
+
+
+MISFITS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
+    "wider": (
+        lambda: adam(build(4)),
+        r"0\.weight: .* shape torch\.Size\(\[3, 2\]\) from .*\[4, 2",
+    ),
+    "longer": (lambda: adam(nn.Sequential(*build(), nn.Linear(3, 3))), r"1 more .* but .* 3 more"),
+    "shorter": (lambda: adam(build()[:1]), "1 more in the checkpoint, but 0.weight, 0.bias here"),
+    "class": (
+        lambda: (build(), torch.optim.AdamW(build().parameters())),
+        "optimizer: it is Adam in the checkpoint, but AdamW here",
+    ),
+    "groups": (lambda: other_groups(build()), "different number of parameter groups"),
+    "names": (lambda: other_names(build()), r"has 0\.weight, .* in the checkpoint, but extra"),
 }
 
 
-@pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: misfit.__name__)
-def test_what_does_not_fit_changes_nothing(
-    misfit: Callable[[nn.Module], tuple[nn.Module, Any]], tmp_path: pathlib.Path
-) -> None:
-    net = build()
-    optimizer = trained(net)
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_does_not_fit_changes_nothing(misfit: str, tmp_path: pathlib.Path) -> None:
+    net, optimizer = adam(build())
+    step(net, optimizer)
     checkpoint.save(tmp_path, net, optimizer, step=1)
-    other, its_optimizer = misfit(build())
+    make, message = MISFITS[misfit]
+    other, its_optimizer = make()
     before = {name: value.clone() for name, value in other.state_dict().items()}
     drawn = torch.get_rng_state()
-    with pytest.raises(checkpoint.CheckpointError, match=MISFITS[misfit]):
+    with pytest.raises(checkpoint.CheckpointError, match=f"(?s)nothing was loaded: .*{message}"):
         checkpoint.load(tmp_path, other, its_optimizer)
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
     assert not its_optimizer.state and torch.equal(drawn, torch.get_rng_state())
@@ -97,37 +79,21 @@ def test_what_does_not_fit_changes_nothing(
     checkpoint.load(tmp_path, net, optimizer)
 
 
-def test_a_part_that_was_not_saved(tmp_path: pathlib.Path) -> None:
-    net = build()
+def test_not_strict(tmp_path: pathlib.Path) -> None:
+    net: Any = build()
     checkpoint.save(tmp_path, net, step=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     message = "holds model, rng, user, but optimizer is to be loaded; .* strict=False"
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.load(tmp_path, net, optimizer)
     assert checkpoint.load(tmp_path, net, optimizer, strict=False).step == 1
-
-
-def test_not_strict(tmp_path: pathlib.Path) -> None:
-    net: Any = build()
-    checkpoint.save(tmp_path, net, step=1)
     other: Any = nn.Sequential(*build(dtype=torch.float64), nn.Linear(3, 3))
+    with pytest.raises(checkpoint.CheckpointError, match=r"Missing key\(s\).*2\.weight"):
+        checkpoint.load(tmp_path, other)
     kept = other[2].weight.clone()
     checkpoint.load(tmp_path, other, strict=False)
     assert torch.equal(other[0].weight, net[0].weight.double())
     assert torch.equal(other[2].weight, kept)
-    with pytest.raises(checkpoint.CheckpointError, match=r"shape \(3, 2\).*\(4, 2\) here"):
-        checkpoint.load(tmp_path, build(4), strict=False)
-
-
-def test_a_wrong_scheduler(tmp_path: pathlib.Path) -> None:
-    net = build()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    saved = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    checkpoint.save(tmp_path, net, optimizer, saved, step=1)
-    with pytest.raises(checkpoint.CheckpointError, match="scheduler"):
-        checkpoint.load(
-            tmp_path, net, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
-        )
 
 
 class Failing:
@@ -156,6 +122,7 @@ class LateModule(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         if self.fails:
+            self.fails = False
             raise ZeroDivisionError("the user's own")
 
     def get_extra_state(self) -> Any:
@@ -165,23 +132,35 @@ class LateModule(nn.Module):
 @pytest.mark.parametrize("which", ["object", "module"])
 def test_a_failure_in_the_middle_is_taken_back(which: str, tmp_path: pathlib.Path) -> None:
     net, failing = LateModule(), Failing()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer = Exact(net.parameters())
     failing.value = 5
     net.linear(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    checkpoint.save(tmp_path, net, optimizer, step=1, states={"failing": failing})
+    sampler = checkpoint.ResumableSampler(20, 4)
+    parts: dict[str, Any] = {"sampler": sampler, "states": {"failing": failing}}
+    checkpoint.save(tmp_path, net, optimizer, step=1, **parts)
     optimizer.step()
+    list(sampler)
     failing.value = 2 if which == "object" else 5
     net.fails = which == "module"
     before = net.linear.weight.clone()
-    moments = {k: v.clone() for k, v in optimizer.state[net.linear.weight].items()}
+    exact = optimizer.state[net.linear.weight]["exact"].clone()
     drawn = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError, match="the user's own"):
-        checkpoint.load(tmp_path, net, optimizer, states={"failing": failing})
+    with pytest.raises(checkpoint.CheckpointError, match="the user's own") as caught:
+        checkpoint.load(tmp_path, net, optimizer, **parts)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert torch.equal(net.linear.weight, before)
-    assert all(torch.equal(v, moments[k]) for k, v in optimizer.state[net.linear.weight].items())
+    # Not rounded, either.
+    again = optimizer.state[net.linear.weight]["exact"]
+    assert again.dtype == torch.float64 and torch.equal(again, exact)
     assert failing.value == (2 if which == "object" else 5)
     assert torch.equal(torch.get_rng_state(), drawn)
+    # What was not known is not known again.
+    with pytest.raises(RuntimeError, match="is not known"):
+        sampler.state_dict()
+
+
+# --- which generation ----------------------------------------------------------------------------
 
 
 def test_nothing_to_load(tmp_path: pathlib.Path) -> None:
@@ -194,67 +173,22 @@ def test_nothing_to_load(tmp_path: pathlib.Path) -> None:
 
 def test_the_last_good_generation(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     net = build()
-    for step in (10, 20, 30):
-        checkpoint.save(tmp_path, net, step=step)
+    for number in (10, 20, 30):
+        checkpoint.save(tmp_path, net, step=number)
     spoil(tmp_path, 2)
     with caplog.at_level(logging.WARNING, "dataparallel"):
         loaded = checkpoint.load(tmp_path, net, missing_ok=True)
     assert (loaded.step, loaded.number) == (20, 1)
     assert [number for number, _ in loaded.rejected] == [2]
     assert "generation 2" in caplog.text
-    with pytest.raises(checkpoint.CheckpointError, match=r"generation 2 .* is not good"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"(?s)generation 2 is not good .*damaged"):
         checkpoint.load(tmp_path, net, number=2)
     assert checkpoint.load(tmp_path, net, number=0).step == 10
     spoil(tmp_path, 1)
     spoil(tmp_path, 0)
     # What was saved and is lost is no new beginning.
-    with pytest.raises(checkpoint.CheckpointError, match=r"no generation in .* is good"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"no generation is good"):
         checkpoint.load(tmp_path, net, missing_ok=True)
-
-
-def test_what_was_loaded_does_not_go_for_what_is_damaged(tmp_path: pathlib.Path) -> None:
-    for step in (10, 20, 30):
-        checkpoint.save(tmp_path, step=step)
-    spoil(tmp_path, 1)
-    spoil(tmp_path, 2)
-    assert checkpoint.load(tmp_path).number == 0
-    checkpoint.save(tmp_path, step=40)
-    assert 0 in [info.number for info in checkpoint.generations(tmp_path)]
-
-
-def test_the_directory_that_was_saved_to_last(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk, memory, net = tmp_path / "disk", tmp_path / "memory", build()
-    places = [memory, disk]
-    assert checkpoint.load(places, net, missing_ok=True).number is None
-    checkpoint.save(disk, net, step=10)
-    assert checkpoint.load(places, net, missing_ok=True).step == 10
-    checkpoint.save(memory, net, step=13)
-    assert checkpoint.load(places, net).step == 13
-    checkpoint.save(disk, net, step=20)
-    assert checkpoint.load(places, net).step == 20
-    # After a return to an earlier step what was given up is not found again.
-    checkpoint.save(memory, net, step=11)
-    assert checkpoint.load(places, net).step == 11
-    spoil(memory, 1)
-    with caplog.at_level(logging.WARNING, "dataparallel"):
-        assert checkpoint.load(places, net).step == 20
-    assert "generation 1 in" in caplog.text and "is not used, but 0" in caplog.text
-    spoil(memory, 0)
-    with caplog.at_level(logging.WARNING, "dataparallel"):
-        assert checkpoint.load(places, net).step == 20
-    assert "a directory of checkpoints is not used: no generation in" in caplog.text
-    with pytest.raises(ValueError, match="2 directories; pass one"):
-        checkpoint.load(places, net, number=1)
-
-
-def test_another_format(tmp_path: pathlib.Path) -> None:
-    checkpoint.save(tmp_path, step=0)
-    path = folder(tmp_path, 0) / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":7'))
-    with pytest.raises(checkpoint.CheckpointError, match="has the format 7, but this version"):
-        checkpoint.load(tmp_path)
 
 
 def test_weights_for_other_programs(tmp_path: pathlib.Path) -> None:
@@ -280,3 +214,101 @@ def test_weights_for_other_programs(tmp_path: pathlib.Path) -> None:
         checkpoint.export(tmp_path / "without", tmp_path / "none.safetensors")
     with pytest.raises(checkpoint.NoCheckpoint, match="nothing was saved"):
         checkpoint.export(tmp_path / "new", tmp_path / "none.safetensors")
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Keeper:
+    """Keeps the very tensor that it is given."""
+
+    def __init__(self) -> None:
+        self.kept = torch.ones(3)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"x": self.kept}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.kept = state["x"]
+
+
+def test_parts_have_tensors_of_their_own(tmp_path: pathlib.Path) -> None:
+    keeper = Keeper()
+    states = {"keeper": keeper}
+    checkpoint.save(tmp_path, step=1, states=states, user={"x": keeper.kept, "y": [keeper.kept]})
+    user = checkpoint.load(tmp_path, states=states).user
+    assert user["x"] is user["y"][0]
+    user["x"].zero_()
+    assert bool(keeper.kept.all())
+
+
+def test_nothing_is_kept_alive(tmp_path: pathlib.Path) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.save(tmp_path, net, optimizer, step=1)
+    expected = torch.rand(2)
+    loaded = checkpoint.load(tmp_path, net, optimizer)
+    alive = [weakref.ref(each) for each in (net, optimizer)]
+    del net, optimizer
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+    loaded.restore_rng()
+    assert torch.equal(torch.rand(2), expected)
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+class Exact(torch.optim.Optimizer):
+    """Keeps accurate values of coarse parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                exact = self.state[p].setdefault("exact", p.detach().double() + 1e-9)
+                exact.sub_(p.grad, alpha=0.1)
+                p.data.copy_(exact)
+
+
+def moments(optimizer: Any) -> list[dict[str, Tensor]]:
+    return list(optimizer.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_keeps_a_dtype_of_its_own(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    net = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    step(net, optimizer)
+    checkpoint.save(tmp_path, net, optimizer, step=1)
+    coarse = nn.Linear(2, 3).to(dtype)
+    its = torch.optim.AdamW(coarse.parameters())
+    checkpoint.load(tmp_path, coarse, its)
+    # That of the parameter goes with it.
+    assert [m["exp_avg"].dtype for m in moments(its)] == [dtype] * 2
+    step(coarse, its)
+    net = nn.Linear(2, 3).bfloat16()
+    exact = Exact(net.parameters())
+    step(net, exact)
+    checkpoint.save(tmp_path, net, exact, step=2)
+    loaded = Exact(coarse.parameters())
+    checkpoint.load(tmp_path, coarse, loaded)
+    for got, expected in zip(moments(loaded), moments(exact), strict=True):
+        assert torch.equal(got["exact"], expected["exact"])
+
+
+def test_the_class_is_that_which_steps(tmp_path: pathlib.Path) -> None:
+    net = nn.Linear(2, 3)
+    model = DataParallel(net, ["cpu", "cpu"])
+    sharded = ShardedOptimizer(torch.optim.AdamW, model)
+    step_in = DistributedDataParallel(nn.Linear(2, 3), ["cpu", "cpu"])
+    in_backward = step_in.step_in_backward(torch.optim.AdamW)
+    for number, (module, optimizer) in enumerate([(model, sharded), (step_in, in_backward)]):
+        checkpoint.save(tmp_path, module, optimizer, step=number)
+        checkpoint.load(tmp_path, net, torch.optim.AdamW(net.parameters()))
+        other = torch.optim.Adam(net.parameters())
+        with pytest.raises(checkpoint.CheckpointError, match=r"AdamW in the .*, but Adam here"):
+            checkpoint.load(tmp_path, net, other)
+        checkpoint.load(tmp_path, net, other, strict=False)

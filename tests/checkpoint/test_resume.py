@@ -16,7 +16,6 @@ from torch.optim import Optimizer, lr_scheduler
 
 import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, ShardedOptimizer, checkpoint
-from dataparallel.extras.checkpoint import random_states
 
 
 @pytest.fixture(autouse=True)
@@ -300,13 +299,3 @@ def test_wrappers_have_the_names_of_the_module(tmp_path: pathlib.Path) -> None:
     other = dataparallel.DataParallel(nn.Linear(2, 2), ["cpu"])
     checkpoint.load(tmp_path, other)
     assert torch.equal(other.module.weight, net.weight)
-
-
-def test_processes_that_were_not_there_draw_other_numbers() -> None:
-    state = random_states.capture([])
-    draws = []
-    for rank in (2, 3, 2):
-        random_states.derive(state, rank, [])
-        draws.append((float(torch.rand(())), random.random(), float(numpy.random.rand())))
-    assert draws[0] == draws[2]
-    assert all(two != three for two, three in zip(draws[0], draws[1], strict=True))

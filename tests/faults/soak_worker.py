@@ -180,7 +180,12 @@ class Training:
         with contextlib.suppress(*SURVIVED):
             checkpoint.close()
         places = [settings.memory, self._disk] if settings.memory else [self._disk]
-        found = checkpoint.load(places, *self._state(), missing_ok=True, timeout=settings.timeout)
+        for place in places:
+            # In memory is the newest, if anything is.
+            options: dict[str, Any] = {"missing_ok": True, "timeout": settings.timeout}
+            found = checkpoint.load(place, *self._state(), **options)
+            if found.number is not None:
+                break
         self._note(event, step=found.step, rejected=len(found.rejected))
         return found.step
 

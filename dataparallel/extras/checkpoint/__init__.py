@@ -11,18 +11,15 @@ Example::
             checkpoint.save("run", model, optimizer, step=step + 1, asynchronous=True)
 """
 
-from dataparallel.extras.checkpoint.directory import CheckpointError as CheckpointError
-from dataparallel.extras.checkpoint.directory import GenerationInfo as GenerationInfo
-from dataparallel.extras.checkpoint.directory import NoCheckpoint as NoCheckpoint
-from dataparallel.extras.checkpoint.directory import generations as generations
-from dataparallel.extras.checkpoint.loading import Loaded as Loaded
-from dataparallel.extras.checkpoint.loading import export as export
-from dataparallel.extras.checkpoint.loading import load as load
-from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler as ResumableSampler
-from dataparallel.extras.checkpoint.saving import Progress as Progress
-from dataparallel.extras.checkpoint.saving import Saving as Saving
-from dataparallel.extras.checkpoint.saving import close as close
-from dataparallel.extras.checkpoint.saving import save as save
+from dataparallel.extras.checkpoint.directory import (
+    CheckpointError,
+    GenerationInfo,
+    NoCheckpoint,
+    generations,
+)
+from dataparallel.extras.checkpoint.loading import Loaded, export, load
+from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler
+from dataparallel.extras.checkpoint.saving import Progress, Saving, close, save
 
 __all__ = [
     "CheckpointError",

@@ -45,7 +45,7 @@ class ResumableSampler(Sampler[list[int]]):
         epoch: Which epoch is under way, or comes next.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A batch has fewer samples than there are processes.
     """
 
     def __init__(
@@ -60,32 +60,26 @@ class ResumableSampler(Sampler[list[int]]):
         num_processes: int | None = None,
     ) -> None:
         there_are = dist.is_available() and dist.is_initialized()
-        self.length = dataset if isinstance(dataset, int) else len(dataset)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.rank = rank if rank is not None else dist.get_rank() if there_are else 0
+        if rank is None:
+            rank = dist.get_rank() if there_are else 0
         if num_processes is None:
             num_processes = dist.get_world_size() if there_are else 1
-        self.num_processes = num_processes
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.batch_size, self.shuffle, self.seed, self.drop_last = (
+            batch_size,
+            shuffle,
+            seed,
+            drop_last,
+        )
+        self.rank, self.num_processes = rank, num_processes
         self.epoch = 0
         # Samples of this epoch that the training has got, over all processes.
         self._taken = 0
         self._is_counted = True
-        for what, value in (
-            ("the number of samples", self.length),
-            ("batch_size", batch_size),
-            ("num_processes", num_processes),
-        ):
-            if value < 1:
-                raise ValueError(f"{what} is at least 1, but got {value}")
-        if not 0 <= self.rank < num_processes:
-            raise ValueError(f"rank is from 0 to {num_processes - 1}, but got {self.rank}")
-        if batch_size < num_processes:
+        if not 0 <= rank < num_processes <= batch_size:
             raise ValueError(
-                f"a batch of {batch_size} samples cannot be divided among {num_processes} "
-                "processes; batch_size is that of all processes together"
+                f"rank {rank} of {num_processes} processes has no part of a batch of {batch_size} "
+                "samples; batch_size is that of all processes together"
             )
 
     def __len__(self) -> int:
@@ -103,23 +97,23 @@ class ResumableSampler(Sampler[list[int]]):
                 return
             if len(batch) < self.num_processes:
                 batch = (batch + order * self.num_processes)[: self.num_processes]
-            yield self._share_of(batch)
+            # The shares of the processes differ by one sample at most.
+            size, more = divmod(len(batch), self.num_processes)
+            begin = self.rank * size + min(self.rank, more)
+            yield batch[begin : begin + size + (self.rank < more)]
 
     def over(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the rest of this epoch, and count the batches.
 
-        A ``DataLoader`` draws a seed for its workers when an iteration begins, also in the middle
-        of an epoch. Here the seed depends on the position, and torch's own generator stays as it
-        is. Random numbers that workers draw for augmentations are not saved.
+        The seed that a ``DataLoader`` draws for its workers depends on the position here, and
+        torch's own generator stays as it is. What workers draw is not saved.
 
         Args:
-            loader: A loader with this sampler as its ``batch_sampler``, or the sampler itself. It
-                must not begin another iteration meanwhile.
+            loader: A loader with this sampler as its ``batch_sampler``, or the sampler itself.
         """
         state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(
-            mixed_seed(mixed_seed(self.seed + 1, self.epoch), self._taken)
-        )
+        seed = mixed_seed(mixed_seed(self.seed + 1, self.epoch), self._taken)
+        torch.default_generator.manual_seed(seed)
         try:
             iterator = iter(loader)
         finally:
@@ -133,11 +127,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.epoch = epoch
-        self._taken = 0
-        self._is_counted = True
-
-    # --- checkpoints -----------------------------------------------------------------------------
+        self.epoch, self._taken, self._is_counted = epoch, 0, True
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on.
@@ -150,13 +140,8 @@ class ResumableSampler(Sampler[list[int]]):
                 "the position in the epoch is not known, since the loader was iterated directly; "
                 "write `for batch in sampler.over(loader)`"
             )
-        return {
-            "epoch": self.epoch,
-            "taken": self._taken,
-            "length": self.length,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        order = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        return {"epoch": self.epoch, "taken": self._taken, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; the number of processes and the batch size may be others.
@@ -165,17 +150,14 @@ class ResumableSampler(Sampler[list[int]]):
             ValueError: The order is another one.
         """
         for name in ("length", "seed", "shuffle"):
-            if state.get(name) != getattr(self, name):
+            if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the position is in an order with {name}={state.get(name)!r}, but this "
-                    f"sampler has {name}={getattr(self, name)!r}; make it as it was, or leave it "
-                    "out of the load to begin a new epoch"
+                    f"the position is in an order with {name}={state[name]!r}, but this sampler "
+                    f"has {name}={getattr(self, name)!r}; make it as it was, or leave it out of "
+                    "the load to begin a new epoch"
                 )
-        epoch, taken = state["epoch"], state["taken"]
-        if type(epoch) is not int or type(taken) is not int or not 0 <= taken <= self.length:
-            raise ValueError(f"{taken!r:.40} of {self.length} samples in epoch {epoch!r:.40}")
-        self.set_epoch(epoch)
-        self._taken = taken
+        self.set_epoch(state["epoch"])
+        self._taken = state["taken"]
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -184,9 +166,3 @@ class ResumableSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
-
-    def _share_of(self, batch: list[int]) -> list[int]:
-        """The part of this process; parts differ by one sample at most."""
-        size, more = divmod(len(batch), self.num_processes)
-        start = self.rank * size + min(self.rank, more)
-        return batch[start : start + size + (self.rank < more)]

@@ -1,25 +1,88 @@
-"""Run a function in a fork of the test process, which costs a few milliseconds."""
+"""What a save does to files: held up, counted, and failing; and forks, which may be killed."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import pathlib
 import select
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests import forkserver
 
+# Names in ``os`` of what is done to files.
+_CALLS = ("mkdir", "fsync", "replace", "unlink", "rmdir")
 # Tests count what else is written.
 _write = os.write
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_RDONLY, _MS_REMOUNT = 1, 32
+
+
+class Gate:
+    """Holds writers up until it is opened: each file is synchronized with the disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        fsync = os.fsync
+
+        def held(fd: int) -> None:
+            self.reached.set()
+            assert self.opened.wait(30)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", held)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, *errors: BaseException) -> None:
+    """Let writes fail, with one error after the other."""
+    coming = iter(errors)
+
+    def fsync(fd: int) -> None:
+        raise next(coming)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@contextlib.contextmanager
+def at_call(number: int, act: Callable[[str, Any], None]) -> Iterator[list[str]]:
+    """In a fork: call ``act`` before the n-th thing that is done to files; gives what was done."""
+    done: list[str] = []
+    originals = {name: getattr(os, name) for name in _CALLS}
+
+    def replaced(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            done.append(name)
+            if len(done) == number:
+                act(name, args)
+            return originals[name](*args, **options)
+
+        return call
+
+    for name in _CALLS:
+        setattr(os, name, replaced(name))
+    try:
+        yield done
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def folder(directory: pathlib.Path, number: int) -> pathlib.Path:
+    """Where a generation is."""
+    return directory / f"generation-{number:08d}"
+
+
+def spoil(directory: pathlib.Path, number: int) -> None:
+    """Change one bit of each file of tensors of a generation."""
+    for path in folder(directory, number).glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
 
 
 class Fork:
@@ -90,38 +153,3 @@ def succeed(function: Callable[..., None], *args: Any) -> None:
     with Fork(function, *args) as child:
         child.rest()
         assert child.wait() == 0
-
-
-def mount_small(path: str, size: int) -> bool:
-    """In a fork: mount a file system of so many bytes that this process alone sees.
-
-    Returns:
-        Whether that is permitted here.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
-        return False
-    # Without these, files can have no owner there.
-    pathlib.Path("/proc/self/setgroups").write_text("deny")
-    pathlib.Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    pathlib.Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    options = f"size={size}".encode()
-    return bool(libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, options) == 0)
-
-
-def make_read_only(path: str) -> None:
-    """In a fork after :func:`mount_small`: let nothing be written there any more."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mount(None, path.encode(), None, _MS_REMOUNT | _MS_RDONLY, None) == 0
-
-
-def require_mounts(tmp_path: str) -> None:
-    """Skip the test where a process may not mount file systems of its own."""
-
-    def permitted(say: Callable[[int], None]) -> None:
-        say(mount_small(tmp_path, 1 << 20))
-
-    with Fork(permitted) as child:
-        if not child.hear():
-            pytest.skip("needs user namespaces (unshare -rm); this machine does not permit them")
