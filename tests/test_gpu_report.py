@@ -21,12 +21,11 @@ from benchmarks.kernels import Turn, judge, summarize
 from dataparallel.kernels.backend import registered
 from dataparallel.tools.bench.harness import Spread
 from tests.gpu.kernel_cases import CASES
-from tests.gpu.report import building, every_kernel, findings, host_waits, outcomes
+from tests.gpu.report import findings, host_waits, outcomes, programs
 from tests.gpu.report.__main__ import Report, main
 from tests.gpu.report.machine import PACKAGES, Machine
 from tests.gpu.report.parts import NAMES, Part, device_sets, plan
-from tests.gpu.report.running import Ended, run
-from tests.gpu.report.tree import ROOT, lay_out
+from tests.gpu.report.running import ROOT, Ended, lay_out, run
 from tests.kernels.host_backend import HostBackend
 
 EVERYTHING = Machine(
@@ -96,16 +95,10 @@ time.sleep(600)
     assert "[5/5] one that works" in capsys.readouterr().out
 
 
-def test_a_run_without_failures_succeeds(tmp_path: pathlib.Path) -> None:
+def test_a_run_has_only_so_much_time(tmp_path: pathlib.Path) -> None:
     assert report(tmp_path).run([part("print(1)"), part("", missing="needs a GPU")]) == 0
-
-
-def test_what_has_no_time_left_is_not_begun(tmp_path: pathlib.Path) -> None:
     assert report(tmp_path, seconds=1.0).run([part("print(1)")]) == 0
     assert "| not run |  | the 1 s of the whole run were over |" in page(tmp_path)
-
-
-def test_the_last_part_gets_what_is_left(tmp_path: pathlib.Path) -> None:
     hangs = part("import time; time.sleep(600)", limit=500)
     assert report(tmp_path, seconds=6.0).run([hangs]) == 1
     assert "ended at its limit of 6 s" in page(tmp_path)
@@ -136,15 +129,6 @@ def test_signs_of_life(tmp_path: pathlib.Path) -> None:
     assert told[-1] == "two"
 
 
-def test_without_the_devices_no_page_is_written(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "page.md"
-    assert main(["--devices", "cuda:0,cuda:99", "--output", str(output)]) == 2
-    assert not output.exists()
-    assert "make gpu DEVICES=virtual:0,virtual:1" in capsys.readouterr().err
-
-
 def test_a_run_on_virtual_devices_leaves_the_page_of_gpus_alone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,15 +141,16 @@ def test_a_run_on_virtual_devices_leaves_the_page_of_gpus_alone(
     assert text.count("needs an NVIDIA GPU that torch can use") == 5
 
 
-def test_help_names_where_pages_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "page.md"
+    assert main(["--devices", "cuda:0,cuda:99", "--output", str(output)]) == 2
+    assert not output.exists()
+    assert "make gpu DEVICES=virtual:0,virtual:1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert "docs/measurements/gpu.md, and without GPUs out/gpu.md" in told
     assert "make gpu DEVICES=virtual:0,virtual:1" in told
-
-
-def test_devices_that_there_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--devices", "gpu"])
     assert "'gpu' is none of cuda:0, virtual:0 and cpu" in capsys.readouterr().err
@@ -214,11 +199,7 @@ def test_what_is_absent_stops_only_what_needs_it(
     missing = {each.name: each.missing for each in plan(["cuda:0"], machine, tmp_path)}
     assert {name for name, why in missing.items() if why} == names
     assert all(PACKAGES.get(absent, absent) in missing[name] for name in names)
-
-
-def test_without_torch_each_part_says_so(tmp_path: pathlib.Path) -> None:
-    machine = Machine(trouble="ImportError: no torch")
-    parts = plan(["virtual:0"], machine, tmp_path)
+    parts = plan(["virtual:0"], Machine(trouble="ImportError: no torch"), tmp_path)
     assert all("ImportError: no torch" in each.missing for each in parts)
 
 
@@ -233,7 +214,7 @@ def test_a_sanitizer_that_finds_something(tmp_path: pathlib.Path) -> None:
         """
 import sys
 tool = sys.argv[sys.argv.index("--tool") + 1]
-assert "tests.gpu.report.every_kernel" in sys.argv
+assert sys.argv[-3:-1] == ["tests.gpu.report.programs", "kernels"]
 if tool == "racecheck":
     print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 elif tool == "memcheck":
@@ -257,12 +238,9 @@ else:
     assert "chatter" not in text
     assert "| compute-sanitizer, initcheck | failed |" in text
     assert "    RuntimeError: the program has failed" in text
-
-
-def test_a_sanitizer_that_refuses_the_device_has_not_passed(tmp_path: pathlib.Path) -> None:
     path = program(tmp_path / "compute-sanitizer", "print('Device not supported')")
     assert report(tmp_path).run(sanitizer_parts(path, tmp_path)) == 1
-    assert "Device not supported" in page(tmp_path)
+    assert "Device not supported" in page(tmp_path), "it has refused, and not passed"
 
 
 # --- what they find --------------------------------------------------------------------------
@@ -292,34 +270,30 @@ def test_other(): pass
 """
 
 
-def test_outcomes_of_tests(tmp_path: pathlib.Path) -> None:
-    found = outcomes_of(tmp_path, TESTS)
-    assert (found.verdict, found.summary) == ("failed", "2 passed, 1 failed, 1 skipped")
-    assert found.tables[0].rows[0][:4] == ("test_some.py", "2", "1", "1")
-    assert found.tables[1].rows == (("needs more", "1"),)
-    ((name, told),) = found.failures
-    assert name == "test_some.py::test_fails" and "not the same" in told
-
-
-def test_outcomes_before_a_test_that_hangs(tmp_path: pathlib.Path) -> None:
+def test_outcomes_of_tests_of_which_the_last_hangs(tmp_path: pathlib.Path) -> None:
     hanging = TESTS + "def test_hangs(): time.sleep(600)\n"
     found = outcomes_of(tmp_path, hanging, limit=10.0)
     assert found.verdict == "failed"
     assert found.summary == "2 passed, 1 failed, 1 skipped, ended at its limit of 10 s"
-    assert "test_hangs" in found.failures[-1][1]
+    assert found.tables[0].rows[0][:4] == ("test_some.py", "2", "1", "1")
+    assert found.tables[1].rows == (("needs more", "1"),)
+    (name, told), (_, last) = found.failures
+    assert name == "test_some.py::test_fails" and "not the same" in told
+    assert "test_hangs" in last
 
 
-def test_tests_that_cannot_be_imported(tmp_path: pathlib.Path) -> None:
-    found = outcomes_of(tmp_path, "import no_such_module\n")
-    assert found.verdict == "failed"
-    assert "No module named 'no_such_module'" in found.failures[0][1]
-
-
-def test_tests_that_are_all_skipped_have_not_run(tmp_path: pathlib.Path) -> None:
-    found = outcomes_of(
-        tmp_path, "import pytest\n@pytest.mark.gpu\n@pytest.mark.skip\ndef test(): pass\n"
-    )
-    assert (found.verdict, found.summary) == ("not run", "1 skipped")
+@pytest.mark.parametrize(
+    ("text", "verdict", "told"),
+    [
+        ("import no_such_module\n", "failed", "No module named 'no_such_module'"),
+        ("import pytest\n@pytest.mark.gpu\ndef test(): pytest.skip('')\n", "not run", "1 skipped"),
+        ("import pytest\n@pytest.mark.gpu\ndef test(): pass\n", "passed", "1 passed"),
+    ],
+)
+def test_outcomes(tmp_path: pathlib.Path, text: str, verdict: str, told: str) -> None:
+    found = outcomes_of(tmp_path, text)
+    assert found.verdict == verdict
+    assert told in (found.failures[0][1] if found.failures else found.summary)
 
 
 def write(path: pathlib.Path, content: Any) -> pathlib.Path:
@@ -417,13 +391,13 @@ def test_what_a_sanitizer_watches_launches_every_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = HostBackend()
-    monkeypatch.setattr(every_kernel, "CALLS", ((33, 1),))
+    monkeypatch.setattr(programs, "CALLS", ((33, 1),))
     with registered([backend]):
-        monkeypatch.setattr(sys, "argv", ["building", "--devices", "cpu"])
-        building.main()
-        assert "kernels in" in capsys.readouterr().out
-        monkeypatch.setattr(sys, "argv", ["every_kernel", "--device", "cpu"])
-        every_kernel.main()
+        for what in ("build", "kernels"):
+            capsys.readouterr()
+            monkeypatch.setattr(sys, "argv", ["programs", what, "cpu"])
+            programs.main()
+            assert what == "kernels" or "kernels in" in capsys.readouterr().out
     assert capsys.readouterr().out.split() == [case.__name__ for case in CASES]
     launched = {name.split("_")[0] for name in backend.launches}
     assert {case.__name__.split("_")[0] for case in CASES} <= launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -77,6 +78,21 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target.to(output.device))
 
 
+def steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    numbers: Iterable[int] = range(STEPS),
+    sizes: tuple[int, ...] = (6, 6),
+) -> None:
+    """Some steps of one process, with its share of each batch."""
+    for step in numbers:
+        x, y = share(step, rank, sizes)
+        mean_loss(model(x.to(model.device_ids[0])), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(
     rank: int,
     size: int,
@@ -84,30 +100,27 @@ def train(
     options: dict[str, Any] | None = None,
     sizes: tuple[int, ...] = (6, 6),
     strict: bool = False,
-    hook: str | None = None,
 ) -> State:
-    """Some steps in one process of several; what was learned."""
+    """All steps in one process of several; what was learned."""
     with strict_mode() if strict else contextlib.nullcontext():
         model = wrap(make_net(), rank, replicas, **(options or {}))
-        if hook is not None:
-            model.register_comm_hook(None, hook)
-        optimizer = optimizer_of(model)
-        for step in range(STEPS):
-            x, y = share(step, rank, sizes)
-            mean_loss(model(x.to(model.device_ids[0])), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(model, optimizer_of(model), rank, sizes=sizes)
         model.check_replicas()
         result = state_of(model)
         model.close()
     return result
 
 
-def train_bare(sizes: tuple[int, ...] = (6, 6), factor: float = 1.0) -> State:
+def train_bare(
+    sizes: tuple[int, ...] = (6, 6),
+    factor: float = 1.0,
+    module: nn.Module | None = None,
+    numbers: Iterable[int] = range(STEPS),
+) -> State:
     """The same steps of the bare module on the whole batch."""
-    module = make_net()
+    module = module or make_net()
     optimizer = optimizer_of(module)
-    for step in range(STEPS):
+    for step in numbers:
         x, y = batch(step, sum(sizes))
         (mean_loss(module(x), y) * factor).backward()
         optimizer.step()

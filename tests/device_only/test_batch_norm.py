@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dataparallel import collectives
 from tests.cluster import Cluster
-from tests.device_only.cases import State, batch, check, optimizer_of, share, slots, state_of, wrap
+from tests.device_only.cases import State, batch, check, optimizer_of, share, state_of, steps, wrap
 
 STEPS = 3
 
@@ -25,15 +25,9 @@ def make_norm(*, sync: bool = False) -> nn.Module:
 
 def train(rank: int, size: int, replicas: int, sync: bool, options: dict[str, Any]) -> State:
     model = wrap(make_norm(sync=sync), rank, replicas, **options)
-    optimizer = optimizer_of(model)
-    here = slots(rank, replicas)[0]
-    for step in range(STEPS):
-        x, y = share(step, rank)
-        nn.functional.mse_loss(model(x.to(here)), y.to(here)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(model, optimizer_of(model), rank, range(STEPS))
     # Brings buffers of rank 0 to all once more, where that is the policy.
-    model(share(0, rank)[0].to(here))
+    model(share(0, rank)[0].to(model.device_ids[0]))
     return state_of(model)
 
 

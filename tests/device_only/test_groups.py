@@ -18,10 +18,9 @@ from tests.device_only.cases import (
     State,
     check,
     make_net,
-    mean_loss,
     optimizer_of,
-    share,
     state_of,
+    steps,
     train,
     train_bare,
     wrap,
@@ -47,22 +46,23 @@ def start(rank: int, size: int, path: str, backend: str | None, how: str) -> tup
     return result
 
 
-@pytest.mark.parametrize("backend", ["vccl", "virtual:vccl", "cpu:gloo,virtual:vccl"])
-@pytest.mark.parametrize("how", ["torch's", "bound", "ours"])
-def test_default_groups(cluster: Cluster, tmp_path: pathlib.Path, how: str, backend: str) -> None:
+ALL = ("vccl", "virtual:vccl", "cpu:gloo,virtual:vccl")
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [*((how, each) for how in ("torch's", "bound", "ours") for each in ALL), ("torch's", None)],
+)
+def test_default_groups(
+    cluster: Cluster, tmp_path: pathlib.Path, how: str, backend: str | None
+) -> None:
     args = (str(tmp_path / "store"), backend, how)
     got = cluster.run(start, 2, *args, virtual=True, init_group=False)
     check([state for _, state in got], train_bare())
-    # The user's own group stays as it is.
-    assert {config for config, _ in got} == {
-        backend.replace("vccl", "virtual:vccl", backend == "vccl")
-    }
-
-
-def test_the_group_that_torch_chooses(cluster: Cluster, tmp_path: pathlib.Path) -> None:
-    args = (str(tmp_path / "store"), None, "torch's")
-    got = cluster.run(start, 2, *args, virtual=True, init_group=False)
-    check([state for _, state in got], train_bare())
+    if backend:
+        # The user's own group stays as it is.
+        config = "virtual:vccl" if backend == "vccl" else backend
+        assert {each for each, _ in got} == {config}
 
 
 # --- subgroups ------------------------------------------------------------------------------------
@@ -75,11 +75,7 @@ def train_subgroup(rank: int, size: int, folder: str, backend: str | None) -> St
         return "not a member"
     model = wrap(make_net(), rank, 1, process_group=group)
     optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        x, y = share(step, rank - 1)
-        mean_loss(model(x.to(f"virtual:{rank}")), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(model, optimizer, rank - 1)
     model.check_replicas()
     checkpoint.save(folder, model, optimizer, step=STEPS, timeout=30).wait(30)
     loaded = wrap(make_net(), rank, 1, process_group=group)
@@ -129,12 +125,7 @@ def test_subgroups_of_a_group_that_is_bound(cluster: Cluster, tmp_path: pathlib.
 def train_on_the_cpu(rank: int, size: int, replicas: int) -> State:
     """Replicas on the CPU, though the user's group takes tensors on accelerators only."""
     model = dp.DistributedDataParallel(make_net(), ["cpu"] * replicas)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        x, y = share(step, rank)
-        mean_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(model, optimizer_of(model), rank)
     return state_of(model)
 
 

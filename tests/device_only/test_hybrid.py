@@ -9,18 +9,7 @@ from torch import Tensor, nn
 
 from dataparallel import collectives
 from tests.cluster import Cluster
-from tests.device_only.cases import (
-    STEPS,
-    State,
-    batch,
-    check,
-    mean_loss,
-    optimizer_of,
-    share,
-    slots,
-    state_of,
-    wrap,
-)
+from tests.device_only.cases import State, check, optimizer_of, state_of, steps, train_bare, wrap
 
 
 class Centered(nn.Module):
@@ -50,26 +39,14 @@ def make_centered(group: str | None) -> Centered:
 
 def train(rank: int, size: int, replicas: int) -> State:
     model = wrap(make_centered("hybrid"), rank, replicas)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        x, y = share(step, rank)
-        mean_loss(model(x.to(slots(rank, replicas)[0])), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(model, optimizer_of(model), rank)
     return state_of(model)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_with_hybrid_collectives(cluster: Cluster, replicas: int) -> None:
     got = cluster.run(train, 2, replicas, virtual=True, backend="vccl")
-    module = make_centered(None)
-    optimizer = optimizer_of(module)
-    for step in range(STEPS):
-        x, y = batch(step)
-        mean_loss(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(got, state_of(module))
+    check(got, train_bare(module=make_centered(None)))
 
 
 def reduce(rank: int, size: int) -> list[list[float]]:

@@ -16,13 +16,13 @@ from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster, RankDied
 from tests.device_only.cases import (
     State,
-    batch,
     check,
     make_net,
     mean_loss,
     optimizer_of,
     share,
     state_of,
+    train_bare,
     wrap,
 )
 
@@ -100,12 +100,7 @@ def test_new_links_let_nothing_be_forgotten(cluster: Cluster) -> None:
     first, second = cluster.run(fail_both, 2, virtual=True, backend="vccl")
     assert "for 'left' over 2 processes" in first[0]
     assert second[0].startswith("rank 1:") and "for 'right' over 2 processes" in second[0]
-    module = make_net()
-    optimizer = optimizer_of(module)
-    x, y = batch(0)
-    mean_loss(module(x), y).backward()
-    optimizer.step()
-    check([first[1], second[1]], state_of(module))
+    check([first[1], second[1]], train_bare(numbers=[0]))
 
 
 def die_in_a_step(rank: int, size: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pathlib
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,10 @@ from tests.device_only.cases import (
     State,
     check,
     make_net,
-    mean_loss,
     optimizer_of,
-    share,
     slots,
     state_of,
+    steps,
     train_bare,
     wrap,
 )
@@ -30,14 +28,6 @@ from tests.device_only.cases import (
 TIMEOUT = 30.0
 
 pytestmark = pytest.mark.parametrize("replicas", [1, 2])
-
-
-def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> None:
-    for step in numbers:
-        x, y = share(step, rank)
-        mean_loss(model(x.to(model.device_ids[0])), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def save(rank: int, size: int, replicas: int, folder: str, asynchronous: bool) -> State:
@@ -91,7 +81,7 @@ def copy_and_train(rank: int, size: int, replicas: int, how: str) -> State:
     model.close()
     assert slots(rank, replicas) == [str(device) for device in copied.device_ids]
     copied.zero_grad()
-    steps(copied, optimizer_of(copied), rank, range(STEPS))
+    steps(copied, optimizer_of(copied), rank)
     copied.check_replicas()
     return state_of(copied)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from dataparallel.reducer.verify import ReplicaMismatch
 from tests.cluster import Cluster
@@ -15,14 +18,13 @@ from tests.device_only.cases import (
     BACKENDS,
     STEPS,
     State,
-    batch,
     check,
     make_net,
     mean_loss,
     optimizer_of,
     share,
-    slots,
     state_of,
+    steps,
     train,
     train_bare,
     wrap,
@@ -54,72 +56,142 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(cluster: Cluster, name: str, replicas: int) -> None:
-    options, sizes, factor = OPTIONS[name]
-    got = cluster.run(train, 2, replicas, options, sizes, virtual=True, backend="vccl")
-    check(got, train_bare(sizes, factor))
+def train_with_options(rank: int, size: int, replicas: int) -> list[State]:
+    return [train(rank, size, replicas, given, sizes) for given, sizes, _ in OPTIONS.values()]
+
+
+def test_options(cluster: Cluster, replicas: int) -> None:
+    got = cluster.run(train_with_options, 2, replicas, virtual=True, backend="vccl")
+    for number, (_, sizes, factor) in enumerate(OPTIONS.values()):
+        check([states[number] for states in got], train_bare(sizes, factor))
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def power_sgd() -> powerSGD_hook.PowerSGDState:
+    # Of full rank, so that nothing is lost but what rounding takes. The feedback of errors reads
+    # memory on a stream for which it is not kept; under torch's wrapper it is not a number either.
+    return powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=8,
+        start_powerSGD_iter=2,
+        min_compression_rate=0.1,
+        use_error_feedback=False,
+    )
+
+
+#: How each is registered, and how far it may be from the bare module.
+HOOKS: dict[str, tuple[Callable[[Any], object], float]] = {
+    "allreduce": (lambda m: m.register_comm_hook(None, "allreduce"), 1e-6),
+    "torch's allreduce": (lambda m: m.register_comm_hook(None, default_hooks.allreduce_hook), 1e-6),
+    "of a group": (
+        lambda m: m.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook),
+        1e-6,
+    ),
+    "fp16": (lambda m: m.register_comm_hook(None, "fp16_compress"), 1e-3),
+    "torch's fp16": (lambda m: m.register_comm_hook(None, default_hooks.fp16_compress_hook), 1e-3),
+    "bf16": (lambda m: m.register_comm_hook(None, "bf16_compress"), 1e-2),
+    "powerSGD": (lambda m: m.register_comm_hook(power_sgd(), powerSGD_hook.powerSGD_hook), 1e-5),
+}
+
+
+def train_with_hooks(rank: int, size: int, replicas: int) -> list[State]:
+    states = []
+    for register, _ in HOOKS.values():
+        model = wrap(make_net(), rank, replicas)
+        register(model)
+        steps(model, optimizer_of(model), rank)
+        states.append(state_of(model))
+        model.close()
+    return states
+
+
+def test_hooks(cluster: Cluster, replicas: int) -> None:
+    got = cluster.run(train_with_hooks, 2, replicas, virtual=True, backend="vccl")
+    for number, (_, tolerance) in enumerate(HOOKS.values()):
+        states = [each[number] for each in got]
+        check(states, train_bare(), rtol=0.0, atol=tolerance)
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 # --- what only some processes or steps do ---------------------------------------------------------
 
 
-def train_branches(rank: int, size: int, replicas: int) -> tuple[State, list[bool]]:
-    """A branch that nobody uses in step 0, one process in step 1, and both in step 2."""
-    model = wrap(make_net(), rank, replicas)
-    optimizer, had = optimizer_of(model), []
-    for step in range(3):
-        x, y = share(step, rank)
-        mean_loss(model(x.to(slots(rank, replicas)[0]), step > rank), y).backward()
-        had.append(model.module.branch.weight.grad is not None)
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model), had
+class Spoiled(nn.Module):
+    """Its gradients are not finite where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: Tensor, use_branch: bool, spoiled: bool) -> Tensor:
+        output: Tensor = self.net(x, use_branch)
+        return output * float("nan") if spoiled else output
 
 
-def test_unused_parameters(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(train_branches, 2, replicas, virtual=True, backend="vccl")
-    module = make_net()
+#: By scenario: whether a process uses the branch in a step, and whether its gradients are NaN; what
+#: is skipped by all, and what is not synchronized.
+Uses = Callable[[int, int], tuple[bool, bool]]
+SCENARIOS: dict[str, tuple[Uses, set[int], set[int]]] = {
+    # In step 0 nobody uses the branch, in step 1 one process, and then both.
+    "branches": (lambda step, rank: (step > rank, False), set(), set()),
+    "accumulation": (lambda step, rank: (True, False), set(), {0, 2}),
+    "not finite": (lambda step, rank: (True, (step, rank) == (1, 1)), {1}, set()),
+}
+
+
+def run_scenario(
+    module: Any,
+    shares: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]],
+    name: str,
+    bare: bool,
+) -> list[bool]:
+    """Train in one process, or with the shares of all; whether the branch had a gradient."""
+    uses, skipped, unsynchronized = SCENARIOS[name]
     optimizer, had = optimizer_of(module), []
-    for step in range(3):
-        for rank in range(2):
-            x, y = share(step, rank)
-            (mean_loss(module(x, step > rank), y) / 2).backward()
-        had.append(module.branch.weight.grad is not None)
-        optimizer.step()
-        optimizer.zero_grad()
-    check([state for state, _ in got], state_of(module))
-    assert had == [False, True, True]
-    assert [flags for _, flags in got] == [had, had]
-
-
-def accumulate(rank: int, size: int, replicas: int) -> State:
-    model = wrap(make_net(), rank, replicas)
-    optimizer = optimizer_of(model)
+    branch = getattr(module, "module", module).net.branch
     for step in range(STEPS):
-        x, y = share(step, rank)
-        x = x.to(slots(rank, replicas)[0])
-        if step % 2 == 0:
-            with model.no_sync():
-                mean_loss(model(x), y).backward()
+        if bare and step in skipped:
             continue
-        mean_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model)
-
-
-def test_accumulation(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(accumulate, 2, replicas, virtual=True, backend="vccl")
-    module = make_net()
-    optimizer = optimizer_of(module)
-    for step in range(STEPS):
-        x, y = batch(step)
-        mean_loss(module(x), y).backward()
-        if step % 2:
+        for rank, x, y in shares(step):
+            use_branch, spoiled = uses(step, rank)
+            with module.no_sync() if step in unsynchronized and not bare else nullcontext():
+                loss = mean_loss(module(x, use_branch, spoiled), y)
+                (loss / 2 if bare else loss).backward()
+        had.append(branch.weight.grad is not None)
+        if step not in unsynchronized:
             optimizer.step()
             optimizer.zero_grad()
-    check(got, state_of(module))
+    return had
+
+
+def train_scenarios(rank: int, size: int, replicas: int) -> list[tuple[State, list[bool]]]:
+    def shares(step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        x, y = share(step, rank)
+        yield rank, x.to(f"virtual:{rank * replicas}"), y
+
+    found = []
+    for name, (_, skipped, _) in SCENARIOS.items():
+        options = {"nonfinite": "skip"} if skipped else {}
+        model = wrap(Spoiled(), rank, replicas, **options)
+        found.append((run_scenario(model, shares, name, False), state_of(model)))
+        model.close()
+    return [(state, had) for had, state in found]
+
+
+def test_what_only_some_processes_or_steps_do(cluster: Cluster, replicas: int) -> None:
+    def shares(step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        yield from ((rank, *share(step, rank)) for rank in range(2))
+
+    got = cluster.run(train_scenarios, 2, replicas, virtual=True, backend="vccl")
+    for number, name in enumerate(SCENARIOS):
+        module = Spoiled()
+        had = run_scenario(module, shares, name, True)
+        check([each[number][0] for each in got], state_of(module))
+        if name == "branches":
+            assert had == [False, True, True, True]
+            assert all(each[number][1] == had for each in got)
 
 
 def train_joined(rank: int, size: int, replicas: int) -> State:
@@ -127,11 +199,7 @@ def train_joined(rank: int, size: int, replicas: int) -> State:
     model = wrap(make_net(), rank, replicas)
     optimizer = optimizer_of(model)
     with model.join(step=optimizer.step):
-        for step in range(STEPS if rank == 0 else STEPS - 2):
-            x, y = share(step, rank)
-            mean_loss(model(x.to(slots(rank, replicas)[0])), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(model, optimizer, rank, range(STEPS if rank == 0 else STEPS - 2))
     model.check_replicas()
     return state_of(model)
 
@@ -147,46 +215,6 @@ def test_join(cluster: Cluster, replicas: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     check(got, state_of(module))
-
-
-class Spoiled(nn.Module):
-    """Its gradients are not finite where the input says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, x: Tensor, spoiled: bool) -> Tensor:
-        output: Tensor = self.net(x)
-        return output * float("nan") if spoiled else output
-
-
-def train_spoiled(rank: int, size: int, replicas: int) -> State:
-    """Gradients of process 1 are NaN in step 1."""
-    model = wrap(Spoiled(), rank, replicas, nonfinite="skip")
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        x, y = share(step, rank)
-        spoiled = step == 1 and rank == 1
-        mean_loss(model(x.to(slots(rank, replicas)[0]), spoiled), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model.module.net)
-
-
-def test_steps_that_are_not_finite_are_skipped(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(train_spoiled, 2, replicas, virtual=True, backend="vccl")
-    module = make_net()
-    optimizer = optimizer_of(module)
-    for step in (0, 2, 3):
-        x, y = batch(step)
-        mean_loss(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(got, state_of(module))
-
-
-# --- replicas -------------------------------------------------------------------------------------
 
 
 def differ(rank: int, size: int, replicas: int) -> str:
@@ -207,18 +235,11 @@ def test_differences_are_found(cluster: Cluster, replicas: int) -> None:
         assert "'last.bias': " in text and "; float32 of shape" in text
 
 
-# --- the peer -------------------------------------------------------------------------------------
-
-
 def train_peer(rank: int, size: int) -> State:
     here = torch.device("virtual", rank)
     model = nn.parallel.DistributedDataParallel(make_net().to(here))
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        x, y = share(step, rank)
-        mean_loss(model(x.to(here)), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model.device_ids = [here]
+    steps(model, optimizer_of(model), rank)
     assert dist.get_backend() == "vccl"
     return state_of(model)
 

@@ -29,17 +29,11 @@ def guarded(
 ) -> torch.Tensor:
     """A copy that lies directly at a page which may neither be read nor written.
 
-    Example::
-
-        source = guarded(torch.randn(7), read_only=True)
-        out = guarded(torch.empty(7), "begin", offset=1)
-
     Args:
         values: A dense tensor; the copy has its strides.
         side: Whether the copy ends at such a page or begins at one. At an end its alignment is that
             of its size.
-        offset: How many elements from the page it lies, to have all alignments at a begin. With an
-            offset, accesses out of bounds that are smaller are not seen on that side.
+        offset: How many elements from the page it lies, to have all alignments at a begin.
         read_only: Whether writes to the copy are caught too.
     """
     page, size = mmap.PAGESIZE, values.element_size()
@@ -70,13 +64,7 @@ def _protect(address: int, length: int, protection: int) -> None:
 def exit_status(cases: Callable[..., None], *args: Any, timeout: float = 200) -> int | None:
     """Run a function of a module in a process of its own, in which kernels serve CPU tensors.
 
-    Args:
-        cases: The function; one for many cases, since a process takes seconds to start.
-        args: What it gets.
-        timeout: In seconds; then the process is ended.
-
-    Returns:
-        0 if the function has returned; :data:`OUT_OF_BOUNDS`; or the status of another failure.
+    Returns 0 if it has returned, :data:`OUT_OF_BOUNDS`, or the status of another failure.
     """
     process = forkserver.context().Process(target=_child, args=(cases, args))
     process.start()

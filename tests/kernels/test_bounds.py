@@ -85,7 +85,8 @@ def _fingerprint() -> None:
         for size in SIZES:
             values = _values(size, dtype) if dtype != torch.uint8 else torch.arange(size).byte()
             expected = kernels.fingerprint([values])
-            for place in _places(values, read_only=True):
+            further = (guarded(values, "begin", offset, read_only=True) for offset in (2, 4))
+            for place in (*_places(values, read_only=True), *further):
                 assert torch.equal(kernels.fingerprint([place]), expected)
     _launched("fingerprint", 100)
 

@@ -45,23 +45,15 @@ def test_lists_of_operators(dtype: torch.dtype) -> None:
     assert (x @ w).dtype == torch.float32
 
 
-def test_unsafe_loss_is_refused() -> None:
-    x = torch.rand(3, device=DEVICE)
+def test_what_autocast_refuses_and_does_not_concern() -> None:
+    x = torch.rand(4, 4, device=DEVICE)
     with (
         torch.autocast("virtual"),
         pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"),
     ):
         F.binary_cross_entropy(x, x)
-
-
-def test_autocast_of_the_cpu_does_not_concern_the_device() -> None:
-    x = torch.randn(4, 4, device=DEVICE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (x @ x).dtype == torch.float32
-        torch.testing.assert_close((x @ x).cpu(), x.cpu().double().mm(x.cpu().double()).float())
-
-
-def test_unsupported_type_warns_as_elsewhere() -> None:
+        assert (x @ x).dtype == torch.float32, "that of the CPU does not concern the device"
     assert virtual.get_amp_supported_dtype() == [torch.bfloat16, torch.float16]
     with pytest.warns(UserWarning, match="target dtype is not supported"):
         torch.autocast("virtual", dtype=torch.float64)

@@ -16,8 +16,7 @@ from tests.gpu.report import findings, machine, page
 from tests.gpu.report.machine import Machine
 from tests.gpu.report.page import Done
 from tests.gpu.report.parts import NAMES, Part, is_gpu, plan
-from tests.gpu.report.running import run
-from tests.gpu.report.tree import ROOT, lay_out
+from tests.gpu.report.running import ROOT, lay_out, run
 
 _OF_GPUS = ROOT / "docs" / "measurements" / "gpu.md"
 _OF_OTHERS = ROOT / "out" / "gpu.md"
@@ -62,16 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Report:
-    """A run, and its page, which is written anew after each part.
-
-    Args:
-        devices: On which it runs.
-        here: What the machine has.
-        begin: When it began.
-        seconds: How long it may take.
-        output: The page.
-        tree: Where the package can be imported.
-    """
+    """A run, and its page, which is written anew after each part."""
 
     def __init__(
         self,

@@ -29,13 +29,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Findings:
-    """What came of a part.
+    """What came of a part; its verdict is "passed", "failed" or "not run".
 
-    Attributes:
-        verdict: "passed", "failed" or "not run".
-        summary: In a few words.
-        tables: The figures.
-        failures: What failed, and the last lines about it.
+    ``failures`` are what failed, each with the last lines about it.
     """
 
     verdict: str

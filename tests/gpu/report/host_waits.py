@@ -44,7 +44,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     """Four batches to one step."""
     optimizer.zero_grad()
-    with model.no_sync() if isinstance(model, dp.DistributedDataParallel) else _nothing():
+    is_ours = isinstance(model, dp.DistributedDataParallel)
+    with model.no_sync() if is_ours else contextlib.nullcontext():
         for _ in range(3):
             model(x).pow(2).mean().backward()
     model(x).pow(2).mean().backward()
@@ -69,14 +70,7 @@ def check_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train.
-
-    Attributes:
-        call: What is counted, of ours.
-        options: Of the wrapper.
-        peer: What is counted of the bare module.
-        batch_norm: Whether the module has buffers, which a forward changes.
-    """
+    """A way to train: what is counted of ours, and of the bare module if that is another call."""
 
     call: Call
     options: dict[str, Any] = field(default_factory=dict)
@@ -100,14 +94,9 @@ MODES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One mode on some devices.
+    """One mode on some devices: waits in a call of ours and of the bare module, by who counts.
 
-    Attributes:
-        devices: One per replica.
-        mode: Its name.
-        ours: Waits in a call, by who has counted them.
-        bare: The same of the bare module on the first device.
-        places: The lines in which ours waits, as far as they are known.
+    ``places`` are the lines in which ours waits, as far as they are known.
     """
 
     devices: tuple[str, ...]
@@ -118,12 +107,7 @@ class Row:
 
 
 def count(names: tuple[str, ...], mode: str) -> Row:
-    """Count the waits of one mode.
-
-    Args:
-        names: Of devices, one per replica; the first is an accelerator.
-        mode: One of :data:`MODES`.
-    """
+    """Count the waits of one mode on devices, the first of which is an accelerator."""
     what = MODES[mode]
     slots = devices.parse_devices(names)
     net, bare = (_net(what.batch_norm).to(slots[0]) for _ in range(2))
@@ -154,12 +138,7 @@ def _repeated(model: nn.Module, call: Call, x: torch.Tensor) -> Callable[[int], 
 def counted(
     repeat: Callable[[int], None], device: torch.device
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Waits in a call, by who has counted them, and the lines that most of them are in.
-
-    Args:
-        repeat: Calls so many times.
-        device: An accelerator.
-    """
+    """Waits in a call, by who has counted them, and the lines that most of them are in."""
     repeat(WARM_UP)
     devices.synchronize(device)
     if device.type == "virtual":
@@ -208,10 +187,6 @@ def _called(repeat: Callable[[int], None]) -> Counter[str]:
     return Counter(
         event.name for event in events if span.start <= event.time_range.start <= span.end
     )
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def main() -> None:

@@ -31,18 +31,9 @@ _QUERY = "name,driver_version,memory.total,power.limit,pci.bus_id"
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """What there is: versions of packages, places of programs, a line of nvidia-smi per device.
 
-    Attributes:
-        python: Version of Python.
-        system: Kernel and processor.
-        cpus: How many this process may use.
-        packages: The version of each of :data:`PACKAGES`; none for what is not installed.
-        programs: Where they are that are asked for.
-        torch_cuda: The version of CUDA that torch was built for.
-        gpus: What torch calls NVIDIA's devices; empty without one.
-        driver: A line of nvidia-smi for each device.
-        trouble: Why torch tells nothing.
+    ``gpus`` is what torch calls NVIDIA's devices, and ``trouble`` why torch tells nothing.
     """
 
     python: str = ""
@@ -58,9 +49,7 @@ class Machine:
     def lacks(self, *modules: str) -> str:
         """Which of some modules are not installed, as a sentence; empty if all are."""
         absent = [PACKAGES[name] for name in modules if name not in self.packages]
-        if not absent:
-            return ""
-        return f"not installed: {', '.join(absent)}"
+        return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 def look() -> Machine:

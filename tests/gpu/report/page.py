@@ -20,13 +20,7 @@ replica on the CPU waits for what comes from the device; the bare module is on t
 
 @dataclass(frozen=True)
 class Done:
-    """A part that is over.
-
-    Attributes:
-        part: Which.
-        findings: What came of it.
-        seconds: How long it took; None if it did not run.
-    """
+    """A part that is over; its seconds are None if it did not run."""
 
     part: Part
     findings: Findings
@@ -36,15 +30,7 @@ class Done:
 def text(
     devices: Sequence[str], machine: Machine, command: str, done: Sequence[Done], seconds: float
 ) -> str:
-    """The whole page.
-
-    Args:
-        devices: On which it ran.
-        machine: What it has.
-        command: What somebody types who wants the same.
-        done: All parts that are over.
-        seconds: How long that took.
-    """
+    """The whole page."""
     return "\n".join(
         [
             f"# One run on {', '.join(devices)}\n",

@@ -11,8 +11,7 @@ from functools import partial
 from tests.gpu.report import findings, outcomes
 from tests.gpu.report.findings import Findings
 from tests.gpu.report.machine import Machine
-from tests.gpu.report.running import Ended
-from tests.gpu.report.tree import marked_tests
+from tests.gpu.report.running import Ended, marked_tests
 
 #: What may be asked for by ``--only``.
 NAMES = ("build", "tests", "waits", "readings", "train", "kernels", "sanitizer")
@@ -32,16 +31,9 @@ _NO_GPU = "needs an NVIDIA GPU that torch can use"
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that is run.
+    """One thing that is run, for ``limit`` seconds at most.
 
-    Attributes:
-        name: One of :data:`NAMES`.
-        title: Of its section on the page.
-        command: The program and its arguments.
-        limit: Seconds.
-        read: What it has found.
-        environment: Variables that it gets in addition.
-        missing: Why it cannot run here; empty if it can.
+    ``read`` tells what it has found; ``missing``, why it cannot run here.
     """
 
     name: str
@@ -68,13 +60,7 @@ def device_sets(devices: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def plan(devices: Sequence[str], machine: Machine, results: pathlib.Path) -> list[Part]:
-    """All parts, those first that tell most.
-
-    Args:
-        devices: On which they run.
-        machine: What it has.
-        results: A folder into which the parts write.
-    """
+    """All parts, those first that tell most; they write into the folder ``results``."""
     virtual = _virtual_devices(devices)
     nothing = machine.trouble and f"torch cannot be used: {machine.trouble}"
     on_gpu = is_gpu(devices[0])
@@ -103,7 +89,7 @@ def _python(*arguments: str) -> tuple[str, ...]:
 
 
 def _build(devices: Sequence[str], virtual: dict[str, str]) -> Part:
-    command = _python("tests.gpu.report.building", "--devices", ",".join(devices))
+    command = _python("tests.gpu.report.programs", "build", ",".join(devices))
     return Part("build", "What is compiled on first use", command, 150, findings.build, virtual)
 
 
@@ -160,7 +146,7 @@ def _readings(machine: Machine, on_gpu: bool, path: pathlib.Path) -> Part:
     return Part(
         "readings",
         "The monitor beside nvidia-smi",
-        _python("tests.gpu.report.readings", "--output", str(path)),
+        _python("tests.gpu.report.programs", "readings", str(path)),
         40,
         partial(findings.readings, path=path),
         missing=missing or machine.lacks("pynvml"),
@@ -213,7 +199,7 @@ def _sanitizer(device: str, machine: Machine) -> Iterator[Part]:
     if not missing and program is None:
         missing = "compute-sanitizer is neither on the PATH nor under /usr/local/cuda"
     found = str(findings.SANITIZER_STATUS)
-    launches = _python("tests.gpu.report.every_kernel", "--device", device)
+    launches = _python("tests.gpu.report.programs", "kernels", device)
     for tool, options in _TOOLS.items():
         yield Part(
             "sanitizer",

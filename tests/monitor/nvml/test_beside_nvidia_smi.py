@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from dataparallel.tools.monitor.sources import nvml
 from dataparallel.tools.monitor.sources.nvml import NvmlSource
 from tests.gpu import nvidia_smi
-from tests.gpu.report import findings, readings
+from tests.gpu.report import findings, programs
 from tests.gpu.report.running import Ended
 from tests.monitor.nvml.stub import EVERYTHING, Stub
 
@@ -96,11 +97,11 @@ def test_both_columns_are_on_the_page(
     stub: Stub, source: NvmlSource, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say({**SAID, "temperature.gpu": "80"}, source, tmp_path, monkeypatch)
-    monkeypatch.setattr(readings, "work", lambda seconds: None)
-    monkeypatch.setattr(readings, "NvmlSource", lambda: source)
+    monkeypatch.setattr(nvidia_smi, "work", lambda seconds: None)
+    monkeypatch.setattr(nvml, "NvmlSource", lambda: source)
     output = tmp_path / "readings.json"
-    monkeypatch.setattr(sys, "argv", ["readings", "--output", str(output)])
-    readings.main()
+    monkeypatch.setattr(sys, "argv", ["programs", "readings", str(output)])
+    programs.main()
     found = findings.readings(Ended(0, 1.0, ""), output)
     assert (found.verdict, found.summary) == ("failed", "14 of 15 metrics agree; not: temperature")
     rows = {row[0]: row[1:] for row in found.tables[0].rows}
