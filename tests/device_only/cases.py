@@ -86,9 +86,10 @@ def steps(
     sizes: tuple[int, ...] = (6, 6),
 ) -> None:
     """Some steps of one process, with its share of each batch."""
+    here = next(model.parameters()).device
     for step in numbers:
         x, y = share(step, rank, sizes)
-        mean_loss(model(x.to(model.device_ids[0])), y).backward()
+        mean_loss(model(x.to(here)), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 

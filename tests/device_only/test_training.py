@@ -238,7 +238,6 @@ def test_differences_are_found(cluster: Cluster, replicas: int) -> None:
 def train_peer(rank: int, size: int) -> State:
     here = torch.device("virtual", rank)
     model = nn.parallel.DistributedDataParallel(make_net().to(here))
-    model.device_ids = [here]
     steps(model, optimizer_of(model), rank)
     assert dist.get_backend() == "vccl"
     return state_of(model)
