@@ -44,8 +44,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     """Four batches to one step."""
     optimizer.zero_grad()
-    is_ours = isinstance(model, dp.DistributedDataParallel)
-    with model.no_sync() if is_ours else contextlib.nullcontext():
+    quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if isinstance(model, dp.DistributedDataParallel):
+        quiet = model.no_sync()
+    with quiet:
         for _ in range(3):
             model(x).pow(2).mean().backward()
     model(x).pow(2).mean().backward()
