@@ -77,14 +77,10 @@ def test_small_sizes_are_repeated_more_often() -> None:
     assert [common.repetitions(size, 2**22, 500) for size in sizes] == [500] * 3
 
 
-def test_ours_is_compared_round_by_round() -> None:
-    seconds = {"ours": (1.0, 3.0), "torch": (2.0, 2.0), "none": (0.0, 1.0)}
-    line = compare("section", "name", seconds, True)
+def test_ours_is_compared_round_by_round_and_each_section_has_a_geometric_mean() -> None:
+    line = compare("a", "1", {"ours": (1.0, 3.0), "torch": (2.0, 2.0), "none": (0.0, 1.0)}, True)
     assert line.seconds["ours"] == Spread(2.0, 1.0, 3.0)
     assert line.ratios == {"torch": Spread(1.0, 0.5, 1.5)}
-
-
-def test_each_section_has_a_geometric_mean() -> None:
     lines = [
         compare("a", "1", {"ours": (0.1, 0.4), "torch": (1.0, 1.0), "copy": (9.0, 9.0)}, True),
         compare("a", "2", {"ours": (0.4, 0.1), "torch": (1.0, 1.0)}, True),
@@ -329,6 +325,9 @@ def test_members_begin_together_and_take_turns() -> None:
 def test_a_small_run_of_all_collectives(
     run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    virtual = ["--sizes", "128KiB", *SHORT, "--forms", "local", "--devices", "virtual:0,virtual:1"]
+    assert run_benchmark("collectives", *virtual) == 0
+    assert "128 KiB ✓" in capsys.readouterr().out
     words = ["--sizes", "128KiB,512KiB", *SHORT, "--forms", "local,process,hybrid"]
     words += ["--operations", ",".join(collectives.OPERATIONS), "--bar", "1e-9", "--json", "-"]
     assert run_benchmark("collectives", *words) == 1
@@ -338,15 +337,6 @@ def test_a_small_run_of_all_collectives(
     assert [each["section"] for each in result["lines"][::2]] == sections == result["missed"]
     assert all(each["right"] for each in result["lines"])
     assert list(result["lines"][0]["ratios"]) == ["torch", "copy"]
-
-
-@pytest.mark.usefixtures("forked_workers")
-def test_a_small_run_of_collectives_on_virtual_devices(
-    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--sizes", "128KiB", *SHORT, "--forms", "local", "--devices", "virtual:0,virtual:1"]
-    assert run_benchmark("collectives", *words) == 0
-    assert "128 KiB ✓" in capsys.readouterr().out
 
 
 # --- autograd ----------------------------------------------------------------------------------
@@ -516,13 +506,6 @@ def test_all_references_on_the_cpu(
     assert all(each["line"]["right"] and each["launch"] == {} for each in rows)
     names = {each["case"]["kernel"]: set(each["alternatives"]) for each in rows}
     assert names["reduce_add"] == {"stack", "foreach", "add_"}
-    assert run_benchmark("kernels", *SMALL, "--kernels", "flatten") == 0
-    assert runs in capsys.readouterr().out
-
-
-def test_on_an_accelerator_launches_are_shown(
-    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
     words = ["--kernels", "unflatten", "--device", "virtual:0", "--flush", "4KiB"]
     assert run_benchmark("kernels", *SMALL, *words) == 0
     assert ", launch " in capsys.readouterr().out
