@@ -21,7 +21,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor, StepRecord
-from dataparallel.tools.monitor.step_picture import draw_step
+from dataparallel.tools.monitor.plot import draw_step
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 

@@ -11,28 +11,29 @@ import pytest
 from rich.console import Console
 
 from dataparallel.tools.cli import main
-from dataparallel.tools.monitor.energy import Energy, energy_used
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
-from dataparallel.tools.monitor.recorded_time import times_of
-from dataparallel.tools.monitor.report import make_report
-from dataparallel.tools.monitor.report_text import print_report
+from dataparallel.tools.monitor.recording import times_of
+from dataparallel.tools.monitor.report import energy_used, make_report
+from dataparallel.tools.monitor.report_command import print_report
 
 from .recording_cases import BEGIN, FakeRun, device, info_of, sample, training, write_recording
-from .step_cases import BUSY, SLOW
+from .step_cases import BUSY, SLOW, Seconds
 
 
-def text_of(samples: list[Sample], problems: tuple[str, ...] = (), width: int = 120) -> str:
+def text_of(samples: list[Sample], width: int = 120) -> str:
     out = io.StringIO()
-    print_report(make_report(samples, problems), Console(file=out, width=width))
+    print_report(make_report(samples), Console(file=out, width=width))
     return out.getvalue()
 
 
-def watched(run: FakeRun, number: int, begin: float, watts: float | None = None) -> list[Sample]:
-    """Samples of a run that makes two steps of 2 s between them: replica 1 is slow."""
+def watched(
+    run: FakeRun, number: int, begin: float = 0.0, watts: float | None = None, steps: int = 2
+) -> list[Sample]:
+    """Samples of a run that makes steps of 2 s between them: replica 1 is slow."""
     found = []
     for i in range(number):
         if i:
-            run.steps(2, [BUSY, SLOW], [8, 8])
+            run.steps(steps, [BUSY, SLOW], [8, 8])
         devices = [device(d, power=watts) for d in range(2)]
         found.append(sample(begin + 4 * i, devices, run.state(BEGIN + begin + 4 * i)))
     return found
@@ -42,20 +43,11 @@ def watched(run: FakeRun, number: int, begin: float, watts: float | None = None)
 
 
 def test_what_is_told_of_a_device() -> None:
+    names = ("utilization", "memory_used", "power", "energy")
     readings = [(0.5, 10.0, 100.0, 1000.0), (0.7, 30.0, 300.0, 1500.0), (None, 20.0, 200.0, 1800.0)]
+    throttle = [[], ["power cap"], ["heat", "power cap"]]
     samples = [
-        sample(
-            float(i),
-            [
-                device(
-                    0,
-                    throttle=["power cap"] if i == 1 else ["heat", "power cap"] if i == 2 else [],
-                    **dict(
-                        zip(("utilization", "memory_used", "power", "energy"), row, strict=True)
-                    ),
-                )
-            ],
-        )
+        sample(float(i), [device(0, throttle=throttle[i], **dict(zip(names, row, strict=True)))])
         for i, row in enumerate(readings)
     ]
     (found,) = make_report(samples).devices
@@ -63,10 +55,13 @@ def test_what_is_told_of_a_device() -> None:
     assert found.utilization_peak == 0.7
     assert (found.memory_peak, found.memory_total) == (30.0, None)
     assert found.power_mean == pytest.approx(200.0)
-    assert (found.energy, found.energy_source) == (800.0, "counter")
+    assert found.energy == 800.0
     assert found.throttled == pytest.approx(2 / 3)
     assert list(found.throttle_reasons) == ["power cap", "heat"]
     assert (found.is_lost, found.failed) == (False, 0)
+    report = make_report(samples)
+    assert report.advice.kind == "slowed device"
+    assert "power cap in 67 % of the time" in report.advice.text
 
 
 def test_a_device_that_is_lost_and_one_that_comes_back() -> None:
@@ -86,14 +81,14 @@ def test_a_device_that_is_lost_and_one_that_comes_back() -> None:
 @pytest.mark.parametrize(
     ("times", "counter", "power", "expected"),
     [
-        ([0, 1, 2], [5.0, 7.0, 11.0], [None] * 3, Energy(6.0, "counter")),
+        ([0, 1, 2], [5.0, 7.0, 11.0], [None] * 3, 6.0),
         # The driver was loaded anew: what is counted from there on.
-        ([0, 1, 2, 3], [5.0, 7.0, 1.0, 4.0], [None] * 4, Energy(5.0, "counter")),
-        ([0, 1, 2], [5.0, None, 11.0], [None] * 3, Energy(6.0, "counter")),
-        ([0, 2, 4], [None] * 3, [10.0, 20.0, 30.0], Energy(80.0, "power")),
+        ([0, 1, 2, 3], [5.0, 7.0, 1.0, 4.0], [None] * 4, 5.0),
+        ([0, 1, 2], [5.0, None, 11.0], [None] * 3, 6.0),
+        ([0, 2, 4], [None] * 3, [10.0, 20.0, 30.0], 80.0),
         # Nothing is known of a gap, nor beside a missing value.
-        ([0, 1, 2, 3, 90, 91], [None] * 6, [10.0] * 6, Energy(40.0, "power")),
-        ([0, 1, 2, 3], [None] * 4, [10.0, 10.0, None, 10.0], Energy(10.0, "power")),
+        ([0, 1, 2, 3, 90, 91], [None] * 6, [10.0] * 6, 40.0),
+        ([0, 1, 2, 3], [None] * 4, [10.0, 10.0, None, 10.0], 10.0),
         ([0, 1], [None, 5.0], [None, 5.0], None),
         ([], [], [], None),
     ],
@@ -102,16 +97,14 @@ def test_energy(
     times: list[float],
     counter: list[float | None],
     power: list[float | None],
-    expected: Energy | None,
+    expected: float | None,
 ) -> None:
     assert energy_used(times, counter, power) == expected
 
 
 def test_time_goes_on_where_a_recording_was_continued() -> None:
-    samples = [sample(0.0), sample(1.0)]
-    samples += [dataclasses.replace(sample(10.0), elapsed=0.0)]
-    samples += [dataclasses.replace(sample(3.0), elapsed=1.0)]
-    samples += [dataclasses.replace(sample(2.0), elapsed=0.5)]
+    elapsed = {0.0: 0.0, 1.0: 1.0, 10.0: 0.0, 3.0: 1.0, 2.0: 0.5}
+    samples = [dataclasses.replace(sample(at), elapsed=now) for at, now in elapsed.items()]
     assert times_of(samples) == [0.0, 1.0, 10.0, 11.0, 11.0]
 
 
@@ -121,7 +114,8 @@ def test_time_goes_on_where_a_recording_was_continued() -> None:
 def test_what_is_told_of_a_run() -> None:
     before = FakeRun(info_of(2))
     before.steps(100, [{"forward": 9.0}] * 2, [8, 8])
-    (run,) = make_report(watched(before, 5, 0.0, watts=100.0)).runs
+    samples = watched(before, 5, watts=100.0)
+    (run,) = make_report(samples).runs
     # What came before the recording is left out: 8 steps of 16 samples.
     assert (run.summary.num_steps, run.since_start) == (8, False)
     assert run.summary.step_seconds == pytest.approx(2.0)
@@ -132,22 +126,51 @@ def test_what_is_told_of_a_run() -> None:
     # Two devices of 100 W for 16 s.
     assert run.energy == pytest.approx(3200.0)
     assert run.energy_per_sample == pytest.approx(25.0)
-
-
-def test_steps_that_were_not_all_seen_may_be_evaluations() -> None:
-    run = FakeRun(info_of(2))
-    samples = watched(run, 5, 0.0)
-    (report,) = make_report(samples).runs
-    assert report.summary.kind == "all"
+    # Half of the steps are seen; those that are not may be evaluations.
+    assert run.summary.kind == "all"
     text = text_of(samples)
-    assert f"{report.summary.num_steps} steps of" in text and "training steps" not in text
+    assert "8 steps of" in text and "training steps" not in text
+    assert "energy per sample: 25 J (3.2 kJ while the run was watched)" in text
+
+
+@pytest.mark.parametrize(("steps", "number"), [(1, 6), (100, 600)])
+def test_percentiles_need_most_of_the_steps_one_by_one(steps: int, number: int) -> None:
+    # The last step before a sample is more likely a long one.
+    run = FakeRun(info_of(2))
+    run.steps(50, [BUSY, BUSY], [8, 8])
+    samples = watched(run, 7, steps=steps)
+    (found,) = make_report(samples).runs
+    assert found.summary.num_steps == number
+    assert found.summary.step_seconds == pytest.approx(2.0)
+    text = text_of(samples)
+    assert (found.summary.times is None) == (steps == 100)
+    assert ("6 of 600 steps seen one by one: too few for percentiles" in text) == (steps == 100)
+    assert ("step time: median 2 s" in text) == (steps == 1)
+
+
+def test_what_warms_up_and_evaluation_are_left_out() -> None:
+    run = FakeRun(info_of(2), started=BEGIN + 0.5)
+    samples = [sample(0.0)]
+    for i in range(1, 9):
+        evaluates = i % 4 == 0
+        own: Seconds = {"forward": 60.0} if i == 1 else {"input": 3.0} if evaluates else BUSY
+        run.steps(1 if i == 1 else 5, [own, BUSY], [8, 8])
+        assert run.last is not None
+        if evaluates:
+            run.last = dataclasses.replace(run.last, kind="inference")
+        samples.append(sample(float(i), [], run.state(BEGIN + i)))
+    (found,) = make_report(samples).runs
+    assert found.since_start
+    assert (found.summary.num_steps, found.summary.num_left_out) == (25, 11)
+    assert found.summary.step_seconds == pytest.approx(1.0)
+    assert found.summary.advice.kind == "nothing"
 
 
 def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
-    first = watched(FakeRun(info_of(2)), 4, 0.0, watts=100.0)
+    first = watched(FakeRun(info_of(2)), 4, watts=100.0)
     again = FakeRun(info_of(2), pid=200, started=BEGIN + 100)
-    second = watched(again, 3, 104.0, watts=100.0)
-    (run,) = make_report([*first, sample(50.0), *second]).runs
+    samples = [*first, sample(50.0), *watched(again, 3, 104.0, watts=100.0)]
+    (run,) = make_report(samples).runs
     assert run.pids == (100, 200)
     # The first two steps of both warm up.
     assert (run.summary.num_steps, run.summary.num_left_out) == (4 + 2, 4)
@@ -155,31 +178,32 @@ def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
     # 12 s and 8 s; the pause between is nobody's.
     assert run.energy == pytest.approx(2 * 100.0 * 20)
     assert run.energy_per_sample == pytest.approx(4000 / 160)
-    assert "process 200, started again 1 time" in text_of([*first, *second])
+    assert "process 200, started again 1 time" in text_of(samples)
 
 
 def test_counters_that_go_backwards_begin_anew() -> None:
     # The same process watches with a second StepMonitor; the time of its beginning is too coarse.
-    samples = watched(FakeRun(info_of(2)), 4, 0.0) + watched(FakeRun(info_of(2)), 4, 16.0)
+    samples = watched(FakeRun(info_of(2)), 4) + watched(FakeRun(info_of(2)), 4, 16.0)
     (run,) = make_report(samples).runs
     assert (run.summary.num_steps, run.summary.num_left_out) == (8, 4)
 
 
 def test_two_runs_are_told_apart() -> None:
     other = FakeRun(dataclasses.replace(info_of(2), model="Other"), pid=7)
-    report = make_report([*watched(FakeRun(info_of(2)), 2, 0.0), *watched(other, 4, 20.0)])
+    report = make_report([*watched(FakeRun(info_of(2)), 2), *watched(other, 4, 20.0)])
     assert [run.info.model for run in report.runs] == ["Net", "Other"]
     assert report.advice == report.runs[1].summary.advice
 
 
 def test_a_single_sample_tells_of_the_run_since_it_began() -> None:
     run = FakeRun(info_of(2))
-    run.steps(10, [BUSY, SLOW], [8, 8])
+    run.steps(10, [BUSY, SLOW], [8, 16])
     samples = [sample(0.0, [device(0, power=100.0)], run.state(BEGIN))]
     (found,) = make_report(samples).runs
     assert (found.summary.num_steps, found.since_start) == (10, True)
-    assert found.energy_per_sample is None
-    assert "the run is in one sample only" in text_of(samples)
+    assert [one.samples for one in found.summary.replicas] == pytest.approx([8, 16])
+    assert (found.energy, found.energy_per_sample) == (None, None)
+    assert "since the run began" in text_of(samples)
 
 
 def test_a_run_without_steps() -> None:
@@ -187,13 +211,6 @@ def test_a_run_without_steps() -> None:
     samples = [sample(float(i), [], run.state(BEGIN + i)) for i in range(3)]
     assert "no step ended while it was watched" in text_of(samples)
     assert make_report(samples).advice.kind == "unknown"
-
-
-def test_energy_of_devices_that_do_not_tell_is_not_available() -> None:
-    samples = watched(FakeRun(info_of(2)), 4, 0.0, watts=None)
-    (run,) = make_report(samples).runs
-    assert run.energy is None and run.energy_per_sample is None
-    assert "energy per sample: not available (cuda:0 tells neither" in text_of(samples)
 
 
 def test_devices_are_found_by_what_they_are_not_by_name() -> None:
@@ -207,28 +224,10 @@ def test_devices_are_found_by_what_they_are_not_by_name() -> None:
     assert make_report(samples).runs[0].energy_per_sample == pytest.approx(100.0 / 20)
 
 
-def test_a_throttled_straggler_is_told_with_the_reason() -> None:
-    report = make_report(training(24))
-    assert report.advice.kind == "slowed device"
-    assert "Replica 2 on cuda:2" in report.advice.text
-    assert "power cap in 67 % of the time" in report.advice.text
-
-
-def test_without_a_run_the_devices_are_what_is_told() -> None:
-    assert make_report(training(24, with_run=False)).advice.kind == "slowed device"
-    quiet = make_report([sample(0.0, [device(0)])])
-    assert quiet.advice.kind == "unknown"
-    assert "--attach" in quiet.advice.text
-
-
 # --- the command -------------------------------------------------------------------------------
 
 
-def test_an_empty_recording_says_so() -> None:
-    assert "There is no sample in it" in text_of([])
-
-
-def test_the_command_prints_a_report(
+def test_the_command_prints_a_report_or_json(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_recording(tmp_path / "run.jsonl", training(24))
@@ -236,22 +235,27 @@ def test_the_command_prints_a_report(
         file.write('{"time": 1')
     assert main(["monitor", "report", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "24 samples in 23 s" in out
-    assert "this is no sample" in out
-    assert "replica" in out and "change first" in out
+    assert "24 samples in 23 s" in out and "this is no sample" in out
+    assert "Replica 2 on cuda:2" in out and "power cap in 67 % of the time" in out
     assert "\x1b" not in out
-
-
-def test_the_command_prints_json(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_recording(tmp_path / "run.jsonl", training(24))
     assert main(["monitor", "report", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["num_samples"] == 24
+    assert (report["num_samples"], len(report["problems"])) == (24, 1)
     assert [one["device"] for one in report["devices"]] == [f"cuda:{i}" for i in range(4)]
     assert report["runs"][0]["summary"]["straggler"]["index"] == 2
     assert report["advice"]["kind"] == "slowed device"
+
+
+def test_an_empty_recording_and_what_is_none(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recording(tmp_path / "run.jsonl", [])
+    assert main(["monitor", "report", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "0 samples" in out and "--attach auto" in out
+    path.write_text("hello\n")
+    assert main(["monitor", "report", str(path)]) == 2
+    assert "is not a recording" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -259,12 +263,3 @@ def test_the_report_fits_the_terminal(width: int) -> None:
     lines = text_of(training(24), width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert any("score per sample" in line for line in lines)
-
-
-def test_a_file_that_is_no_recording_is_refused(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("hello\n")
-    assert main(["monitor", "report", str(path)]) == 2
-    assert "is not a recording" in capsys.readouterr().err

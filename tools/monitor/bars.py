@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dataparallel.monitor.record import Segment
 from dataparallel.threads.timeline import PHASES, Phase
-from dataparallel.tools.monitor.phase_style import PHASE_STYLES
+from dataparallel.tools.monitor.palette import PHASE_STYLES
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command, late
-from dataparallel.tools.monitor.plot import SUFFIXES
 from dataparallel.tools.monitor.sizes import duration, size
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
 
+#: What the name of a picture may end in.
+SUFFIXES = (".png", ".svg", ".pdf")
 #: Where `monitor serve` takes the token from if it is not among the options.
 TOKEN_VARIABLE = "DATAPARALLEL_MONITOR_TOKEN"
 
@@ -231,7 +232,7 @@ def _add_plot(commands: Subparsers) -> None:
             'dataparallel monitor plot run.jsonl run.pdf --title "four GPUs, batch 256"',
         ],
         run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.plot_command"),
+            lambda: importlib.import_module("dataparallel.tools.monitor.plot"),
             extra="monitor",
         ),
     )

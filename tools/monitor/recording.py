@@ -15,8 +15,10 @@ The reader passes over a line that is no sample, such as one that a crash has cu
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -29,6 +31,8 @@ VERSION = 1
 
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
+#: A pause that is so many times the usual interval is a gap: nothing is known of the time within.
+_GAP = 5.0
 
 
 @dataclass(frozen=True)
@@ -144,3 +148,22 @@ def read_header(path: Path) -> dict[str, Any]:
             f"up to {VERSION}; read it with a newer dataparallel"
         )
     return header
+
+
+def times_of(samples: Sequence[Sample]) -> list[float]:
+    """Seconds from the first sample to each, on an axis that never goes backwards.
+
+    Where a recording was continued and ``elapsed`` begins anew the clock on the wall tells; where
+    that was set back, no time passes.
+    """
+    found = [0.0] * len(samples)
+    for i, (before, now) in enumerate(itertools.pairwise(samples)):
+        passed = now.elapsed - before.elapsed
+        found[i + 1] = found[i] + (passed if passed >= 0 else max(0.0, now.time - before.time))
+    return found
+
+
+def longest_step(times: Sequence[float]) -> float:
+    """Between samples that are farther apart lies a gap."""
+    steps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return _GAP * statistics.median(steps) if steps else 0.0

@@ -18,7 +18,7 @@ from dataparallel.tools.monitor.bars import (
     share_bar,
     step_bar,
 )
-from dataparallel.tools.monitor.phase_style import PHASE_STYLES
+from dataparallel.tools.monitor.palette import PHASE_STYLES
 from dataparallel.tools.monitor.reading import HostReading
 from dataparallel.tools.monitor.run_history import RunHistory
 

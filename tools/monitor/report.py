@@ -2,29 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary
-from dataparallel.tools.monitor.device_report import (
-    DeviceReport,
-    column,
-    reasons_text,
-    report_devices,
-    slowed_devices,
-)
-from dataparallel.tools.monitor.energy import energy_used
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
-from dataparallel.tools.monitor.recorded_time import times_of
+from dataparallel.tools.monitor.recording import longest_step, times_of
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,
     find_periods,
     group_periods,
     summarize_periods,
 )
+
+#: A device that is slowed down in this share of the samples is told to be.
+_OFTEN = 0.1
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One device in a whole recording, in base units; what is None was not available.
+
+    Attributes:
+        device: Name under which torch knows it.
+        name: What the vendor calls it.
+        utilization_mean: Ratio.
+        utilization_peak: Likewise.
+        memory_peak: Bytes in use.
+        memory_total: Bytes that there are.
+        temperature_peak: Degrees Celsius.
+        power_mean: Watts.
+        energy: Joules, over the whole recording.
+        throttled: Share of the samples in which it was slowed down.
+        throttle_reasons: Share of the samples by reason, the most frequent first.
+        failed: In how many samples it could not be read.
+        error: Why not, the last time.
+        is_lost: Whether it could not be read, or was missing, at the end.
+    """
+
+    device: str
+    name: str
+    utilization_mean: float | None
+    utilization_peak: float | None
+    memory_peak: float | None
+    memory_total: float | None
+    temperature_peak: float | None
+    power_mean: float | None
+    energy: float | None
+    throttled: float
+    throttle_reasons: Mapping[str, float]
+    failed: int
+    error: str | None
+    is_lost: bool
+
+    @property
+    def reasons(self) -> str:
+        """Why it is slowed down and how often, in words."""
+        return ", ".join(
+            f"{reason} in {100 * share:.0f} % of the time"
+            for reason, share in self.throttle_reasons.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +80,6 @@ class RunReport:
         summary: Shares, scores, throughput, and what to change first.
         energy: Joules of its devices while it was watched; None if that is not available.
         energy_per_sample: Joules; likewise.
-        energy_note: Why it is not available; empty if it is.
     """
 
     info: RunInfo
@@ -47,7 +88,6 @@ class RunReport:
     summary: Summary
     energy: float | None
     energy_per_sample: float | None
-    energy_note: str
 
 
 @dataclass(frozen=True)
@@ -94,67 +134,129 @@ def make_report(samples: Sequence[Sample], problems: Sequence[str] = ()) -> Repo
         problems: What could not be read. Default: nothing.
     """
     times = times_of(samples)
-    devices = report_devices(samples, times)
-    slowed = slowed_devices(devices)
+    rows: dict[str, list[DeviceReading | None]] = {}
+    for place, sample in enumerate(samples):
+        for reading in sample.devices:
+            rows.setdefault(reading.device, [None] * len(samples))[place] = reading
+    devices = tuple(_report_device(row, times) for row in rows.values())
+    often = [one for one in devices if one.throttled >= _OFTEN]
+    slowed = {one.device: one.reasons for one in sorted(often, key=lambda one: -one.throttled)}
     groups = group_periods(find_periods(samples))
     runs = tuple(_report_run(group, samples, times, slowed) for group in groups)
-    hosts = [sample.host.utilization for sample in samples if sample.host is not None]
-    loads = [load for load in hosts if load is not None]
     return Report(
         seconds=times[-1] if times else 0.0,
         started=samples[0].time if samples else None,
         num_samples=len(samples),
-        sample_cost=sum(sample.cost for sample in samples) / len(samples) if samples else None,
+        sample_cost=_mean([sample.cost for sample in samples]),
         problems=tuple(problems),
         devices=devices,
-        host_utilization=sum(loads) / len(loads) if loads else None,
+        host_utilization=_mean([one.host.utilization for one in samples if one.host is not None]),
         runs=runs,
-        advice=_advice(runs, devices),
+        advice=_advice(runs, slowed),
     )
+
+
+def energy_used(
+    times: Sequence[float], counter: Sequence[float | None], power: Sequence[float | None]
+) -> float | None:
+    """Joules from the first to the last of several readings of a device, by counter or else power.
+
+    A counter that goes backwards (the driver was loaded anew) counts from there on. Power is added
+    up between readings that follow each other, and not over gaps.
+
+    Args:
+        times: When each was taken, in seconds.
+        counter: The device's counter at each, in joules; None where it is not available.
+        power: Likewise its power, in watts.
+
+    Returns:
+        None if neither is available twice.
+    """
+    known = [value for value in counter if value is not None]
+    if len(known) > 1:
+        return sum(max(0.0, later - earlier) for earlier, later in itertools.pairwise(known))
+    limit = longest_step(times)
+    parts = [
+        (before + now) / 2 * (end - begin)
+        for (begin, end), (before, now) in zip(
+            itertools.pairwise(times), itertools.pairwise(power), strict=True
+        )
+        if before is not None and now is not None and end - begin <= limit
+    ]
+    return sum(parts) if parts else None
+
+
+def _report_device(row: Sequence[DeviceReading | None], times: Sequence[float]) -> DeviceReport:
+    known = [reading for reading in row if reading is not None]
+    good = [reading for reading in known if reading.error is None]
+    errors = [reading.error for reading in known if reading.error is not None]
+    last = (good or known)[-1]
+    number = max(1, len(good))
+    reasons = Counter(reason for reading in good for reason in reading.throttle)
+    return DeviceReport(
+        device=last.device,
+        name=last.name,
+        utilization_mean=_mean(_column(good, "utilization")),
+        utilization_peak=_peak(good, "utilization"),
+        memory_peak=_peak(good, "memory_used"),
+        memory_total=_peak(good, "memory_total"),
+        temperature_peak=_peak(good, "temperature"),
+        power_mean=_mean(_column(good, "power")),
+        energy=energy_used(times, _column(row, "energy"), _column(row, "power")),
+        throttled=sum(bool(reading.throttle) for reading in good) / number,
+        throttle_reasons={reason: count / number for reason, count in reasons.most_common()},
+        failed=len(errors),
+        error=errors[-1] if errors else None,
+        is_lost=row[-1] is None or row[-1].error is not None,
+    )
+
+
+def _column(row: Sequence[DeviceReading | None], metric: str) -> list[float | None]:
+    return [None if reading is None else reading.value(metric) for reading in row]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _peak(row: Sequence[DeviceReading], metric: str) -> float | None:
+    return max((value for value in _column(row, metric) if value is not None), default=None)
 
 
 def _report_run(
     periods: Sequence[RunPeriod],
     samples: Sequence[Sample],
     times: Sequence[float],
-    slowed: dict[str, str],
+    slowed: Mapping[str, str],
 ) -> RunReport:
-    info = periods[-1].info
-    energy, note = _energy(periods, samples, times)
+    energy = _energy(periods, samples, times)
     watched = sum(one.states[-1].num_samples - one.states[0].num_samples for one in periods)
-    if energy is not None and watched <= 0:
-        energy, note = None, "no step ended between the first sample of the run and the last"
     return RunReport(
-        info=info,
+        info=periods[-1].info,
         pids=tuple(dict.fromkeys(period.states[0].pid for period in periods)),
         since_start=all(period.since_start for period in periods),
         summary=summarize_periods(periods, slowed),
         energy=energy,
-        energy_per_sample=None if energy is None else energy / watched,
-        energy_note=note,
+        energy_per_sample=None if energy is None or watched <= 0 else energy / watched,
     )
 
 
 def _energy(
     periods: Sequence[RunPeriod], samples: Sequence[Sample], times: Sequence[float]
-) -> tuple[float | None, str]:
-    """Joules of the devices of a run while it was watched, or why they are not known."""
-    total = 0.0
+) -> float | None:
+    """Joules of the devices of a run while it was watched; None if one of them does not tell."""
+    found = []
     for period in periods:
-        first, last = period.places[0], period.places[-1]
-        if first == last:
-            continue
-        part, axis = samples[first : last + 1], times[first : last + 1]
-        identities = zip(period.info.devices, period.info.uuids, strict=True)
-        for device, uuid in dict.fromkeys(identities):
-            row = [_reading(sample, device, uuid) for sample in part]
-            found = energy_used(axis, column(row, "energy"), column(row, "power"))
-            if found is None:
-                return None, f"{device} tells neither its energy nor its power"
-            total += found.joules
-    if all(len(period.places) < 2 for period in periods):
-        return None, "the run is in one sample only"
-    return total, ""
+        watched = slice(period.places[0], period.places[-1] + 1)
+        devices = zip(period.info.devices, period.info.uuids, strict=True)
+        for device, uuid in dict.fromkeys(devices):
+            row = [_reading(sample, device, uuid) for sample in samples[watched]]
+            used = energy_used(times[watched], _column(row, "energy"), _column(row, "power"))
+            if len(period.places) > 1:
+                found.append(used)
+    known = [joules for joules in found if joules is not None]
+    return sum(known) if known and len(known) == len(found) else None
 
 
 def _reading(sample: Sample, device: str, uuid: str | None) -> DeviceReading | None:
@@ -166,17 +268,15 @@ def _reading(sample: Sample, device: str, uuid: str | None) -> DeviceReading | N
     return next((one for one in sample.devices if one.device == device), None)
 
 
-def _advice(runs: Sequence[RunReport], devices: Sequence[DeviceReport]) -> Finding:
+def _advice(runs: Sequence[RunReport], slowed: Mapping[str, str]) -> Finding:
     if runs:
         return max(runs, key=lambda run: run.summary.num_steps).summary.advice
-    for device in sorted(devices, key=lambda one: -one.throttled):
-        if device.throttled >= 0.1:
-            return Finding(
-                "slowed device",
-                f"{device.device} is slowed down: {reasons_text(device)}. Look at its cooling, its "
-                "power limit and what else runs on it.",
-                numbers={"throttled_share": device.throttled},
-            )
+    for device, reasons in slowed.items():
+        return Finding(
+            "slowed device",
+            f"{device} is slowed down: {reasons}. Look at its cooling, its power limit and what "
+            "else runs on it.",
+        )
     return Finding(
         "unknown",
         "No run was recorded, so nothing is known of its steps. Watch it with "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS
-from dataparallel.tools.monitor.phase_style import PHASE_STYLES
+from dataparallel.tools.monitor.palette import PHASE_STYLES
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.reading import json_text
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
