@@ -144,7 +144,6 @@ def test_percentiles_need_most_of_the_steps_one_by_one(steps: int, number: int) 
     assert found.summary.step_seconds == pytest.approx(2.0)
     text = text_of(samples)
     assert (found.summary.times is None) == (steps == 100)
-    assert ("6 of 600 steps seen one by one: too few for percentiles" in text) == (steps == 100)
     assert ("step time: median 2 s" in text) == (steps == 1)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -21,31 +21,47 @@ from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.metrics import METRICS, Metric
+from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     Family = CounterMetricFamily | GaugeMetricFamily
 
-#: How Prometheus calls the units of metrics.
-_UNITS = {
-    "ratio": "_ratio",
-    "bytes": "_bytes",
-    "bytes/s": "_bytes_per_second",
-    "W": "_watts",
-    "J": "_joules",
-    "C": "_celsius",
-    "Hz": "_hertz",
-    "count": "_errors",
+#: What the metrics tell, without the prefix of their names; ``_total`` makes a counter.
+_MEANINGS = {
+    "build_info": "Version of the package that tells these metrics.",
+    "sample_timestamp_seconds": "When the latest sample was taken, in seconds since 1970.",
+    "sample_duration_seconds": "How long it took to take the latest sample.",
+    "device_up": "Whether the device can be read; 0 if it is lost.",
+    "device_throttled": "Whether the device is slowed down for this reason.",
+    **{
+        f"device_{metric.name_with_unit}": f"{metric.meaning[0].upper()}{metric.meaning[1:]}."
+        for metric in METRICS
+    },
+    "process_device_memory_bytes": "Memory of the device that the process holds.",
+    "process_device_utilization_ratio": "Share of the device's time that the process uses.",
+    "process_cpus": "Processors of the host that the process keeps busy.",
+    "process_host_memory_bytes": "Memory of the host that the process holds.",
+    "host_utilization_ratio": "Share of the processors that can be used that is busy.",
+    "host_cpus": "Processors that can be used: of the host, or of the container if it has a limit.",
+    "host_memory_used_bytes": "Memory of the host in use.",
+    "host_memory_total_bytes": "Memory of the host that there is.",
+    "run_thread_utilization_ratio": "Share of one processor that a thread of the run keeps busy.",
+    "run_up": "Whether the run that is watched answers.",
+    "run_info": "The run that is watched.",
+    "run_start_timestamp_seconds": "When watching the run began, in seconds since 1970.",
+    "run_steps_total": "Steps of the run.",
+    "run_samples_total": "Samples of these steps, in this process.",
+    "run_step_seconds": "How long the last step took.",
+    "replica_score_ratio": "Speed of the replica beside the fastest one, lately; 0.5 is half.",
+    "replica_phase_seconds_total": "Time that the replica has spent in a phase.",
+    "replica_phase": "Whether the replica is in this phase now.",
+    "replica_memory_bytes": "Memory of its device that torch's tensors occupy.",
+    "replica_step_samples": "Samples that the replica got in the last step.",
 }
-_DEVICE = ("device", "name", "uuid", "parent")
-_PROCESS = ("pid", "process", "user")
-_REPLICA = ("replica", "device")
 
 
 def registry_of(
@@ -73,24 +89,8 @@ def registry_of(
     return registry
 
 
-def metric_name(metric: Metric) -> str:
-    """The name of a device's metric in Prometheus, as its series have it.
-
-    Example::
-
-        assert metric_name(BY_NAME["power"]) == "dataparallel_device_power_watts"
-    """
-    total = "_total" if metric.is_counter else ""
-    return f"dataparallel_device_{metric.name}{_UNITS[metric.unit]}{total}"
-
-
 class SampleCollector:
-    """Turns the latest sample into metrics. See Note [Metrics of Prometheus].
-
-    Args:
-        latest: Tells the latest sample; None if there is none yet.
-        scores: Tells how fast the replicas of its run are lately.
-    """
+    """Turns the latest sample into metrics; its arguments are those of :func:`registry_of`."""
 
     def __init__(
         self,
@@ -107,43 +107,29 @@ class SampleCollector:
         """All metrics that have a value now."""
         sample = self._latest()
         families = _Families()
-        families.gauge(
-            "dataparallel_build_info",
-            "Version of the package that tells these metrics.",
-            1,
-            {"version": metadata.version("dataparallel")},
-        )
+        families.tell("build_info", 1, version=metadata.version("dataparallel"))
         if sample is not None:
             with self._lock:
-                self._remember(sample)
+                for device in sample.devices:
+                    self._reasons.update(dict.fromkeys(device.throttle))
+                self._saw_run = self._saw_run or sample.run is not None
                 reasons, saw_run = list(self._reasons), self._saw_run
-            _tell_sampling(families, sample)
+            families.tell("sample_timestamp_seconds", sample.time)
+            families.tell("sample_duration_seconds", sample.cost)
             for device in sample.devices:
                 _tell_device(families, device, reasons)
-            _tell_processes(families, sample.processes)
+            for process in sample.processes:
+                _tell_process(families, process)
             if sample.host is not None:
                 _tell_host(families, sample.host)
             if saw_run:
-                families.gauge(
-                    "dataparallel_run_up",
-                    "Whether the run that is watched answers.",
-                    float(sample.run is not None),
-                )
+                families.tell("run_up", sample.run is not None)
             if sample.run is not None:
                 _tell_run(families, sample.run)
-                for score in self._scores():
-                    families.gauge(
-                        "dataparallel_replica_score_ratio",
-                        "Speed of the replica beside the fastest one, lately; 0.5 is half of it.",
-                        score.relative,
-                        dict(zip(_REPLICA, (str(score.index), score.device), strict=True)),
-                    )
-        return families.all()
-
-    def _remember(self, sample: Sample) -> None:
-        for device in sample.devices:
-            self._reasons.update(dict.fromkeys(device.throttle))
-        self._saw_run = self._saw_run or sample.run is not None
+                for one in self._scores():
+                    labels = {"replica": str(one.index), "device": one.device}
+                    families.tell("replica_score_ratio", one.relative, **labels)
+        return families.found.values()
 
 
 class _Families:
@@ -153,209 +139,86 @@ class _Families:
         with needs_extra("monitor"):
             from prometheus_client import core
         self._core = core
-        self._families: dict[str, Family] = {}
         self._seen: set[tuple[str, tuple[str, ...]]] = set()
+        self.found: dict[str, Family] = {}
 
-    def gauge(
-        self, name: str, meaning: str, value: float | None, labels: Mapping[str, str] | None = None
-    ) -> None:
-        """Add a series of a value that goes up and down."""
-        self._add(self._core.GaugeMetricFamily, name, meaning, value, labels or {})
-
-    def counter(
-        self, name: str, meaning: str, value: float | None, labels: Mapping[str, str] | None = None
-    ) -> None:
-        """Add a series of a value that only grows."""
-        self._add(self._core.CounterMetricFamily, name, meaning, value, labels or {})
-
-    def all(self) -> Iterator[Family]:
-        """The metrics, in the order in which they came."""
-        yield from self._families.values()
-
-    def _add(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        meaning: str,
-        value: float | None,
-        labels: Mapping[str, str],
-    ) -> None:
-        # Two series with the same labels would make Prometheus refuse all of the answer.
-        values = tuple(map(_clean, labels.values()))
+    def tell(self, name: str, value: float | None, /, **labels: str) -> None:
+        """Add a series; its labels are always given in the same order."""
+        # Names of processes may be any bytes. Two series with the same labels would make Prometheus
+        # refuse all of the answer.
+        values = tuple(text.encode("utf-8", "replace").decode() for text in labels.values())
         if value is None or not math.isfinite(value) or (name, values) in self._seen:
             return
         self._seen.add((name, values))
-        if name not in self._families:
-            self._families[name] = kind(name, meaning, labels=tuple(labels))
-        self._families[name].add_metric(values, float(value))
-
-
-def _clean(text: str) -> str:
-    """Without what cannot be written as UTF-8: names of processes may be any bytes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _tell_sampling(families: _Families, sample: Sample) -> None:
-    families.gauge(
-        "dataparallel_sample_timestamp_seconds",
-        "When the latest sample was taken, in seconds since 1970.",
-        sample.time,
-    )
-    families.gauge(
-        "dataparallel_sample_duration_seconds",
-        "How long it took to take the latest sample.",
-        sample.cost,
-    )
+        if name not in self.found:
+            is_counter = name.endswith("_total")
+            kind = self._core.CounterMetricFamily if is_counter else self._core.GaugeMetricFamily
+            self.found[name] = kind(f"dataparallel_{name}", _MEANINGS[name], labels=tuple(labels))
+        self.found[name].add_metric(values, float(value))
 
 
 def _tell_device(families: _Families, device: DeviceReading, reasons: Sequence[str]) -> None:
-    whose = (device.device, device.name, device.uuid or "", device.parent or "")
-    labels = dict(zip(_DEVICE, whose, strict=True))
-    families.gauge(
-        "dataparallel_device_up",
-        "Whether the device can be read; 0 if it is lost.",
-        float(device.error is None),
-        labels,
-    )
+    labels = {
+        "device": device.device,
+        "name": device.name,
+        "uuid": device.uuid or "",
+        "parent": device.parent or "",
+    }
+    families.tell("device_up", device.error is None, **labels)
     for metric in METRICS:
-        tell = families.counter if metric.is_counter else families.gauge
-        meaning = f"{metric.meaning[0].upper()}{metric.meaning[1:]}."
-        tell(metric_name(metric), meaning, device.value(metric.name), labels)
+        families.tell(f"device_{metric.name_with_unit}", device.value(metric.name), **labels)
     if device.error is None:
         for reason in reasons:
-            families.gauge(
-                "dataparallel_device_throttled",
-                "Whether the device is slowed down for this reason.",
-                float(reason in device.throttle),
-                {**labels, "reason": reason},
-            )
+            families.tell("device_throttled", reason in device.throttle, **labels, reason=reason)
 
 
-def _tell_processes(families: _Families, processes: Sequence[ProcessReading]) -> None:
-    for process in processes:
-        whose = (str(process.pid), process.name or "", process.user or "")
-        labels = dict(zip(_PROCESS, whose, strict=True))
-        on_device = {"device": process.device, **labels}
-        families.gauge(
-            "dataparallel_process_device_memory_bytes",
-            "Memory of the device that the process holds.",
-            process.memory,
-            on_device,
-        )
-        families.gauge(
-            "dataparallel_process_device_utilization_ratio",
-            "Share of the device's time that the process uses.",
-            process.utilization,
-            on_device,
-        )
-        # A process may use several devices; what it takes of the host is told once.
-        families.gauge(
-            "dataparallel_process_cpus",
-            "Processors of the host that the process keeps busy.",
-            process.cpu,
-            labels,
-        )
-        families.gauge(
-            "dataparallel_process_host_memory_bytes",
-            "Memory of the host that the process holds.",
-            process.host_memory,
-            labels,
-        )
+def _tell_process(families: _Families, process: ProcessReading) -> None:
+    labels = {
+        "pid": str(process.pid),
+        "process": process.name or "",
+        "user": process.user or "",
+    }
+    device = process.device
+    families.tell("process_device_memory_bytes", process.memory, device=device, **labels)
+    families.tell("process_device_utilization_ratio", process.utilization, device=device, **labels)
+    # A process may use several devices; what it takes of the host is told once.
+    families.tell("process_cpus", process.cpu, **labels)
+    families.tell("process_host_memory_bytes", process.host_memory, **labels)
 
 
 def _tell_host(families: _Families, host: HostReading) -> None:
-    families.gauge(
-        "dataparallel_host_utilization_ratio",
-        "Share of the processors that can be used that is busy.",
-        host.utilization,
-    )
-    families.gauge(
-        "dataparallel_host_cpus",
-        "Processors that can be used: of the host, or of the container if it has a limit.",
-        host.num_cpus,
-    )
-    families.gauge(
-        "dataparallel_host_memory_used_bytes", "Memory of the host in use.", host.memory_used
-    )
-    families.gauge(
-        "dataparallel_host_memory_total_bytes",
-        "Memory of the host that there is.",
-        host.memory_total,
-    )
+    families.tell("host_utilization_ratio", host.utilization)
+    families.tell("host_cpus", host.num_cpus)
+    families.tell("host_memory_used_bytes", host.memory_used)
+    families.tell("host_memory_total_bytes", host.memory_total)
     for thread, utilization in host.threads.items():
-        families.gauge(
-            "dataparallel_run_thread_utilization_ratio",
-            "Share of one processor that a thread of the run keeps busy.",
-            utilization,
-            {"thread": thread},
-        )
+        families.tell("run_thread_utilization_ratio", utilization, thread=thread)
 
 
 def _tell_run(families: _Families, run: RunState) -> None:
     info = run.info
-    families.gauge(
-        "dataparallel_run_info",
-        "The run that is watched.",
+    families.tell(
+        "run_info",
         1,
-        {
-            "pid": str(run.pid),
-            "rank": str(run.rank),
-            "world_size": str(info.world_size),
-            "model": info.model,
-            "wrapper": info.wrapper,
-        },
+        pid=str(run.pid),
+        rank=str(run.rank),
+        world_size=str(info.world_size),
+        model=info.model,
+        wrapper=info.wrapper,
     )
-    families.gauge(
-        "dataparallel_run_start_timestamp_seconds",
-        "When watching the run began, in seconds since 1970.",
-        run.started,
-    )
-    families.counter("dataparallel_run_steps_total", "Steps of the run.", run.num_steps)
-    families.counter(
-        "dataparallel_run_samples_total",
-        "Samples of these steps, in this process.",
-        run.num_samples,
-    )
+    families.tell("run_start_timestamp_seconds", run.started)
+    families.tell("run_steps_total", run.num_steps)
+    families.tell("run_samples_total", run.num_samples)
+    replicas = () if run.last is None else run.last.replicas
     if run.last is not None:
-        families.gauge(
-            "dataparallel_run_step_seconds", "How long the last step took.", run.last.seconds
-        )
-    for replica, device in enumerate(info.devices):
-        _tell_replica(
-            families, run, replica, dict(zip(_REPLICA, (str(replica), device), strict=True))
-        )
-
-
-def _tell_replica(
-    families: _Families, run: RunState, replica: int, labels: Mapping[str, str]
-) -> None:
-    if replica < len(run.totals):
+        families.tell("run_step_seconds", run.last.seconds)
+    known = zip(info.devices, run.totals, run.now, run.memory, strict=True)
+    for i, (device, totals, now, memory) in enumerate(known):
+        labels = {"replica": str(i), "device": device}
         for phase in PHASES:
-            families.counter(
-                "dataparallel_replica_phase_seconds_total",
-                "Time that the replica has spent in a phase.",
-                run.totals[replica].get(phase, 0.0),
-                {**labels, "phase": phase},
-            )
-    if replica < len(run.now):
-        for phase in PHASES:
-            families.gauge(
-                "dataparallel_replica_phase",
-                "Whether the replica is in this phase now.",
-                float(run.now[replica][0] == phase),
-                {**labels, "phase": phase},
-            )
-    if replica < len(run.memory):
-        families.gauge(
-            "dataparallel_replica_memory_bytes",
-            "Memory of its device that torch's tensors occupy.",
-            run.memory[replica] or None,
-            labels,
-        )
-    if run.last is not None and replica < len(run.last.replicas):
-        families.gauge(
-            "dataparallel_replica_step_samples",
-            "Samples that the replica got in the last step.",
-            run.last.replicas[replica].samples,
-            labels,
-        )
+            seconds = totals.get(phase, 0.0)
+            families.tell("replica_phase_seconds_total", seconds, **labels, phase=phase)
+            families.tell("replica_phase", now[0] == phase, **labels, phase=phase)
+        families.tell("replica_memory_bytes", memory or None, **labels)
+        if i < len(replicas):
+            families.tell("replica_step_samples", replicas[i].samples, **labels)

@@ -15,8 +15,6 @@ at a time.
 from __future__ import annotations
 
 import contextlib
-import errno
-import gzip
 import hmac
 import ipaddress
 import socket
@@ -30,13 +28,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
-
-#: Seconds within which a request must have come and its answer must have been taken.
-DEADLINE = 15.0
-#: Connections at the same time; one more is told to come back later.
-MAX_CONNECTIONS = 32
-#: Answers that are longer are compressed for who can read that, in bytes.
-_COMPRESS_FROM = 2048
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -53,12 +44,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
-
-    Attributes:
-        query: The parameters of the address; the last of those with the same name.
-        headers: The headers; names in any case.
-    """
+    """What was asked for: the parameters of the address, and the headers."""
 
     query: Mapping[str, str]
     headers: Mapping[str, str]
@@ -66,14 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back.
-
-    Attributes:
-        body: Its content.
-        kind: Its media type.
-        status: HTTP's status. Default: 200.
-        headers: More headers.
-    """
+    """What is sent back."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -83,12 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Route:
-    """What answers at one path.
-
-    Attributes:
-        answer: Called with the request.
-        is_public: Whether it answers without the token. Default: no.
-    """
+    """What answers at one path; a public one needs no token."""
 
     answer: Callable[[Request], Answer]
     is_public: bool = False
@@ -109,14 +83,16 @@ class MonitorServer(ThreadingHTTPServer):
         routes: What answers, by path.
         token: What readers must show; None if they need nothing. Default: None.
         for_anyone: Whether it answers beyond the loopback address without a token. Default: no.
-        deadline: Seconds that a connection may last. Default: 15.
-        max_connections: How many there may be at a time. Default: 32.
 
     Raises:
         ValueError: The token is empty, the address cannot be used, or whoever reaches it could
             read, which ``for_anyone`` does not allow.
     """
 
+    #: Seconds within which a request must have come and its answer must have been taken.
+    deadline = 15.0
+    #: Connections at the same time; one more is told to come back later.
+    max_connections = 32
     daemon_threads = True
     #: Where two servers could share a port, the second must be told of the first.
     allow_reuse_port = False
@@ -129,15 +105,12 @@ class MonitorServer(ThreadingHTTPServer):
         *,
         token: str | None = None,
         for_anyone: bool = False,
-        deadline: float = DEADLINE,
-        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         if token is not None and not token.strip():
             raise ValueError("the token is empty; give one of at least one letter, or none at all")
         self.routes = dict(routes)
         self.token = token
-        self._deadline = deadline
-        self._slots = threading.Semaphore(max_connections)
+        self._slots = threading.Semaphore(self.max_connections)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         try:
@@ -221,15 +194,13 @@ class MonitorServer(ThreadingHTTPServer):
         """End the connections that last too long."""
         now = time.monotonic()
         with self._lock:
-            late = [one for one, since in self._open.items() if now - since > self._deadline]
+            late = [one for one, since in self._open.items() if now - since > self.deadline]
             for connection in late:
                 self._open[connection] = now
         for connection in late:
-            try:
-                # Its thread, which waits for it, gets an end of file and goes.
+            # Its thread, which waits for it, gets an end of file and goes.
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of readers that went away; they may."""
@@ -256,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: MonitorServer
     server_version = "dataparallel"
     sys_version = ""
-    timeout = DEADLINE
+    timeout = MonitorServer.deadline
 
     def do_GET(self) -> None:
         try:
@@ -297,30 +268,14 @@ class _Handler(BaseHTTPRequestHandler):
         return route.answer(request)
 
     def _send(self, answer: Answer) -> None:
-        body = answer.body
         self.send_response(answer.status)
         for name, value in {**_HEADERS, **answer.headers}.items():
             self.send_header(name, value)
-        if len(body) >= _COMPRESS_FROM:
-            self.send_header("Vary", "Accept-Encoding")
-            if "gzip" in self.headers.get("Accept-Encoding", ""):
-                body = gzip.compress(body, compresslevel=1)
-                self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", answer.kind)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what could not be read as a request, or is none to answer."""
-        headers = {}
-        if code == HTTPStatus.NOT_IMPLEMENTED:
-            code, headers = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
-        self.close_connection = True
-        # A line that could not be read leaves no headers behind.
-        self.headers = getattr(self, "headers", None) or self.MessageClass()
-        self._send(Answer(f"{HTTPStatus(code).phrase}\n".encode(), status=code, headers=headers))
+            self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write nothing: a page asks every second, and addresses may hold the token."""
@@ -328,13 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _why_not(host: str, port: int, error: OSError) -> str:
     """What to do about an address that cannot be used."""
-    reason = error.strerror or str(error)
-    if isinstance(error, socket.gaierror):
-        remedy = "use --host 127.0.0.1, or a name or address of this machine"
-        return f"there is no interface {host!r} ({reason}); {remedy}"
-    if isinstance(error, PermissionError):
-        return f"this user may not use port {port}; take one above 1023, such as --port 8377"
-    if error.errno == errno.EADDRINUSE:
-        remedy = "choose another one with --port, or --port 0 for any that is free"
-        return f"port {port} of {host} is in use by another program; {remedy}"
-    return f"cannot serve at port {port} of {host} ({reason}); choose others with --host and --port"
+    return (
+        f"cannot serve at port {port} of {host}: {error.strerror or error}; choose others with "
+        "--host and --port, such as --port 0 for any that is free"
+    )

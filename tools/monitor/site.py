@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.palette import PHASE_STYLES
@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
 #: The files of the page, and as what they are sent.
 _PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    **{f"/{name}.css": (f"{name}.css", "text/css; charset=utf-8") for name in ("page", "sections")},
-    **{
-        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("page", "charts", "devices", "processes", "run", "text")
-    },
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "uPlot.min.css": "text/css; charset=utf-8",
+    "uPlot.min.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
 }
 _JSON = "application/json"
-#: More digits than any count of samples has; Python refuses to read thousands of them.
-_LONGEST_NUMBER = 18
 
 
 def routes(store: SampleStore, interval: float) -> dict[str, Route]:
@@ -47,37 +44,26 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
     Raises:
         ImportError: prometheus-client is not installed.
     """
-    about = Answer(json_text(_about(interval)).encode(), _JSON)
-    return {
-        **{path: Route(_file(*what), is_public=True) for path, what in _PAGE.items()},
-        "/metrics": Route(_metrics(registry_of(lambda: store.latest, lambda: store.scores))),
-        "/api/about": Route(lambda request: about),
-        "/api/samples": Route(lambda request: _samples(store, request)),
-    }
-
-
-def _about(interval: float) -> dict[str, object]:
-    """What the page must know to show samples."""
-    return {
+    about = {
         "interval": interval,
         "charted": CHARTED,
-        "metrics": [
-            {"name": metric.name, "unit": metric.unit, "meaning": metric.meaning}
-            for metric in METRICS
-        ],
-        "phases": [
-            {"name": phase, "color": PHASE_STYLES[phase].color, "ink": PHASE_STYLES[phase].ink}
-            for phase in PHASES
-        ],
+        "metrics": [[metric.name, metric.unit, metric.meaning] for metric in METRICS],
+        "phases": [[phase, style.color, style.ink] for phase, style in PHASE_STYLES.items()],
+    }
+    told = Answer(json_text(about).encode(), _JSON)
+    page = resources.files("dataparallel.tools.monitor") / "page"
+    files = {name: Answer((page / name).read_bytes(), kind) for name, kind in _PAGE.items()}
+    files[""] = files.pop("index.html")
+    return {
+        **{f"/{name}": Route(partial(_same, file), is_public=True) for name, file in files.items()},
+        "/metrics": Route(_metrics(registry_of(lambda: store.latest, lambda: store.scores))),
+        "/api/about": Route(partial(_same, told)),
+        "/api/samples": Route(partial(_samples, store)),
     }
 
 
-def _file(name: str, kind: str) -> Callable[[Request], Answer]:
-    content = (
-        resources.files("dataparallel.tools.monitor").joinpath("page").joinpath(name).read_bytes()
-    )
-    answer = Answer(content, kind)
-    return lambda request: answer
+def _same(answer: Answer, request: Request) -> Answer:
+    return answer
 
 
 def _metrics(registry: CollectorRegistry) -> Callable[[Request], Answer]:
@@ -92,12 +78,10 @@ def _metrics(registry: CollectorRegistry) -> Callable[[Request], Answer]:
 
 
 def _samples(store: SampleStore, request: Request) -> Answer:
-    number = request.query.get("after", "0")
-    if not number.isdecimal() or len(number) > _LONGEST_NUMBER:
+    try:
+        time = float(request.query.get("after", "0"))
+    except ValueError:
         return Answer(
-            f"after= is the number of the last sample that is known, 0 for none, but got "
-            f"{number[:40]!r}"
-            "\n".encode(),
-            status=400,
+            b"after= is the time of the newest sample that is known, 0 for none\n", status=400
         )
-    return Answer(store.after(int(number)).encode(), _JSON)
+    return Answer(store.after(time).encode(), _JSON)
