@@ -117,7 +117,7 @@ def test_an_accelerator_gets_its_backend_beside_gloo(monkeypatch: pytest.MonkeyP
 def start_twice(rank: int, world_size: int, place: dict[str, str], path: str) -> list[Any]:
     """Two groups one after the other; with what is told to gloo."""
     found, kept = [], []
-    numbers = {"rank": rank, "world_size": world_size}
+    numbers: Any = {"rank": rank, "world_size": world_size}
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("GLOO_SOCKET_IFNAME", raising=False)
         for name, value in place.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,10 +40,6 @@ def meet(
     rendezvous = current_rendezvous()
     assert rendezvous is not None
     return rendezvous.exchange(key, value, combine, timeout=timeout)
-
-
-def test_there_is_none_outside_of_replicas() -> None:
-    assert current_rendezvous() is None
 
 
 def test_values_come_in_replica_order_and_each_gets_its_own_result() -> None:
@@ -126,10 +121,6 @@ def test_a_hundred_meetings_in_one_call() -> None:
     assert replicas(call, call) == [expected, expected]
 
 
-def test_a_single_replica_meets_itself() -> None:
-    assert replicas(lambda: meet("key", 3, lambda values: [v + 1 for v in values])) == [4]
-
-
 def test_nested_calls_have_their_own_meeting_point() -> None:
     def inner() -> Any:
         return meet("key", index(), lambda values: [sum(values)] * len(values))
@@ -143,14 +134,82 @@ def test_nested_calls_have_their_own_meeting_point() -> None:
 # --- failures: nobody hangs, and the next call works -----------------------------------------
 
 
-def ended_within(seconds: float, call: Callable[[], Any]) -> None:
+def raises(error: BaseException, seconds: float = 0.05) -> Callable[[], None]:
+    def call() -> None:
+        time.sleep(seconds)
+        raise error
+
+    return call
+
+
+def comes(key: str = "key", **options: Any) -> Callable[[], None]:
+    return lambda: meet(key, 0, **options)
+
+
+def comes_late() -> None:
+    time.sleep(0.05)
+    meet("key", 0)
+
+
+def no_result(values: list[Any]) -> list[Any]:
+    raise ArithmeticError("no result")
+
+
+def closes() -> None:
+    time.sleep(0.05)
+    rendezvous = current_rendezvous()
+    assert rendezvous is not None
+    rendezvous.close("the call was interrupted")
+    meet("key", 0)
+
+
+FAILURES: dict[str, tuple[list[Callable[[], Any]], type[BaseException], str]] = {
+    "raised": (
+        [comes(), comes(), raises(KeyError("broken"))],
+        KeyError,
+        r"(?s)broken.*in replica 2 on device cpu",
+    ),
+    "returned": ([comes(), int, comes()], RendezvousError, "'key' needs all 3 .*replica 1 ret"),
+    "came late": (
+        [int, comes_late],
+        RendezvousError,
+        "replica 0 returned without coming",
+    ),
+    "other keys": (
+        [comes("first"), comes("second"), comes("first")],
+        RuntimeError,
+        "(?s)(?=.*'first')(?=.*'second').*came to the meeting",
+    ),
+    "too late": (
+        [comes(timeout=0.2), lambda: time.sleep(0.6)],
+        TimeoutError,
+        r"meeting for 'key': replica 1 did not come within 0.2 s",
+    ),
+    "replica 0 too late": (
+        [lambda: time.sleep(0.6), comes(timeout=0.2), lambda: time.sleep(0.6)],
+        TimeoutError,
+        "replicas 0, 2 did not come",
+    ),
+    "combine": (
+        [comes(combine=no_result)] * 3,
+        ArithmeticError,
+        "no result\nin replica 0 on device cpu",
+    ),
+    "closed": ([comes(), closes], RendezvousError, "the call was interrupted"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_is_raised_and_releases_all(failure: str) -> None:
+    calls, kind, message = FAILURES[failure]
     begin = time.monotonic()
-    call()
-    assert time.monotonic() - begin < seconds, "the waiting replicas were not released"
+    with pytest.raises(kind, match=message):
+        replicas(*calls)
+    assert time.monotonic() - begin < 10, "the waiting replicas were not released"
     assert replicas(lambda: meet("again", 1), lambda: meet("again", 2)) == [1, 2]
 
 
-def test_a_replica_that_raises_releases_the_others_and_its_error_is_raised() -> None:
+def test_who_waits_is_told_which_replica_failed() -> None:
     seen: list[BaseException] = []
 
     def waits() -> None:
@@ -160,115 +219,10 @@ def test_a_replica_that_raises_releases_the_others_and_its_error_is_raised() -> 
             seen.append(error)
             raise
 
-    def fails() -> None:
-        time.sleep(0.05)
-        raise KeyError("broken")
-
-    def call() -> None:
-        with pytest.raises(KeyError, match=r"(?s)broken.*in replica 2 on device cpu"):
-            replicas(waits, waits, fails)
-
-    ended_within(10, call)
+    with pytest.raises(KeyError, match="broken"):
+        replicas(waits, waits, raises(KeyError("broken")))
     assert len(seen) == 2
     assert all("'statistics'" in str(e) and "replica 2 failed" in str(e) for e in seen)
-
-
-def test_a_replica_that_returns_without_coming_is_named() -> None:
-    def call() -> None:
-        with pytest.raises(RendezvousError, match="'key' needs all 3 replicas, but replica 1 ret"):
-            replicas(lambda: meet("key", 0), int, lambda: meet("key", 0))
-
-    ended_within(10, call)
-
-
-def test_a_replica_that_comes_after_another_has_left_fails_at_once() -> None:
-    def late() -> None:
-        time.sleep(0.05)
-        meet("key", 0)
-
-    def call() -> None:
-        with pytest.raises(RendezvousError, match="replica 0 returned without coming"):
-            replicas(int, late)
-
-    ended_within(10, call)
-
-
-def test_different_keys_at_the_same_time_are_both_named() -> None:
-    def call() -> None:
-        with pytest.raises(RuntimeError, match="came to the meeting") as caught:
-            replicas(lambda: meet("first", 0), lambda: meet("second", 0), lambda: meet("first", 0))
-        assert "'first'" in str(caught.value)
-        assert "'second'" in str(caught.value)
-
-    ended_within(10, call)
-
-
-def test_a_replica_that_does_not_come_in_time_is_named() -> None:
-    ready = threading.Event()
-
-    def call() -> None:
-        with pytest.raises(
-            TimeoutError, match=r"meeting for 'key': replica 1 did not come within 0.2 s"
-        ):
-            replicas(lambda: meet("key", 0, timeout=0.2), lambda: ready.wait(1.0))
-
-    ended_within(10, call)
-
-
-def test_replica_0_that_does_not_come_in_time_is_named() -> None:
-    def call() -> None:
-        with pytest.raises(TimeoutError, match="replicas 0, 2 did not come"):
-            replicas(
-                lambda: time.sleep(0.8),
-                lambda: meet("key", 0, timeout=0.2),
-                lambda: time.sleep(0.8),
-            )
-
-    ended_within(10, call)
-
-
-def test_an_error_in_combine_is_raised_in_all() -> None:
-    seen: list[str] = []
-
-    def combine(values: list[Any]) -> list[Any]:
-        raise ArithmeticError("no result")
-
-    def waits() -> None:
-        try:
-            meet("key", 0, combine)
-        except BaseException as error:
-            seen.append(f"{type(error).__name__}: {error}")
-            raise
-
-    def call() -> None:
-        with pytest.raises(ArithmeticError, match="no result\nin replica 0 on device cpu"):
-            replicas(waits, waits, waits)
-
-    ended_within(10, call)
-    assert sorted(seen) == [
-        "ArithmeticError: no result",
-        "RendezvousError: combine for 'key' failed",
-        "RendezvousError: combine for 'key' failed",
-    ]
-
-
-def test_closing_releases_who_waits_and_who_comes_later() -> None:
-    found: list[Rendezvous | None] = []
-
-    def aborts() -> None:
-        time.sleep(0.05)
-        rendezvous = current_rendezvous()
-        found.append(rendezvous)
-        assert rendezvous is not None
-        rendezvous.close("the call was interrupted")
-        with pytest.raises(RendezvousError, match="the call was interrupted"):
-            meet("key", 0)
-
-    def waits() -> None:
-        with pytest.raises(RendezvousError, match="the call was interrupted"):
-            meet("key", 0)
-
-    ended_within(10, lambda: replicas(waits, aborts))
 
 
 def test_a_caught_failure_leaves_no_meeting_open() -> None:
@@ -280,6 +234,7 @@ def test_a_caught_failure_leaves_no_meeting_open() -> None:
     assert replicas(call, call) == [1, 1]
 
 
-def test_exchange_outside_of_the_call_is_an_error() -> None:
+def test_outside_of_a_call_there_is_none() -> None:
+    assert current_rendezvous() is None
     with pytest.raises(AssertionError, match="replicas of one call meet"):
         Rendezvous(2).exchange("key", 0, list)

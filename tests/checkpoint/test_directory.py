@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import pathlib
-import pickle
 import random
 import resource
 import shutil
@@ -151,16 +150,6 @@ def test_a_manifest_of_something_else(change: Any, tmp_path: pathlib.Path) -> No
     assert [number for number, _ in checkpoint.load(tmp_path).rejected] == [1]
 
 
-def test_pickles_are_never_opened(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a pickle was opened")
-
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
-    save(tmp_path, 1)
-    assert check(tmp_path) == 1
-
-
 # --- kills and errors ----------------------------------------------------------------------------
 
 
@@ -295,14 +284,6 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
         assert check(tmp_path) == 2
 
     succeed(run)
-
-
-def test_a_directory_that_is_a_file(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(FileExistsError, match="file"):
-        save(tmp_path / "file", 0)
-    with pytest.raises(NotADirectoryError, match="file"):
-        checkpoint.load(tmp_path / "file")
 
 
 def test_everything_is_on_the_disk_before_it_counts(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +16,6 @@ from torch import nn
 
 from dataparallel import checkpoint
 from tests.checkpoint.helpers import Gate, fail
-
-ROOT = pathlib.Path(checkpoint.__file__).absolute().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -103,16 +98,12 @@ def test_one_generation_at_a_time(gate: Gate, tmp_path: pathlib.Path) -> None:
     assert first.done() and (first.wait(), second.wait(30)) == (0, 1)
 
 
-def test_old_generations_go(tmp_path: pathlib.Path) -> None:
+def test_old_generations_go_and_numbers_go_on(tmp_path: pathlib.Path) -> None:
     for step in range(5):
         checkpoint.save(tmp_path, step=step, keep=2)
     assert [info.number for info in checkpoint.generations(tmp_path)] == [3, 4]
-
-
-def test_numbers_go_on_after_a_new_start(tmp_path: pathlib.Path) -> None:
-    checkpoint.save(tmp_path, step=1)
     checkpoint.close()
-    assert checkpoint.save(tmp_path, step=2).wait() == 1
+    assert checkpoint.save(tmp_path, step=2).wait() == 5
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -135,6 +126,13 @@ def test_a_failed_save_leaves_everything_usable(
 def test_the_next_save_tells_of_a_failure_in_the_background(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # What somebody has seen is not told again.
+    with monkeypatch.context() as patched:
+        fail(patched, OSError(28, "No space left on device"))
+        saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
+        for _ in range(2):
+            with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+                saving.wait(30)
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "dataparallel"):
         fail(patched, OSError(28, "No space left on device"))
         saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
@@ -145,18 +143,6 @@ def test_the_next_save_tells_of_a_failure_in_the_background(
     # The failure is told once.
     checkpoint.save(tmp_path, step=3, asynchronous=True).wait(30)
     assert [info.complete for info in checkpoint.generations(tmp_path)] == [True]
-
-
-def test_a_failure_that_somebody_has_seen_is_not_told_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        fail(patched, OSError(28, "No space left on device"))
-        saving = checkpoint.save(tmp_path, step=1, asynchronous=True)
-        for _ in range(2):
-            with pytest.raises(checkpoint.CheckpointError, match="No space left"):
-                saving.wait(30)
-    checkpoint.save(tmp_path, step=2)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -188,39 +174,7 @@ def test_arguments(
     assert not checkpoint.generations(tmp_path)
 
 
-# --- two writers, and the end --------------------------------------------------------------------
-
-
-def run(program: str, directory: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def test_the_interpreter_ends_after_the_save(tmp_path: pathlib.Path) -> None:
-    checkpoint.save(tmp_path, step=1)
-    done = run(
-        """
-        import os, sys, time, torch
-        from dataparallel import checkpoint
-        try:
-            checkpoint.save(sys.argv[1], step=1)
-        except checkpoint.CheckpointError as error:
-            print(error)
-        fsync = os.fsync
-        os.fsync = lambda fd: (time.sleep(0.5), fsync(fd))[1]
-        checkpoint.save(sys.argv[1] + "/other", step=5, user=torch.ones(9), asynchronous=True)
-        """,
-        tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    # This process holds the directory.
-    assert "holds its lock" in done.stdout
-    assert checkpoint.load(tmp_path / "other").step == 5
+# --- the end --------------------------------------------------------------------
 
 
 def test_closed_means_released(tmp_path: pathlib.Path) -> None:

@@ -123,12 +123,6 @@ def test_right_hashes_do_not_make_names_into_code(
     assert (loaded.step, [number for number, _ in loaded.rejected]) == (2, [2])
 
 
-def test_what_would_have_to_be_pickled_is_not_saved(tmp_path: pathlib.Path, canary: Canary) -> None:
-    with no_code_from_data(), pytest.raises(TypeError, match=r"user.*Touch"):
-        checkpoint.save(tmp_path / "run", nn.Linear(3, 2), step=1, user=Touch(str(canary.path)))
-    checkpoint.close(tmp_path / "run")
-
-
 # --- recordings ------------------------------------------------------------------------------
 
 
