@@ -387,8 +387,7 @@ def test_a_replay_is_what_was_recorded(tmp_path: Path) -> None:
         # It has ended, and stays at the last.
         assert list(replay.samples()) == []
         assert replay.sample() == samples[-1]
-        assert (replay.num_samples, replay.interval) == (3, 1.0)
-        assert replay.mean_cost == pytest.approx(0.001)
+        assert replay.interval == 1.0
 
 
 @pytest.mark.parametrize(("speed", "seconds"), [(1.0, [2.0, 1.0]), (4.0, [0.5, 0.25])])

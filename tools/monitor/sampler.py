@@ -79,9 +79,6 @@ class Sampler:
         self._sleep = self._stopped.wait if sleep is None else sleep
         self._wall = wall
         self._first: float | None = None
-        self._num_samples = 0
-        self._num_missed = 0
-        self._cost = 0.0
 
     def __enter__(self) -> Sampler:
         return self
@@ -111,7 +108,6 @@ class Sampler:
         notes = [*(note for one in readings for note in one.notes), *self._notes(), *failures]
         wall = self._wall()
         cost = max(0.0, self._clock() - begin)
-        self._count(cost)
         return Sample(
             time=wall,
             elapsed=max(0.0, begin - self._first),
@@ -131,10 +127,6 @@ class Sampler:
                 read()
         self._sleep(SHORTEST_SPAN)
 
-    def _count(self, cost: float) -> None:
-        self._num_samples += 1
-        self._cost += cost
-
     def samples(self) -> Iterator[Sample]:
         """Samples until :meth:`stop`; a time that was missed is left out, not made up for."""
         due = self._clock()
@@ -142,7 +134,6 @@ class Sampler:
             yield self.sample()
             now = self._clock()
             missed = max(0, math.floor((now - due) / self._interval))
-            self._num_missed += missed
             due += self._interval * (missed + 1)
             self._sleep(max(0.0, due - now))
 
@@ -157,32 +148,15 @@ class Sampler:
         for source in sources:
             source.close()
 
-    # --- what it comes to ------------------------------------------------------------------------
-
     @property
     def interval(self) -> float:
         """Seconds between samples."""
         return self._interval
 
     @property
-    def num_samples(self) -> int:
-        """How many samples were taken."""
-        return self._num_samples
-
-    @property
-    def num_missed(self) -> int:
-        """How many times were left out since reading, or whoever uses it, took too long."""
-        return self._num_missed
-
-    @property
     def is_over(self) -> bool:
         """Whether the process of the run that is watched is gone for good."""
         return self._is_over()
-
-    @property
-    def mean_cost(self) -> float:
-        """Seconds that a sample takes in the mean; 0 before the first."""
-        return self._cost / self._num_samples if self._num_samples else 0.0
 
 
 def _guarded(read: Callable[[], T], what: str, failures: list[str]) -> T | None:

@@ -57,7 +57,6 @@ class Replay(Sampler):
         """The next sample, without waiting for its time; after the end the last one again."""
         if self._upcoming is not None:
             self._latest, self._upcoming = self._upcoming, next(self._rest, None)
-            self._count(self._latest.cost)
             # What is damaged is known once the lines behind a sample have been read.
             if self._reader.problems:
                 note = (
