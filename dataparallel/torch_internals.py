@@ -123,23 +123,6 @@ def forward_mode_level() -> int:
     return int(torch.autograd.forward_ad._current_level)
 
 
-#: Lets ``Function.apply`` run within one step of a function transform, as operators need it that
-#: record themselves.
-single_level_function: Callable[[], AbstractContextManager[None]] = _private(
-    "torch._functorch.utils.enable_single_level_autograd_function"
-)
-
-
-class OneStepFunction(torch.autograd.function._SingleLevelFunction):
-    """The base of nodes that are themselves one step of a transform, and not yet to be transformed.
-
-    ``autograd.Function`` hands its nodes to the transform. Compiled autograd asks for a key, which
-    only ``autograd.Function`` has.
-    """
-
-    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
-
-
 # --- thread-local context --------------------------------------------------------------------
 #
 # What the thread of a replica takes over from its caller; Note [What is thread-local] in
@@ -216,9 +199,8 @@ tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state")
 
 # --- the dispatcher --------------------------------------------------------------------------
 
-#: How many dispatch modes and function modes there are in this thread; cheaper than their lists.
+#: How many dispatch modes there are in this thread; cheaper than their list.
 num_dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack")
-num_function_modes: Callable[[], int] = _private("torch._C._len_torch_function_stack")
 #: One of torch's own modes, by its key, or None.
 torchs_dispatch_mode: Callable[[Any], Any] = _private("torch._C._get_dispatch_mode")
 TorchsModes: Any = _private("torch._C._TorchDispatchModeKey")
@@ -232,10 +214,6 @@ is_key_included: Callable[[Any], bool] = _private("torch._C._dispatch_tls_is_dis
 include_key: Any = _private("torch._C._dispatch_tls_set_dispatch_key_included")
 #: The key that ``torch.export`` traces under.
 PRE_DISPATCH: Any = _private("torch._C.DispatchKey.PreDispatch")
-#: A set of keys: all below autograd, and a context that goes on there. What an operator of ours
-#: does after it was recorded.
-AFTER_AUTOGRAD: Any = _private("torch._C._after_autograd_keyset")
-below_autograd: Any = _private("torch._C._AutoDispatchBelowAutograd")
 #: A context in which what is written counts as no change of a tensor.
 below_versions: Any = _private("torch._C._AutoDispatchBelowADInplaceOrView")
 #: The names of all operators, ``"aten::add.Tensor"``.
@@ -252,15 +230,6 @@ reshape_alias: Any = _private("torch.ops.aten._reshape_alias")
 check: Callable[[Any, Callable[[], str]], None] = _private("torch._check")
 
 
-def register_ordered(library: Any, qualified: str) -> None:
-    """Have compilers keep the order of an operator of ours among all that are registered so.
-
-    Two members of a group that swap two collectives wait for each other.
-    """
-    effects: Any = importlib.import_module("torch._library.effects")
-    library._register_effectful_op(qualified, effects.EffectType.ORDERED)
-
-
 # --- tensors and modules ---------------------------------------------------------------------
 
 #: A tensor of a class, with the values of another and a history of its own; how torch makes a
@@ -272,14 +241,6 @@ make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper
 refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr")
 #: The ``__torch_function__`` of a class that handles operators only.
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
-#: The storage of a tensor, by torch's own method, whatever a subclass makes of it; and the storage
-#: with a dtype, which ``Tensor.storage()`` warns about.
-storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _private(
-    "torch._C.TensorBase.untyped_storage"
-)
-typed_storage: Callable[[torch.Tensor], Any] = operator.methodcaller("_typed_storage")
-#: The tensor that a tensor is a view of, or None.
-view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 #: Of another base, the view that a tensor is of its own: what fake tensors are made by.
 replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_func_unsafe")
 #: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
@@ -481,6 +442,9 @@ if torch.distributed.is_available():
     )
 
     functional_collectives = torch.distributed._functional_collectives
+    #: Torch's operators for collectives, which compilers know; each is to be followed by one that
+    #: waits.
+    functional_operators: Any = _private("torch.ops._c10d_functional")
 
 #: What a wrapper has of the ``Join`` that it takes part in; torch's base class sets it.
 JOIN_CONFIG = "_join_config"

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.collectives.collective import (
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.operations import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -19,7 +20,6 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
     Scatter,
 )
-from dataparallel.collectives.local_group import LocalGroup
 from dataparallel.threads.apply import apply_replicas, current_replica
 
 #: A replica that waits this long fails the test.

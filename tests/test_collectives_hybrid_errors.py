@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataparallel.collectives import functional
-from dataparallel.collectives.collective import Broadcast
+from dataparallel.collectives import functional, hybrid_group
 from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.collectives.hybrid_members import HybridMembers
+from dataparallel.collectives.operations import Broadcast
 from tests.cluster import Cluster
 from tests.hybrid_cases import COUNTS, check_works, error_of, everywhere, total
 
@@ -154,7 +153,7 @@ def run_out_of_memory(rank: int, world_size: int) -> list[Any]:
             def fail(*args: Any) -> None:
                 raise MemoryError("after the processes have agreed")
 
-            patch.setattr(HybridMembers, "compute", fail)
+            patch.setattr(hybrid_group, "exchange_of", fail)
         errors = [error_of(lambda: total(rank, group))]
     works.append(total(rank, group))
     group.close()
@@ -165,7 +164,7 @@ def test_a_failure_after_the_agreement(cluster: Cluster) -> None:
     (others, works), (ours, also) = cluster.run(run_out_of_memory, 2)
     assert ours[0][0] == "MemoryError"
     assert others[0][0] == "CollectiveError"
-    assert "all_reduce of a reduction over 3 members" in others[0][1]
+    assert "all_reduce of all_reduce over 3 members" in others[0][1]
     assert "rank 1 did not come" in others[0][1]
     for i in range(2):
         check_works([works[i], also[i]])

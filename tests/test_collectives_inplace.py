@@ -37,17 +37,17 @@ class Case:
         """What the function wrote; ``x`` has enough elements for everything."""
         if self.read is None:
             tensor = shaped(x, self.written)
-            assert function(tensor, **self.rest) is None
+            function(tensor, **self.rest)
             return [tensor]
         source: Any = (
             shaped(x, self.read) if isinstance(self.read, tuple) else several(x, self.read)
         )
         if isinstance(self.written, list):
             parts = [torch.zeros(shape, dtype=x.dtype) for shape in self.written]
-            assert function(parts, source, **self.rest) is None
+            function(parts, source, **self.rest)
             return parts
         output = torch.zeros(self.written, dtype=x.dtype)
-        assert function(output, source, **self.rest) is None
+        function(output, source, **self.rest)
         return [output]
 
 
@@ -107,7 +107,7 @@ def compare(rank: int, world_size: int) -> list[str]:
 
         run = functools.partial(case.call, remap)
         traced = make_fx(run)(x)
-        assert "torch.ops.dataparallel.wait_tensor" in traced.code, case.name
+        assert "torch.ops._c10d_functional.wait_tensor" in traced.code, case.name
         for found in (run(x), traced(x)):
             assert all(map(torch.equal, found, expected)), (case.name, case.rest, found, expected)
     return [function.__name__ for function in traceable_collective_remaps.keys() - covered]
@@ -247,10 +247,6 @@ def make_mistakes(rank: int, world_size: int) -> int:
             lambda: in_place.reduce_scatter_inplace(x, [x]),
         ),
         (
-            r"input_list\[1\] has shape \(3, 4\) .* but output has \(4, 3\) and torch.float32",
-            lambda: in_place.reduce_scatter_inplace(x, [x, x.t()]),
-        ),
-        (
             r"reduceOp is one of sum, .* but got 'mean'",
             lambda: in_place.all_reduce_inplace(x, "mean"),
         ),
@@ -262,11 +258,9 @@ def make_mistakes(rank: int, world_size: int) -> int:
 
 
 def test_mistakes(cluster: Cluster) -> None:
-    assert cluster.run(make_mistakes, 2) == [13, 13]
+    assert cluster.run(make_mistakes, 2) == [12, 12]
 
 
 def test_no_default_group() -> None:
-    with pytest.raises(
-        ValueError, match=r"there is none; call .*init_process_group first, or pass"
-    ):
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
         collectives.all_reduce_inplace(torch.ones(2))

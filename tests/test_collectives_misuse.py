@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DistributedDataParallel, parallel_apply
-from dataparallel.collectives.collective import (
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.operations import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -23,9 +24,8 @@ from dataparallel.collectives.collective import (
     Reduce,
     ReduceScatter,
     Scatter,
+    op_name,
 )
-from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.reductions import op_name
 from dataparallel.threads.meeting import RendezvousError
 from tests.models import assert_all_close
 from tests.replica_cases import GROUP, each, index, run
@@ -53,16 +53,15 @@ def replicas(call: Callable[..., Any], slots: tuple[str, ...] = ("cpu",) * 3) ->
 # --- replicas that do not agree ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [4, 70_000])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_replica_that_raises_releases_the_others(number: int, size: int) -> None:
+def test_a_replica_that_raises_releases_the_others(number: int) -> None:
     seen: list[str] = []
 
     def call(_: Tensor) -> Tensor:
         if index() == number:
             raise KeyError("broken")
         try:
-            return GROUP.run(SUM, torch.ones(size))
+            return GROUP.run(SUM, torch.ones(4))
         except RendezvousError as error:
             seen.append(str(error))
             raise
@@ -72,20 +71,6 @@ def test_a_replica_that_raises_releases_the_others(number: int, size: int) -> No
     assert len(seen) == 2
     assert all(f"replica {number} failed without coming" in text for text in seen)
     assert all("all_reduce(op='sum') of float32" in text for text in seen)
-
-
-def test_a_replica_that_fails_in_its_second_meeting() -> None:
-    """Large tensors meet twice: when all are there, and when all have been read."""
-
-    def call(_: Tensor) -> Tensor:
-        x = torch.ones(70_000)
-        y = GROUP.run(SUM, x)
-        if index() == 1:
-            raise ArithmeticError("between two collectives")
-        return GROUP.run(SUM, y)
-
-    with pytest.raises(ArithmeticError, match="between two collectives\nin replica 1"):
-        replicas(call)
 
 
 OTHERS = {
@@ -283,7 +268,7 @@ def test_transforms_and_traces_within_a_replica() -> None:
         return torch.jit.trace(lambda y: GROUP.run(SUM, y), x)
 
     for call in (vmapped, traced):
-        with pytest.raises(RuntimeError, match=r"torch.func transform or torch.jit.trace within"):
+        with pytest.raises(RuntimeError, match=r"torch.func transform or torch.jit.trace"):
             replicas(call)
 
 
@@ -305,7 +290,7 @@ INTERRUPTED = """
     import os, signal, threading, time
     import torch
     from dataparallel import DataParallel
-    from dataparallel.collectives.collective import AllReduce
+    from dataparallel.collectives.operations import AllReduce
     from dataparallel.collectives.local_group import LocalGroup
     from dataparallel.threads.apply import current_replica
 
@@ -321,7 +306,7 @@ INTERRUPTED = """
             return x + group.run(AllReduce("sum"), total)[:1]
 
     model = DataParallel(Net(), ["cpu"] * 3)
-    for size in (4, 70_000):
+    for size in (4,):
         begin = time.monotonic()
         try:
             model(torch.zeros(3, 1), size, True)
@@ -342,7 +327,7 @@ INTERRUPTED = """
 def test_ctrl_c_releases_replicas_in_a_collective() -> None:
     result = python(INTERRUPTED)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "interrupted\ninterrupted\nusable\n"
+    assert result.stdout == "interrupted\nusable\n"
 
 
 def test_an_interrupted_module_works_in_the_next_call(slots: list[str]) -> None:

@@ -260,3 +260,19 @@ def test_only_dense_tensors(cluster: Cluster) -> None:
 def test_split_sizes_are_whole_numbers() -> None:
     with pytest.raises(TypeError, match=r"output_split_sizes has whole numbers .* got \[1\.0\]"):
         collectives.all_to_all_single(torch.ones(1), [1.0], [1], "local")  # type: ignore[list-item]
+
+
+def test_bad_lists_are_refused() -> None:
+    good, odd = torch.ones(2), torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="self is a list of tensors, but got a tensor"):
+        collectives.all_reduce_coalesced(good, "sum", "local")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="but got a list with int in it"):
+        collectives.all_gather_into_tensor_coalesced([good, 1], "local")  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"the operation 'max' needs an order"):
+        collectives.all_reduce_coalesced([good, odd], "max", "local")
+    with pytest.raises(ValueError, match="reduceOp is one of sum"):
+        collectives.all_reduce_coalesced([good], "mean", "local")
+    with pytest.raises(ValueError, match=r"one dimension for each of the 2 tensors, but got \[0\]"):
+        collectives.reduce_scatter_tensor_coalesced([good, good], "sum", [0], "local")
+    with pytest.raises(ValueError, match=r"scatter_dim=3 is out of range"):
+        collectives.reduce_scatter_tensor_coalesced([good, good], "sum", [0, 3], "local")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from dataparallel import DataParallel, DistributedDataParallel
-from dataparallel.collectives.collective import AllReduce
+from dataparallel.collectives.operations import AllReduce
 from tests.replica_cases import GROUP
 
 SUM = AllReduce("sum")

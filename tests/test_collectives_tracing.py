@@ -6,7 +6,6 @@ Oracle: the same function, called as it is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,11 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dataparallel import collectives
-from dataparallel.collectives import pending, process_kernels, process_ops
-from dataparallel.collectives.collective import AllGather
 from tests.cluster import Cluster
-
-OPS: Any = torch.ops.dataparallel
 
 Call = Callable[[Tensor, Any], Tensor]
 
@@ -45,6 +40,9 @@ CALLS: dict[str, Call] = {
     "scatter": lambda x, group: collectives.scatter(x, 1, 0, group),
     "all_to_all": lambda x, group: collectives.all_to_all_single(x, None, None, group),
     "permute": lambda x, group: collectives.permute_tensor(x, _next_member(group), group),
+    "one gets all": lambda x, group: collectives.permute_tensor(
+        x, [0] * dist.get_world_size(group), group
+    ),
     "waited": lambda x, group: collectives.wait_tensor(collectives.all_reduce(x, "sum", group)),
 }
 
@@ -67,6 +65,8 @@ def compiler() -> Iterator[None]:
         # Of the compiler: when an input has a history, and when it is imported.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         warnings.filterwarnings("ignore", "`torch.jit.script")
+        # Of what it does itself for each node of ours.
+        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
         torch._dynamo.reset()
         # What is on the disk was compiled for operators as they were then.
         with (
@@ -257,117 +257,188 @@ def test_replicas_end_compiled_code() -> None:
         compiled(function)(x)
 
 
-# --- what compilers may not do ---------------------------------------------------------------
+# --- traces ----------------------------------------------------------------------------------
 
 
-class _Late:
-    """The work of a backend that writes as late as it may."""
-
-    #: Whether the backend has finished by itself what nobody waits for.
-    over = False
-
-    def __init__(self, result: Tensor, sent: Tensor) -> None:
-        self._result, self._sent = result, sent.clone()
-
-    def wait(self) -> None:
-        self._result.copy_(self._sent)
-
-    def done(self) -> bool:
-        return self.over
+def targets(graph: torch.fx.GraphModule) -> list[str]:
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return [name.removesuffix(".default") for name in names if name.startswith("_c10d_functional.")]
 
 
-def gather_late(tensor: Tensor, dim: int, name: str) -> Tensor:
-    result = torch.full_like(tensor, torch.nan)
-    pending.register(result, _Late(result, tensor))
-    return result
+def one_more(call: Call) -> Callable[[Tensor], Tensor]:
+    return lambda x: call(x, world()) + 1
 
 
-def reuse_memory(rank: int, world_size: int) -> bool:
-    name = world().group_name
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        given = x * 2
-        result = process_ops.run(AllGather(0), given, name)
-        # Nobody needs what was given any more, and nobody but the backend has the result.
-        between = torch.mm(x, x)
-        more = torch.mm(between, x)
-        return process_ops.waited(result) + 1, more
-
-    x = numbers(rank, 8, 8)
-    with pytest.MonkeyPatch.context() as patch, compiler():
-        patch.setattr(process_kernels, "all_gather", gather_late)
-        found, more = compiled(function, "inductor")(x)
-    return torch.equal(found, x * 2 + 1) and torch.allclose(more, x @ x @ x)
+def trace_all(rank: int, world_size: int) -> dict[tuple[str, str], list[str]]:
+    found = {}
+    x = numbers(rank, 4, 4)
+    for name, call in CALLS.items():
+        expected = one_more(call)(x)
+        for mode in ("real", "fake", "symbolic"):
+            graph = make_fx(one_more(call), tracing_mode=mode)(x)
+            found[name, mode] = targets(graph)
+            assert torch.equal(graph(x), expected), (name, mode)
+    return found
 
 
-@pytest.mark.slow
-def test_memory_is_not_used_again_while_it_is_written(cluster: Cluster) -> None:
-    assert cluster.run(reuse_memory, 1, timeout=250) == [True]
+def test_traces_show_the_collective_and_its_wait(cluster: Cluster) -> None:
+    sums = ("avg", "product", "max", "reduce", "waited")
+    rows = ("permute", "one gets all", "reduce_scatter", "all_to_all")
+    other = dict.fromkeys(sums, "all_reduce") | dict.fromkeys(rows, "all_to_all_single")
+    other |= dict.fromkeys(("all_gather", "gather"), "all_gather_into_tensor")
+    other["scatter"] = "broadcast"
+    for found in cluster.run(trace_all, 2):
+        assert len(found) == 3 * len(CALLS)
+        for (name, _), names in found.items():
+            wanted = [other.get(name, name), "wait_tensor"]
+            assert names == [f"_c10d_functional.{each}" for each in wanted]
 
 
-def forget_results(rank: int, world_size: int) -> tuple[int, int]:
-    launched = 0
+def export(rank: int, world_size: int) -> list[bool]:
+    class Net(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return collectives.all_reduce(x * 2, "sum", group_name) + 1
 
-    def counted(tensor: Tensor, dim: int, name: str) -> Tensor:
-        nonlocal launched
-        launched += 1
-        return gather_late(tensor, dim, name)
-
-    def function(x: Tensor) -> Tensor:
-        collectives.all_gather_tensor(x, 0, world())
-        OPS.all_gather(x, 0, 1, world().group_name)
-        return x + 1
-
+    group_name = world().group_name
     x = numbers(rank, 3)
-    with pytest.MonkeyPatch.context() as patch, compiler():
-        patch.setattr(process_kernels, "all_gather", counted)
-        for backend in ("aot_eager", "inductor"):
-            compiled(function, backend)(x)
-            torch._dynamo.reset()
-        by_compilers = launched
-        # What any tool does that cleans a graph up.
-        graph = make_fx(function)(x)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        graph(x)
-    with pytest.MonkeyPatch.context() as patch:
-        # Otherwise the works would be left to the tests that come after this one.
-        patch.setattr(_Late, "over", True)
-        assert pending.count() == 0
-    return by_compilers, launched
-
-
-@pytest.mark.slow
-def test_nothing_is_removed(cluster: Cluster) -> None:
-    """Others would wait for it."""
-    # Once more in the trace itself, and as often when it is run.
-    assert cluster.run(forget_results, 1, timeout=250) == [(4, 8)]
-
-
-def trace_tokens(rank: int, world_size: int) -> list[str]:
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    def function(x: Tensor) -> Tensor:
-        total = collectives.all_reduce(x, "sum", world())
-        return total + collectives.broadcast(x.exp(), 0, world())
-
     with compiler():
-        compiled(function, aot_autograd(fw_compiler=keep))(numbers(rank, 3))
-    (graph,) = graphs
-    chain = [node for node in graph.graph.nodes if "with_effects" in str(node.target)]
-    for earlier, later in itertools.pairwise(chain):
-        token = later.args[0]
-        assert token.args == (earlier, 0), "each takes the token of the one before"
-    return [str(node.args[1]).removeprefix("dataparallel.") for node in chain]
+        program: Any = torch.export.export(Net(), (x,))
+    names = ["_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"]
+    return [targets(program.graph_module) == names, torch.equal(program.module()(x), Net()(x))]
 
 
-def test_the_order_is_fixed(cluster: Cluster) -> None:
-    """Two members with other sizes may not come to another order."""
-    names = ["all_reduce.default", "wait_tensor.default", "broadcast.default"]
-    assert cluster.run(trace_tokens, 1) == [[*names, "wait_tensor.default"]]
+def test_exported(cluster: Cluster) -> None:
+    assert cluster.run(export, 2) == [[True, True]] * 2
+
+
+# --- operators -------------------------------------------------------------------------------
+
+
+def use_fake_tensors(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        inside = torch.empty(4, 4)
+        shapes = [tuple(call(inside, world()).shape) for call in CALLS.values()]
+    outside = mode.from_tensor(torch.ones(4, 4))
+    assert shapes == [tuple(call(outside, world()).shape) for call in CALLS.values()]
+    meta = torch.empty(4, 4, device="meta")
+    assert shapes == [tuple(call(meta, world()).shape) for call in CALLS.values()]
+    real = [tuple(call(torch.ones(4, 4), world()).shape) for call in CALLS.values()]
+    assert shapes == real
+    return shapes
+
+
+def test_shapes_without_values(cluster: Cluster) -> None:
+    for rank, shapes in enumerate(cluster.run(use_fake_tensors, 2)):
+        assert shapes.count((4, 4)) == 9
+        assert shapes.count((4, 2)) == 2
+        assert shapes.count((4, 8)) == 1
+        assert shapes.count((8, 4) if rank == 0 else (0, 4)) == 2
+
+
+# --- modes and transforms --------------------------------------------------------------------
+
+
+class _Pair(Tensor):
+    """A tensor made of another one, which only its dispatch reaches."""
+
+    inside: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Pair:
+        make: Any = Tensor._make_wrapper_subclass
+        made: _Pair = make(cls, inner.shape, dtype=inner.dtype)
+        made.inside = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = [arg.inside if isinstance(arg, _Pair) else arg for arg in args]
+        return _Pair(func(*plain, **(kwargs or {})))
+
+
+def give_subclasses(rank: int, world_size: int) -> bool:
+    result = collectives.reduce(_Pair(numbers(rank, 3)), "sum", 0, world())
+    assert isinstance(result, _Pair)
+    expected = numbers(0, 3) + numbers(1, 3) if rank == 0 else torch.zeros(3)
+    return torch.equal(result.inside, expected.double())
+
+
+def test_tensors_that_hold_others(cluster: Cluster) -> None:
+    assert cluster.run(give_subclasses, 2) == [True, True]
+
+
+def transform(rank: int, world_size: int) -> list[str]:
+    batch = numbers(rank, 3, 4, 4)
+    wrong = []
+    for name, call in CALLS.items():
+
+        def loss(x: Tensor, call: Call = call) -> Tensor:
+            return call(x, world()).pow(2).sum()
+
+        single = [call(x, world()).clone() for x in batch]
+        grads = []
+        for x in batch:
+            leaf = x.clone().requires_grad_()
+            grads.append(torch.autograd.grad(loss(leaf), leaf)[0])
+        for dim in (0, 2):
+            moved = batch.movedim(0, dim)
+            mapped = torch.vmap(lambda x, call=call: call(x, world()), in_dims=dim)(moved)
+            if not torch.equal(mapped, torch.stack(single)):
+                wrong.append(f"vmap {name} {dim}")
+            found = torch.vmap(torch.func.grad(loss), in_dims=dim)(moved)
+            if not torch.allclose(found, torch.stack(grads)):
+                wrong.append(f"grad {name} {dim}")
+    return wrong
+
+
+def test_vmap_and_grad(cluster: Cluster) -> None:
+    assert cluster.run(transform, 2) == [[], []]
+
+
+def record_outside_of_vmap(rank: int, world_size: int) -> list[bool]:
+    weight = numbers(rank, 4).requires_grad_()
+    batch = numbers(rank + 7, 3, 4)
+
+    def product(x: Tensor) -> Tensor:
+        return collectives.all_reduce(x * weight, "product", world())
+
+    found = torch.autograd.grad(torch.vmap(product)(batch).sum(), weight)[0]
+    loss = torch.stack([product(x).sum() for x in batch]).sum()
+    expected = torch.autograd.grad(loss, weight)[0]
+    hessian = torch.func.jacrev(torch.func.jacrev(lambda x: product(x).sum()))(batch[0])
+    twice = torch.autograd.functional.hessian(lambda x: product(x).sum(), batch[0])
+    return [torch.allclose(found, expected), torch.allclose(hessian, twice)]
+
+
+def test_gradients_around_transforms(cluster: Cluster) -> None:
+    assert cluster.run(record_outside_of_vmap, 2) == [[True, True]] * 2
+
+
+def differentiate_forward(rank: int, world_size: int) -> int:
+    import torch.autograd.forward_ad as forward_ad
+
+    with warnings.catch_warnings():
+        # Of torch's own derivatives; a FutureWarning from 2.15 on.
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        match = "jvp"
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+            with pytest.raises(RuntimeError, match=match):
+                collectives.all_reduce(dual, "sum", world().group_name)
+            assert collectives.all_reduce(torch.ones(3), "sum", world()).tolist() == [2.0] * 3
+
+    def doubled(x: Tensor) -> Tensor:
+        return collectives.all_reduce(x, "sum", world()) * 2
+
+    jvp: Any = torch.autograd.functional.jvp
+    _, tangent = jvp(doubled, torch.ones(3), torch.full((3,), rank + 1.0))
+    assert tangent.tolist() == [6.0] * 3
+    return 1
+
+
+def test_forward_mode_is_refused(cluster: Cluster) -> None:
+    assert cluster.run(differentiate_forward, 2) == [1, 1]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, DistributedDataParallel
-from dataparallel.collectives.collective import (
+from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.operations import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
     ReduceScatter,
 )
-from dataparallel.collectives.local_group import LocalGroup
 from tests.models import assert_all_close, grads_of
 from tests.replica_cases import PLACES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dataparallel import DataParallel, DistributedDataParallel
-from dataparallel.collectives import SyncBatchNorm, pending
+from dataparallel.collectives import SyncBatchNorm
 from tests.cluster import Cluster
 from tests.models import assert_all_close
 from tests.process_groups import new_group
@@ -65,7 +66,6 @@ def compare_with_whole(
             dist.all_reduce(ours)
         torch.testing.assert_close(ours, whole, msg=located(i))
     assert_all_close(module.buffers(), bare.buffers())
-    assert pending.count() == 0
 
 
 @pytest.mark.parametrize("group", [None, [0, 1, 2], "hybrid"])
@@ -82,6 +82,8 @@ def test_processes_with_different_numbers_of_replicas(cluster: Cluster, sizes: l
 def compare_compiled(rank: int, world_size: int, backend: str) -> None:
     bare = net()
     module = SyncBatchNorm.convert(copy.deepcopy(bare), dist.group.WORLD)
+    # Of torch, of what its compiler does itself for each node of ours.
+    warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     for size in (8, 12, 16):
         x, coefficients = batch(size)

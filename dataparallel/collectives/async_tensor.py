@@ -23,71 +23,73 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dataparallel import torch_internals
-from dataparallel.collectives import pending
-from dataparallel.collectives.operator_kinds import VIEWS, is_composite
-from dataparallel.collectives.pending import Claim
-from dataparallel.collectives.tracing import is_tracing
-from dataparallel.graph.originals import IN_GRAD
 from dataparallel.torch_internals import AsyncCollectiveTensor as _TorchAsync
 
 _aten = torch.ops.aten
-_AS_IT_IS: AbstractContextManager[None] = contextlib.nullcontext()
+
+#: What never reads memory and always shares it. Not ``_conj`` and ``_neg_view``: their result is
+#: marked, and a wrapper of it would need the same mark.
+_VIEWS = frozenset(
+    {
+        torch_internals.reshape_alias,
+        _aten.alias,
+        _aten.as_strided,
+        _aten.detach,
+        _aten.diagonal,
+        _aten.expand,
+        _aten.permute,
+        _aten.select,
+        _aten.slice,
+        _aten.split,
+        _aten.split_with_sizes,
+        _aten.squeeze,
+        _aten.t,
+        _aten.transpose,
+        _aten.unbind,
+        _aten.unfold,
+        _aten.unsqueeze,
+        _aten.view,
+        _aten.view_as_complex,
+        _aten.view_as_real,
+    }
+)
 
 
-def can_wrap(tensor: Tensor) -> bool:
-    """Whether :func:`wrap` may wrap this tensor; an operator has to wait for it otherwise.
+class Work(Protocol):
+    """What writes a tensor, and has been started."""
 
-    Example::
+    @property
+    def completed(self) -> bool:
+        """Whether somebody has waited, without an error, and this thread can use the tensor."""
 
-        return wrap(result) if can_wrap(result) else torch.ops.dataparallel.wait_tensor(result)
-
-    Args:
-        tensor: The result of a collective.
-
-    Returns:
-        False while tracing, and for other tensor subclasses: theirs is the memory of the tensors
-        inside of them, which only their own dispatch reaches.
-    """
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_tracing()
+    def wait(self) -> None:
+        """Wait until it is written: the host on the CPU, the current stream on an accelerator."""
 
 
-def wrap(tensor: Tensor) -> Tensor:
-    """A tensor that waits, before its first use, for the work that writes ``tensor``.
+class _Nothing:
+    completed = True
 
-    Example::
-
-        total = wrap(result)
-        shape = total.view(-1).shape    # does not wait
-        print(total)                    # waits
-
-    Args:
-        tensor: Plain, on any device. Must not be used afterwards.
-
-    Returns:
-        An :class:`AsyncCollectiveTensor` with the same memory and history; ``tensor`` itself if
-        nothing is under way for it, or if it cannot be wrapped (see :func:`can_wrap`).
-    """
-    return wrap_result(tensor) if can_wrap(tensor) else tensor
+    def wait(self) -> None:
+        """Nothing is under way."""
 
 
-def wrap_result(tensor: Tensor) -> Tensor:
-    """What :func:`wrap` does, for a tensor that can be wrapped."""
-    claim = pending.claim(tensor)
-    if claim is None:
-        return tensor
-    if tensor.is_conj() or tensor.is_neg():
-        claim.wait()
-        return tensor
+def waiting(tensor: Tensor, work: Work) -> AsyncCollectiveTensor:
+    """A view of all of a plain tensor that waits, before its first use, for what writes it."""
     with _as_itself(tensor):
-        return _waiting_view(tensor, claim)
+        torch_internals.push_bare_mode(_Wrapping(work))
+        try:
+            wrapped: AsyncCollectiveTensor = _aten.alias.default(tensor)
+        finally:
+            torch_internals.pop_bare_mode(None)
+    return wrapped
 
 
 class AsyncCollectiveTensor(_TorchAsync):
@@ -104,7 +106,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     """
 
     elem: Tensor
-    _claim: Claim
+    _work: Work
 
     __torch_function__ = torch_internals.no_torch_function
 
@@ -113,20 +115,14 @@ class AsyncCollectiveTensor(_TorchAsync):
     @property
     def completed(self) -> bool:  # type: ignore[override]
         """Whether this thread can use the result without a wait."""
-        return self._claim.completed
+        return self._work.completed
 
     def wait(self) -> Tensor:
         """Wait, and return the plain tensor, which has the same memory and history."""
-        while True:
-            self._claim.wait()
-            base = torch_internals.view_base(self)
-            if base is not None and not self.requires_grad and _is_all_of(self, base):
-                return base
-            with _as_itself(self):
-                plain: Tensor = _aten.alias.default(self)
-            if not isinstance(plain, AsyncCollectiveTensor):
-                return plain
-            # Another thread started a further work on it meanwhile.
+        self._work.wait()
+        with _as_itself(self):
+            plain: Tensor = _aten.alias.default(self)
+        return plain
 
     def trigger_wait(self) -> Tensor:
         """The same as :meth:`wait`, by torch's name."""
@@ -146,9 +142,9 @@ class AsyncCollectiveTensor(_TorchAsync):
         if not isinstance(func, torch_internals.OpOverload):
             return func(*_ready(args), **_ready(kwargs))
         packet = func.overloadpacket
-        if packet in VIEWS and isinstance(args[0], AsyncCollectiveTensor):
+        if packet in _VIEWS and isinstance(args[0], AsyncCollectiveTensor):
             return _view(func, args[0], args[1:], kwargs)
-        if is_composite(func):
+        if _is_composite(func):
             return func.decompose(*args, **kwargs)
         if torch_internals.schema_of(func).is_mutable:
             return _mutate(func, args, kwargs)
@@ -158,7 +154,7 @@ class AsyncCollectiveTensor(_TorchAsync):
 
     def _finished(self) -> Tensor:
         """The plain tensor after the wait, without the history."""
-        self._claim.wait()
+        self._work.wait()
         return self.elem
 
     def data_ptr(self) -> int:
@@ -166,12 +162,6 @@ class AsyncCollectiveTensor(_TorchAsync):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self._finished().untyped_storage()
-
-    def storage(self) -> Any:
-        return self._finished().storage()  # type: ignore[no-untyped-call]
-
-    def _typed_storage(self) -> Any:
-        return torch_internals.typed_storage(self._finished())
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
@@ -195,11 +185,10 @@ class AsyncCollectiveTensor(_TorchAsync):
     # --- copies ------------------------------------------------------------------------------
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        leaf = self._leaf()
         if type(self.elem) is not Tensor:
             # A fake tensor, as a compiler's cache pickles it: by its type, through its own table.
-            return copy.copy, (leaf,)
-        return leaf.__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+            return copy.copy, (self._leaf(),)
+        return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -207,13 +196,10 @@ class AsyncCollectiveTensor(_TorchAsync):
         if not self.is_leaf:
             # Says that only leaves can be copied.
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        twin = memo[id(self)] = copy.deepcopy(self._leaf(), memo)
-        if self.grad is not None:
-            IN_GRAD.write(twin, copy.deepcopy(self.grad, memo))
-        return twin
+        return memo.setdefault(id(self), copy.deepcopy(self._leaf(), memo))
 
-    def _stand_for(self, elem: Tensor, claim: Claim) -> None:
-        self.elem, self._claim = elem, claim
+    def _stand_for(self, elem: Tensor, work: Work) -> None:
+        self.elem, self._work = elem, work
 
     def _leaf(self) -> Tensor:
         """The plain tensor without a history, as a copy of it starts."""
@@ -235,7 +221,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     # --- compilation -------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        self._claim.wait()
+        self._work.wait()
         return ["elem"], None
 
     @staticmethod
@@ -243,7 +229,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         inner_tensors: Mapping[str, Tensor], meta: None, outer_size: Any, outer_stride: Any
     ) -> AsyncCollectiveTensor:
         elem = inner_tensors["elem"]
-        return _make(elem, pending.nothing(elem.device))
+        return _make(elem, _Nothing())
 
     def _view_func_unsafe(self, new_base: Tensor, on_int: Any = None, on: Any = None) -> Tensor:
         """The same view of another base, as a compiler makes it of a fake one.
@@ -253,7 +239,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         for unknowns in their place, torch may find no value later, and fail.
         """
         view = torch_internals.replay_view(self, new_base, None, on)
-        return _waiting_view(view, pending.nothing(view.device))
+        return waiting(view, _Nothing())
 
     def __coerce_same_metadata_as_tangent__(
         self, expected_metadata: Any, expected_type: type | None = None
@@ -267,8 +253,8 @@ class _Wrapping:
     Not derived from torch's class, which costs several times what this does.
     """
 
-    def __init__(self, claim: Claim) -> None:
-        self._claim = claim
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     def __torch_dispatch__(
         self,
@@ -279,23 +265,13 @@ class _Wrapping:
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # A fake tensor is asked for its device, too, in between.
-        return _make(result, self._claim) if func is _aten.alias.default else result
+        return _make(result, self._work) if func is _aten.alias.default else result
 
 
-def _waiting_view(tensor: Tensor, claim: Claim) -> Tensor:
-    """A view of all of ``tensor`` that waits for ``claim``."""
-    torch_internals.push_bare_mode(_Wrapping(claim))
-    try:
-        wrapped: Tensor = _aten.alias.default(tensor)
-    finally:
-        torch_internals.pop_bare_mode(None)
-    return wrapped
-
-
-def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
+def _make(elem: Tensor, work: Work) -> AsyncCollectiveTensor:
     if elem.is_inference() != torch.is_inference_mode_enabled():
         with torch.inference_mode(elem.is_inference()):
-            return _make(elem, claim)
+            return _make(elem, work)
     made: AsyncCollectiveTensor = torch_internals.make_wrapper_subclass(
         AsyncCollectiveTensor,
         elem.size(),
@@ -307,52 +283,41 @@ def _make(elem: Tensor, claim: Claim) -> AsyncCollectiveTensor:
     )
     # Code in C++ that asks for memory gets an error instead of a null pointer.
     torch_internals.refuse_memory(made)
-    made._stand_for(elem, claim)
+    made._stand_for(elem, work)
     return made
 
 
-def _as_itself(tensor: Tensor) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def _as_itself(tensor: Tensor) -> Iterator[None]:
     """Modes in which a view of ``tensor`` can do whatever ``tensor`` can.
 
     A view that was made while gradients were off may not be changed once they are on again.
     """
-    if tensor.is_inference() == torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-        return _AS_IT_IS
-    return _modes_of(tensor)
-
-
-@contextlib.contextmanager
-def _modes_of(tensor: Tensor) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if tensor.is_inference() != torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(tensor.is_inference()))
-        stack.enter_context(torch.enable_grad())
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
         yield
-
-
-def _is_all_of(view: AsyncCollectiveTensor, base: Tensor) -> bool:
-    """Whether the plain tensor of which ``view`` is a view is the same, without a history."""
-    return bool(
-        not base.requires_grad
-        and type(base) is Tensor
-        and base.shape == view.shape
-        and base.stride() == view.stride()
-        and base.dtype == view.dtype
-        and base.storage_offset() == view.storage_offset()
-    )
 
 
 def _view(
     func: Any, tensor: AsyncCollectiveTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    claim = tensor._claim
-    # `Parameter` insists on a `detach` that keeps the class.
-    if claim.completed and func is not _aten.detach.default:
-        return func(tensor.elem, *args, **kwargs)
+    work = tensor._work
     views = func(tensor.elem, *args, **kwargs)
+    # `Parameter` insists on a `detach` that keeps the class.
+    if work.completed and func is not _aten.detach.default:
+        return views
     if isinstance(views, Tensor):
-        return _make(views, claim)
-    return [_make(view, claim) for view in views]
+        return _make(views, work)
+    return [_make(view, work) for view in views]
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether torch composes the operator of others for all tensors."""
+    return bool(torch_internals.has_kernel(func.name(), "CompositeImplicitAutograd"))
 
 
 def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -374,7 +339,7 @@ def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _ready(value: Any, wrappers: dict[int, AsyncCollectiveTensor] | None = None) -> Any:
     """The value with all tensors waited for and unwrapped; ``wrappers`` gets what they were."""
     if isinstance(value, AsyncCollectiveTensor):
-        value._claim.wait()
+        value._work.wait()
         if wrappers is not None:
             wrappers[id(value.elem)] = value
         return value.elem

@@ -1,4 +1,4 @@
-"""The derivative of each collective, made of other collectives.
+"""The autograd node of every collective, and its derivative, made of other collectives.
 
 Note [Derivatives of collectives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -12,17 +12,26 @@ again, so gradients of any order come out right.
 
 What several members have in common in a minimum or maximum shares the gradient evenly, as in
 ``torch.amax``; NaN, which is the extremum wherever it is, equals NaN here.
+
+Note [One node for all members]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A member that waits inside backward for another one would wait for ever when one thread runs the
+backward of both. So the members of a process meet in forward only, where one of them makes ONE
+node, with an input and an output per member. Backward runs it once, when the gradients of all
+outputs are there, and computes the gradients of all inputs; outputs that nobody used count as zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dataparallel.collectives.collective import (
+from dataparallel import torch_internals
+from dataparallel.collectives.operations import (
+    EXTREMES,
     AllGather,
     AllReduce,
     AllToAll,
@@ -33,41 +42,113 @@ from dataparallel.collectives.collective import (
     ReduceScatter,
     Scatter,
 )
-from dataparallel.collectives.wires import EXTREMES
+from dataparallel.graph.functions import apply_function
 
-#: Runs a collective: one tensor per member of this process in, one out; differentiable.
-Run: TypeAlias = Callable[[Collective, Sequence[Tensor]], Sequence[Tensor]]
 
-_NEED_INPUTS = EXTREMES | {"product"}
+class Call(Protocol):
+    """One collective of a group: what the members of this process call together."""
+
+    @property
+    def collective(self) -> Collective:
+        """What is computed."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The members that are in this process."""
+
+    @property
+    def size(self) -> int:
+        """How many members there are, in all processes."""
+
+    def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results of the members of this process, in new memory; not differentiable."""
+
+    def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results of another collective of the same members, differentiable; in backward."""
+
+
+def run_call(call: Call, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results for the members of this process, differentiable to any order."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        results: Sequence[Tensor] = apply_function(Node, call, None, None, *inputs)
+        return results
+    return call.compute(inputs)
+
+
+class Node(torch.autograd.Function):
+    """The node. See Note [One node for all members].
+
+    ``results`` are there where they were computed before. A hybrid group's node takes a ``turn``
+    or gives one, as a last output; see Note [Order of hybrid nodes in backward].
+    """
+
+    @staticmethod
+    def forward(
+        call: Call, results: Sequence[Tensor] | None, turn: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        if results is None:
+            results = call.compute([x.detach() for x in inputs])
+        return tuple(results) if turn is None else (*results, torch.empty((), device="cpu"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Sequence[Tensor]) -> None:
+        call, _, _, *given = inputs
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.shapes = [x.shape for x in given]
+        ctx.outputs = [(y.shape, y.dtype, y.device) for y in output[: len(given)]]
+        if needs_inputs(call.collective):
+            if not torch.compiler.is_compiling():
+                # What a member in inference mode gives cannot be saved itself; it is a constant.
+                given = [x.clone() if x.is_inference() else x for x in given]
+            ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        of_outputs = grads[: len(ctx.outputs)]
+        if all(grad is None for grad in of_outputs):
+            # Only a later node has made the engine come here.
+            return (None,) * (3 + len(ctx.shapes))
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(of_outputs, ctx.outputs, strict=True)
+        ]
+        inputs = ctx.saved_tensors or [
+            grad.new_empty(()).expand(shape) for grad, shape in zip(full, ctx.shapes, strict=True)
+        ]
+        return None, None, None, *derivative(ctx.call, inputs, full)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], call: Call, *arguments: Any) -> Any:
+        """One collective after another; torch's operators would stack what is still under way."""
+        _, _, *inputs = arguments
+        rows = []
+        for i in range(info.batch_size):
+            pairs = zip(inputs, in_dims[3:], strict=True)
+            row = [x if dim is None else x.select(dim, i) for x, dim in pairs]
+            rows.append(apply_function(Node, call, None, None, *row))
+        outputs = tuple([torch.stack(column) for column in zip(*rows, strict=True)])
+        return outputs, (0,) * len(outputs)
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether a node is needed: a level of forward mode may hold a tangent, which must not go."""
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    return recorded or torch_internals.forward_mode_level() >= 0
 
 
 def needs_inputs(collective: Collective) -> bool:
     """Whether the derivative depends on the values of the inputs."""
-    return getattr(collective, "op", None) in _NEED_INPUTS
+    return getattr(collective, "op", None) in EXTREMES | {"product"}
 
 
-def derivative(
-    collective: Collective,
-    run: Run,
-    members: Sequence[int],
-    size: int,
-    inputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-) -> list[Tensor]:
-    """Gradients of the inputs from those of the outputs. See Note [Derivatives of collectives].
+def derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Per member of this process, the gradient of its input, from those of the outputs.
 
-    Args:
-        collective: What was computed.
-        run: Runs a collective over the same members.
-        members: The members of this process.
-        size: How many members there are.
-        inputs: Per member of this process, its input; only the shape counts, unless
-            :func:`needs_inputs`.
-        grads: Per member of this process, the gradient of its output.
-
-    Returns:
-        Per member of this process, the gradient of its input.
+    See Note [Derivatives of collectives]. Of the inputs only the shape counts, unless
+    :func:`needs_inputs`.
     """
+    collective, run, members, size = call.collective, call.run, call.indices, call.size
     if isinstance(collective, (AllReduce, Reduce, ReduceScatter)):
         if isinstance(collective, AllReduce):
             totals = run(AllReduce("sum"), grads)
@@ -75,7 +156,7 @@ def derivative(
             totals = run(Broadcast(collective.root), grads)
         else:
             totals = run(AllGather(collective.dim), grads)
-        return _times_factor(collective.op, run, members, size, inputs, totals)
+        return _times_factor(collective.op, call, inputs, totals)
     if isinstance(collective, AllToAll):
         return list(run(collective.reversed(), grads))
     if isinstance(collective, AllGather):
@@ -83,8 +164,9 @@ def derivative(
     if isinstance(collective, Broadcast):
         return list(run(Reduce("sum", collective.root), grads))
     if isinstance(collective, Gather):
+        whole = AllGather(collective.dim)
         full = [
-            grad if member == collective.root else _zero(grad, _gathered(x, collective.dim, size))
+            grad if member == collective.root else _zero(grad, whole.shape(x, member, size))
             for member, x, grad in zip(members, inputs, grads, strict=True)
         ]
         return list(run(Scatter(collective.dim, collective.root), full))
@@ -97,28 +179,23 @@ def derivative(
 
 
 def _times_factor(
-    op: str,
-    run: Run,
-    members: Sequence[int],
-    size: int,
-    inputs: Sequence[Tensor],
-    totals: Sequence[Tensor],
+    op: str, call: Call, inputs: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> list[Tensor]:
     if op == "sum":
         return list(totals)
     if op == "avg":
-        return [total / size for total in totals]
+        return [total / call.size for total in totals]
     if op == "product":
-        stacked = run(AllGather(0), [x.unsqueeze(0) for x in inputs])
+        stacked = call.run(AllGather(0), [x.unsqueeze(0) for x in inputs])
         return [
             total * _product_of_others(all_inputs, member).conj()
-            for total, all_inputs, member in zip(totals, stacked, members, strict=True)
+            for total, all_inputs, member in zip(totals, stacked, call.indices, strict=True)
         ]
     assert op in EXTREMES, "integers have no gradient"
     with torch.no_grad():
-        extrema = run(AllReduce(op), [x.detach() for x in inputs])
+        extrema = call.run(AllReduce(op), [x.detach() for x in inputs])
         hits = [_is_same(x, e).to(x.dtype) for x, e in zip(inputs, extrema, strict=True)]
-        counts = run(AllReduce("sum"), hits)
+        counts = call.run(AllReduce("sum"), hits)
         factors = [hit / count for hit, count in zip(hits, counts, strict=True)]
     return [total * factor for total, factor in zip(totals, factors, strict=True)]
 
@@ -136,9 +213,3 @@ def _zero(empty: Tensor, shape: Sequence[int]) -> Tensor:
     # Of what has no elements, so that all members have the same nodes in their graphs: where only
     # the root's graph leads to a collective, the root waits for the others in the next derivative.
     return empty.sum().expand(tuple(shape))
-
-
-def _gathered(x: Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] *= size
-    return shape

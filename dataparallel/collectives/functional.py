@@ -1,15 +1,21 @@
-"""The functional collectives of one tensor, by torch's names."""
+"""The functional collectives, by torch's names: of one tensor, of several, and in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional
 from torch import Tensor
 
-from dataparallel.collectives import process_ops
-from dataparallel.collectives.async_tensor import AsyncCollectiveTensor, can_wrap, wrap_result
-from dataparallel.collectives.collective import (
+from dataparallel import torch_internals
+from dataparallel.collectives import process_group
+from dataparallel.collectives.async_tensor import AsyncCollectiveTensor
+from dataparallel.collectives.groups import Group, resolve
+from dataparallel.collectives.local_group import LocalGroup, check_input
+from dataparallel.collectives.operations import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -19,10 +25,8 @@ from dataparallel.collectives.collective import (
     Reduce,
     ReduceScatter,
     Scatter,
+    op_name,
 )
-from dataparallel.collectives.groups import Group, resolve
-from dataparallel.collectives.reductions import op_name
-from dataparallel.collectives.refusals import check_input
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
@@ -40,16 +44,10 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     Returns:
         A plain tensor with the same memory.
     """
-    if torch.compiler.is_compiling():
-        return process_ops.waited(tensor)
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
     if not isinstance(tensor, Tensor):
         raise TypeError(f"wait_tensor takes a tensor, but got {type(tensor).__name__}")
-    if not can_wrap(tensor):
-        return process_ops.waited(tensor)
-    process_ops.wait(tensor)
-    return tensor
+    # Whatever else came from a collective has waited already.
+    return _plain(tensor)
 
 
 def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
@@ -65,8 +63,7 @@ def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
     Args:
         self: Has the same shape and dtype at all members; only that of ``src`` is read.
         src: The member, from 0.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor like ``self``.
@@ -90,7 +87,7 @@ def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tens
             differentiable, or ``"band"``, ``"bor"``, ``"bxor"`` for integers. If several members
             have the same minimum or maximum, they share its gradient evenly.
         group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        tag: Tells groups over the same ranks apart, as in torch.
 
     Returns:
         A new tensor like ``self``.
@@ -134,8 +131,7 @@ def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = ""
     Args:
         self: Has the same shape and dtype at all members. Scalars are stacked.
         gather_dim: The dimension along which to concatenate.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor, ``size`` times as long in ``gather_dim``.
@@ -185,8 +181,7 @@ def reduce_scatter_tensor(
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
 
     Raises:
-        ValueError: There is no such operation, none for such a dtype, no such dimension, or its
-            length is no multiple of the number of members.
+        ValueError: See :func:`all_reduce`; or there is no such dimension, or none of such a length.
     """
     return _run(ReduceScatter(op_name(reduceOp), scatter_dim), self, group, tag)
 
@@ -202,15 +197,13 @@ def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "
         self: Has the same shape and dtype at all members; only that of ``src`` is read.
         scatter_dim: The dimension to divide. Its length is a multiple of the number of members.
         src: The member whose tensor is divided, from 0.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
 
     Raises:
-        ValueError: There is no such dimension or member, or the length is no multiple of the
-            number of members.
+        ValueError: There is no such dimension or member, or none of such a length.
     """
     return _run(Scatter(scatter_dim, src), self, group, tag)
 
@@ -232,8 +225,7 @@ def all_to_all_single(
         self: Its rows have the same shape and dtype at all members.
         output_split_sizes: How many rows come from each member.
         input_split_sizes: How many rows go to each member. Both None: equally many.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor: the rows from member 0, then those from member 1, and so on.
@@ -244,7 +236,7 @@ def all_to_all_single(
         TypeError: Split sizes are not whole numbers.
     """
     target = resolve(group, tag)
-    splits = _splits(self, output_split_sizes, input_split_sizes, member_of(target)[1])
+    splits = _splits(self, output_split_sizes, input_split_sizes, _place_in(target)[1])
     return _run(AllToAll(*splits), self, target, tag)
 
 
@@ -258,8 +250,7 @@ def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str 
     Args:
         self: Has the same shape and dtype at all members.
         src_dst: For each member, the member that gets its tensor.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart.
+        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor like ``self``. If a member gets several tensors or none, every member gets a
@@ -269,7 +260,7 @@ def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str 
         ValueError: ``src_dst`` does not name a member for each member.
     """
     target = resolve(group, tag)
-    rank, size = member_of(target)
+    rank, size = _place_in(target)
     if len(src_dst) != size or not all(0 <= member < size for member in src_dst):
         raise ValueError(
             f"src_dst names, for each of the {size} members, the one that gets its tensor, from 0 "
@@ -294,6 +285,378 @@ reduce_scatter_tensor_autograd = reduce_scatter_tensor
 all_to_all_single_autograd = all_to_all_single
 
 
+# --- several tensors -------------------------------------------------------------------------
+
+
+def all_reduce_coalesced(
+    self: Sequence[Tensor], reduceOp: str, group: Group, tag: str = ""
+) -> list[Tensor]:
+    """Reduce each of several tensors, and return the results to all members.
+
+    Example::
+
+        sums = all_reduce_coalesced([x.sum(0), x.square().sum(0)], "sum", group)
+
+    Args:
+        self: As many tensors at all members, of any shapes, dtypes and devices.
+        reduceOp: As in :func:`all_reduce`.
+        group, tag: See :func:`all_reduce`.
+
+    Returns:
+        A new tensor for each.
+
+    Raises:
+        ValueError: There is no such operation, or none for the dtype of a tensor.
+        TypeError: ``self`` is not a list of tensors.
+    """
+    return [all_reduce(tensor, reduceOp, group, tag) for tensor in _listed("self", self)]
+
+
+def all_gather_into_tensor_coalesced(
+    self: Sequence[Tensor], group: Group, tag: str = ""
+) -> list[Tensor]:
+    """Concatenate each of several tensors over all members, along the first dimension.
+
+    Example::
+
+        inputs, targets = all_gather_into_tensor_coalesced([x, y], group)
+
+    Args:
+        self, group, tag: See :func:`all_reduce_coalesced`. Scalars are stacked.
+
+    Returns:
+        A new tensor for each, ``size`` times as long.
+
+    Raises:
+        TypeError: ``self`` is not a list of tensors.
+    """
+    return [all_gather_tensor(tensor, 0, group, tag) for tensor in _listed("self", self)]
+
+
+def reduce_scatter_tensor_coalesced(
+    inputs: Sequence[Tensor],
+    reduceOp: str,
+    scatter_dim: Sequence[int],
+    group: Group,
+    tag: str = "",
+) -> list[Tensor]:
+    """Reduce each of several tensors, and return a chunk of each result to each member.
+
+    Example::
+
+        mine = reduce_scatter_tensor_coalesced([grad_of_a, grad_of_b], "avg", [0, 1], group)
+
+    Args:
+        inputs, reduceOp, group, tag: See :func:`all_reduce_coalesced`.
+        scatter_dim: For each tensor, the dimension to divide. Its length is a multiple of the
+            number of members.
+
+    Returns:
+        A new tensor for each, contiguous; ``size`` times shorter in its ``scatter_dim``.
+
+    Raises:
+        ValueError: There is not one dimension per tensor; or see :func:`reduce_scatter_tensor`.
+        TypeError: ``inputs`` is not a list of tensors.
+    """
+    dims = list(scatter_dim)
+    if len(dims) != len(inputs):
+        raise ValueError(
+            f"scatter_dim has one dimension for each of the {len(inputs)} tensors, but got {dims}"
+        )
+    return [
+        reduce_scatter_tensor(tensor, reduceOp, dim, group, tag)
+        for tensor, dim in zip(_listed("inputs", inputs), dims, strict=True)
+    ]
+
+
+all_gather_single_coalesced = all_gather_into_tensor_coalesced
+reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def _listed(name: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    wrong = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
+    if isinstance(tensors, Tensor) or wrong:
+        kind = "a tensor" if isinstance(tensors, Tensor) else f"a list with {wrong[0]} in it"
+        raise TypeError(f"{name} is a list of tensors, but got {kind}; put a tensor in a list")
+    return tensors
+
+
+# --- in place --------------------------------------------------------------------------------
+#
+# They take the arguments of the functions of ``torch.distributed`` that they stand for, and return
+# when the result is there. Unlike those they can be traced and differentiated.
+
+
+def all_reduce_inplace(
+    tensor: Tensor, op: Any = "sum", group: Group = None, async_op: bool = False, tag: str = ""
+) -> Tensor:
+    """Reduce the tensors of all members, and write the result into them.
+
+    Example::
+
+        all_reduce_inplace(grad, dist.ReduceOp.AVG)
+
+    Args:
+        tensor: Has the same shape and dtype at all members; overwritten.
+        op: The operation, see :func:`all_reduce`; also a ``torch.distributed.ReduceOp``.
+        group: The members. None: the default process group.
+        async_op: Must be False. The function that returns a new tensor is asynchronous.
+        tag: Tells groups over the same ranks apart.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ValueError: ``async_op`` is True, or see :func:`all_reduce`.
+        RuntimeError: There is no default process group.
+    """
+    target = _target("all_reduce", group, async_op, tag)
+    return _write("tensor", tensor, all_reduce(tensor, op, target))
+
+
+def all_gather_tensor_inplace(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+    gather_dim: int = 0,
+) -> Tensor:
+    """Concatenate the tensors of all members, and write the result.
+
+    Example::
+
+        all_gather_tensor_inplace(batch, chunk)
+
+    Args:
+        output_tensor: Overwritten. With ``gather_dim=0`` of any shape with as many elements, for
+            example with a dimension of members in front.
+        input_tensor: Has the same shape and dtype at all members.
+        group, async_op, tag: See :func:`all_reduce_inplace`.
+        gather_dim: The dimension along which to concatenate.
+
+    Returns:
+        ``output_tensor``.
+
+    Raises:
+        ValueError: The shape or dtype of ``output_tensor`` is wrong, or see
+            :func:`all_reduce_inplace`.
+    """
+    target = _target("all_gather_tensor", group, async_op, tag)
+    result = all_gather_tensor(input_tensor, gather_dim, target)
+    return _write("output_tensor", output_tensor, result, any_shape=gather_dim == 0)
+
+
+def reduce_scatter_tensor_inplace(
+    output: Tensor,
+    input: Tensor,
+    op: Any = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    scatter_dim: int = 0,
+    tag: str = "",
+) -> Tensor:
+    """Reduce the tensors of all members, and write this member's chunk of the result.
+
+    Example::
+
+        reduce_scatter_tensor_inplace(mine, grad)
+
+    Args:
+        output: Overwritten. With ``scatter_dim=0`` of any shape with as many elements.
+        input: Has the same shape and dtype at all members.
+        op, group, async_op, tag: See :func:`all_reduce_inplace`.
+        scatter_dim: The dimension to divide.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: The shape or dtype of ``output`` is wrong, or see
+            :func:`reduce_scatter_tensor` and :func:`all_reduce_inplace`.
+    """
+    target = _target("reduce_scatter_tensor", group, async_op, tag)
+    result = reduce_scatter_tensor(input, op, scatter_dim, target)
+    return _write("output", output, result, any_shape=scatter_dim == 0)
+
+
+def reduce_scatter_inplace(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+) -> Tensor:
+    """Reduce the lists of all members entry by entry, and write the entry of this member.
+
+    Example::
+
+        reduce_scatter_inplace(mine, list(grad.split(len(mine))))
+
+    Args:
+        output: Overwritten.
+        input_list: One tensor per member, each of the shape of ``output``.
+        op, group, async_op, tag: See :func:`all_reduce_inplace`.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: There is not one tensor per member, ``output`` has another shape or dtype, or
+            see :func:`all_reduce_inplace`.
+    """
+    target = _target("reduce_scatter_tensor", group, async_op, tag)
+    _, size = _place_in(target)
+    if len(input_list) != size:
+        raise ValueError(
+            f"input_list has one tensor for each of the {size} members, but has {len(input_list)}"
+        )
+    result = reduce_scatter_tensor(torch.stack(tuple(input_list)), op, 0, target)
+    return _write("output", output, result, any_shape=True)
+
+
+def all_to_all_inplace(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+) -> Tensor:
+    """Send rows from every member to every member, and write those for this one.
+
+    Example::
+
+        all_to_all_inplace(mine, tokens, counts_in, counts_out)
+
+    Args:
+        output: As many rows as come; overwritten.
+        input: The rows to give.
+        output_split_sizes: How many rows come from each member. None or empty: equally many.
+        input_split_sizes: How many rows go to each member. None or empty: equally many.
+        group, async_op, tag: See :func:`all_reduce_inplace`.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: The shape or dtype of ``output`` is wrong, or see :func:`all_to_all_single` and
+            :func:`all_reduce_inplace`.
+    """
+    target = _target("all_to_all_single", group, async_op, tag)
+    gets, gives = output_split_sizes, input_split_sizes
+    if not gets and not gives:
+        result = all_to_all_single(input, None, None, target)
+    else:
+        _, size = _place_in(target)
+        gets = gets or _equal_rows("output", output, size)
+        gives = gives or _equal_rows("input", input, size)
+        result = all_to_all_single(input, gets, gives, target)
+    return _write("output", output, result)
+
+
+def all_gather_inplace(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    tag: str = "",
+) -> Sequence[Tensor]:
+    """Gather the tensors of all members, and write each of them.
+
+    Example::
+
+        all_gather_inplace([torch.empty(n) for n in lengths], mine)
+
+    Args:
+        tensor_list: One tensor per member, of the shape of that member's ``tensor``; all are
+            overwritten. Shapes may differ within the list, and are the same at all members.
+        tensor: The tensor of this member.
+        group, async_op, tag: See :func:`all_reduce_inplace`.
+
+    Returns:
+        ``tensor_list``.
+
+    Raises:
+        ValueError: There is not one tensor per member, one has another dtype, the shape for this
+            member is wrong, or see :func:`all_reduce_inplace`.
+    """
+    target = _target("all_gather_tensor", group, async_op, tag)
+    rank, size = _place_in(target)
+    if len(tensor_list) != size:
+        raise ValueError(
+            f"tensor_list has one tensor for each of the {size} members, but has {len(tensor_list)}"
+        )
+    if tensor_list[rank].shape != tensor.shape:
+        raise ValueError(
+            f"tensor_list[{rank}] has shape {tuple(tensor_list[rank].shape)}, but what this member "
+            f"gives has shape {tuple(tensor.shape)}"
+        )
+    flat, longest = tensor.reshape(-1), tensor.numel()
+    if any(each.shape != tensor.shape for each in tensor_list):
+        longest = max(each.numel() for each in tensor_list)
+        flat = torch.nn.functional.pad(flat, (0, longest - tensor.numel()))
+    gathered = all_gather_tensor(flat, 0, target)
+    for i, each in enumerate(tensor_list):
+        part = gathered.narrow(0, i * longest, each.numel())
+        _write(f"tensor_list[{i}]", each, part.view(each.shape))
+    return tensor_list
+
+
+def _target(name: str, group: Group, async_op: bool, tag: str) -> str | LocalGroup:
+    if async_op:
+        raise ValueError(
+            f"async_op=True: a collective in place returns when its result is there; call {name}, "
+            "which returns a new tensor that waits before its first use"
+        )
+    return resolve(group, tag)
+
+
+def _write(name: str, output: Tensor, result: Tensor, any_shape: bool = False) -> Tensor:
+    if output.dtype != result.dtype:
+        raise ValueError(f"{name} has dtype {output.dtype}, but the result has {result.dtype}")
+    if output.shape != result.shape:
+        if not any_shape or output.numel() != result.numel():
+            raise ValueError(
+                f"{name} has shape {tuple(output.shape)}, but the result has {tuple(result.shape)}"
+            )
+        result = result.view(output.shape)
+    return output.copy_(result)
+
+
+def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
+    if tensor.dim() == 0 or tensor.size(0) % size:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} cannot be divided into equally many rows for "
+            f"{size} members; pass {name}_split_sizes"
+        )
+    return [tensor.size(0) // size] * size
+
+
+#: Maps each function of ``torch.distributed`` that writes in place to one that does the same and
+#: can be traced, with the same arguments.
+traceable_collective_remaps: dict[Callable[..., Any], Callable[..., Any]] = {}
+for _name, _function in (
+    ("all_reduce", all_reduce_inplace),
+    ("all_gather_into_tensor", all_gather_tensor_inplace),
+    ("all_gather_single", all_gather_tensor_inplace),
+    ("reduce_scatter_tensor", reduce_scatter_tensor_inplace),
+    ("reduce_scatter_single", reduce_scatter_tensor_inplace),
+    ("reduce_scatter", reduce_scatter_inplace),
+    ("all_to_all_single", all_to_all_inplace),
+    ("all_gather", all_gather_inplace),
+):
+    # Some versions of torch lack the newer names, and without torch.distributed there are none.
+    if hasattr(dist, _name):
+        traceable_collective_remaps[getattr(dist, _name)] = _function
+traceable_collective_remaps |= {
+    torch_internals.all_gather_base: all_gather_tensor_inplace,
+    torch_internals.reduce_scatter_base: reduce_scatter_tensor_inplace,
+}
+
+
 # --- what they have in common ----------------------------------------------------------------
 
 
@@ -303,27 +666,18 @@ def _run(collective: Collective, tensor: Tensor, group: Group, tag: str) -> Tens
         # Refuses what is no dense tensor, and tells the other members.
         return target.run(collective, _plain(tensor))
     check_input(collective.name, tensor)
-    if torch.compiler.is_compiling():
-        return process_ops.waited(process_ops.run(collective, tensor, target))
-    result = process_ops.run(collective, _plain(tensor), target)
-    return wrap_result(result) if can_wrap(result) else process_ops.waited(result)
+    return process_group.run(collective, _plain(tensor), target)
 
 
 def _plain(tensor: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return tensor
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def member_of(group: Group, tag: str = "") -> tuple[int, int]:
-    """Which member this is, from 0, and how many there are.
-
-    Args:
-        group: See :data:`Group`.
-        tag: Tells groups over the same ranks apart.
-    """
-    target = resolve(group, tag)
-    if isinstance(target, str):
-        return process_ops.group_rank(target), process_ops.group_size(target)
-    return target.place()
+def _place_in(target: str | LocalGroup) -> tuple[int, int]:
+    """Which member this is, from 0, and how many there are."""
+    return process_group.place_in(target) if isinstance(target, str) else target.place()
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -28,27 +28,8 @@ _OURS = "dataparallel/"
 def resolve(group: Group, tag: str = "") -> str | LocalGroup:
     """The name of a process group, or the group of replicas, that ``group`` stands for.
 
-    Ranks are those of the default group. Lists of ranks stand for a group that exists.
-
-    Example::
-
-        resolve("local")                # the replicas of this process
-        resolve(dist.group.WORLD)       # its name
-        resolve([[0, 1], [2, 3]])       # the name of the group over the list with this process
-        resolve((mesh, "data"))         # the name of the group of this process in one dimension
-
-    Args:
-        group: See :data:`Group`.
-        tag: Tells groups over the same ranks apart, as in torch.
-
-    Returns:
-        What :mod:`dataparallel.collectives.process_ops` takes as a name, or the group itself.
-
-    Raises:
-        ValueError: There is no such group, or this process is not in it.
-        TypeError: ``group`` is of a type that stands for no group.
-        RuntimeError: A process group was named within one of several replicas, or
-            ``torch.distributed`` is not initialized.
+    Ranks are those of the default group. Lists of ranks stand for a group that exists: the one over
+    the list with this process. ``tag`` tells groups over the same ranks apart, as in torch.
     """
     if isinstance(group, LocalGroup):
         return group
@@ -179,15 +160,31 @@ def _list_of_this_process(given: Sequence[Any]) -> list[int]:
     if wrong:
         raise TypeError(f"a group in a list consists of ranks, but got {wrong[0]!r} in {given!r}")
     world_size, here = dist.get_world_size(), dist.get_rank()
-    faults = []
-    if outside := sorted({rank for rank in every if not 0 <= rank < world_size}):
-        faults.append(f"the ranks {outside} do not exist (there are 0 to {world_size - 1})")
-    if double := sorted({rank for rank in every if every.count(rank) > 1}):
-        faults.append(f"the ranks {double} occur more than once")
-    if len({len(ranks) for ranks in lists}) > 1:
-        faults.append(f"the lists have different lengths, {[len(ranks) for ranks in lists]}")
-    if here not in every:
-        faults.append(f"this process, rank {here}, is not in it")
-    if faults:
-        raise ValueError(f"{given!r} is no group: {'; '.join(faults)}")
+    if (
+        len(set(every)) < len(every)
+        or len({len(ranks) for ranks in lists}) > 1
+        or here not in every
+        or not set(every) <= set(range(world_size))
+    ):
+        raise ValueError(
+            f"{given!r} is no group: one has different ranks from 0 to {world_size - 1}, in lists "
+            f"of one length, and this process, rank {here}, is among them"
+        )
     return next(ranks for ranks in lists if here in ranks)
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name; a ValueError if there is none."""
+    try:
+        group: dist.ProcessGroup = torch_internals.group_named(name)
+    except RuntimeError as error:
+        names = torch_internals.world().pg_names.values()
+        known = ", ".join(repr(each) for each in sorted(names)) or "none"
+        raise ValueError(
+            f"there is no process group {name!r} in this process, or it was destroyed; pass a "
+            f"ProcessGroup, a name of one (group.group_name; here: {known}), 'local' or 'hybrid'"
+        ) from error
+    return group

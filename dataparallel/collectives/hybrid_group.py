@@ -1,10 +1,53 @@
-"""All replicas of all processes as a group."""
+"""All replicas of all processes as a group.
+
+Note [Agreement before each collective]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Before data moves, each process tells all others, in one small collective, how many replicas it
+brings, a hash of what they came for, and whether they want gradients. If the hashes differ, the
+texts follow, and all processes raise the same error: no data has moved, and the link stays usable.
+What is said in backward names the collective of the forward, so gradients of one are never taken
+for those of another.
+
+What fails in one process alone leaves the others where nobody comes. That process closes its link
+at once, so the others fail at once too, and don't wait for their time to be over. The next
+collective makes a new link.
+
+Note [Gradients in all processes or in none]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Backward is a collective too. If a tensor requires grad in any process, all of them record a node,
+and the results require grad everywhere. A process with gradients switched off (``no_grad``) cannot;
+then backward is an error in the others, at once. What remains is a process that never calls
+backward on anything that depends on its results, or takes no second derivative where others do:
+there the others wait until the time is over, or all get an error when it comes to its next
+collective.
+
+Note [Order of hybrid nodes in backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+All processes must come to their nodes in the same order. Where one thread made the whole graph, the
+engine runs nodes in the reverse order of their making. Several replicas make theirs in several
+threads, whose numbers can't be compared, and on devices with threads of their own the order is that
+in which gradients happen to arrive: two branches of a network may swap. So in a call of several
+replicas each node takes a *turn* from the node before, a tensor that carries no numbers and makes
+the engine run the later node first: again the reverse order of their making, in every process.
+
+A node that is only reached in this way has no gradients, does nothing, and tells nobody. But what
+it was computed from is then a part of the graph of what comes later in the same call, so two
+outputs of one call that share nothing need ``retain_graph=True`` as those do that share something.
+
+The nodes that a backward with ``create_graph=True`` makes take turns among themselves too. Between
+two calls there are no turns, nor between forward and backward: each of two losses may have a
+backward of its own. If the order differs after all, the agreement before each collective makes it
+an error. The link is given up then, so that no process waits for one that has left its backward.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,18 +56,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataparallel import torch_internals
-from dataparallel.collectives.brought import Brought, Key, one_mode, ordered
-from dataparallel.collectives.collective import AllToAll, Collective
-from dataparallel.collectives.hybrid_joint import complete, wants_gradients
-from dataparallel.collectives.hybrid_link import HybridLink, name_members
-from dataparallel.collectives.hybrid_members import HybridMembers
-from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.refusals import check_input, refuse_in_backward, refuse_in_replica
+from dataparallel.collectives.derivatives import Node
+from dataparallel.collectives.exchange import Exchange, Layout, exchange_of
+from dataparallel.collectives.local_group import (
+    Brought,
+    LocalGroup,
+    check_input,
+    one_mode,
+    ordered,
+    refuse_in_backward,
+    refuse_in_replica,
+    refuse_transforms,
+)
+from dataparallel.collectives.operations import AllToAll, Collective
+from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.link import ProcessLink, parent_group, timeout_of
+from dataparallel.graph.cut import Anchor
+from dataparallel.graph.functions import apply_function, behind_own_nodes
 from dataparallel.threads.meeting import DEFAULT_TIMEOUT, Rendezvous, current_rendezvous
 from dataparallel.torch_internals import untraced
 
 R = TypeVar("R")
 V = TypeVar("V")
+
+_WANTS, _ABLE = 1, 2
 
 
 class HybridGroup(LocalGroup):
@@ -98,43 +153,35 @@ class HybridGroup(LocalGroup):
         """The result of this member; waits for the others, of all processes.
 
         Args:
-            collective: What to compute.
-            tensor: What this member gives.
+            collective, tensor: See :meth:`LocalGroup.run`.
 
         Returns:
             A new tensor on the device of ``tensor``.
 
         Raises:
-            ValueError: The collective does not take such tensors.
-            RuntimeError: Members came to different collectives, or with different tensors.
-            TimeoutError: A replica of this process did not come.
-            RendezvousError: A replica of this process failed, or returned without coming.
             CollectiveTimeout: Another process did not come in time; the message says which.
             CollectiveError: Another process failed.
-            TypeError: ``tensor`` is no tensor.
-            RuntimeError: Called in backward, under a transform or a trace, or in one of several
-                replicas under activation checkpointing.
+            Exception: See :meth:`LocalGroup.run`.
         """
         if self._link.is_alone():
             return super().run(collective, tensor)
         with self._link.in_step():
             check_input(collective.name, tensor)
         brought = Brought.here(collective, tensor)
-        result = self._meet(collective.name, Key(collective, tensor), brought, self._everywhere)
+        key = collective.signature(tensor)
+        result = self._meet(collective.name, key, brought, self._everywhere)
         return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
 
     def _everywhere(self, brought: Sequence[Brought]) -> Sequence[Tensor]:
         """The results of all replicas of this process; one of them calls this for all."""
-        link = self._link
-        inputs = [each.tensor for each in brought]
+        link, inputs = self._link, [each.tensor for each in brought]
         text = brought[0].collective.signature(inputs[0])
         rendezvous = current_rendezvous() if len(brought) > 1 else None
         with link.lock, one_mode(brought), ordered(brought) as results:
             turn = None if rendezvous is None else self._turns.get(rendezvous)
-            agreement = link.agree(len(brought), text, wants=wants_gradients(inputs))
-            members = HybridMembers(link.current(), agreement.counts)
-            collective = _checked(link, members, brought)
-            found, turn = complete(link, agreement, members, collective, inputs, turn)
+            agreement = link.agree(inputs, text)
+            collective = _checked(link, agreement, brought)
+            found, turn = link.complete(agreement, collective, inputs, turn)
             results += found
             if rendezvous is not None and turn is not None:
                 self._turns[rendezvous] = turn
@@ -144,25 +191,24 @@ class HybridGroup(LocalGroup):
     def place(self) -> tuple[int, int]:
         """``rank()`` and ``size()``, with one collective for both."""
         if self._link.is_alone():
-            return super().rank(), super().size()
+            return super().place()
         text = "the number of members"
 
-        def places(nothing: Sequence[None]) -> list[tuple[int, int]]:
+        def places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
             with self._link.lock:
-                counts = self._link.agree(len(nothing), text, wants=False).counts
-                members = HybridMembers(self._link.current(), counts)
-            return [(member, members.size) for member in members.indices]
+                layout = self._link.agree(tensors, text).layout
+            return [(member, layout.size) for member in layout.indices]
 
-        return self._meet(text, text, None, places)
+        return self._meet(text, text, torch.empty(()), places)
 
     def _meet(
-        self, name: str, key: Hashable, value: V, combine: Callable[[Sequence[V]], Sequence[R]]
+        self, name: str, key: str, value: V, combine: Callable[[Sequence[V]], Sequence[R]]
     ) -> R:
         """Bring a value to the replicas of this process, one of which goes on for all."""
         rendezvous = current_rendezvous()
         if rendezvous is None or rendezvous.num_replicas == 1:
             with self._link.in_step():
-                _refuse_transforms(name)
+                refuse_transforms(name)
                 if rendezvous is None:
                     refuse_in_backward(name)
             return combine([value])[0]
@@ -192,58 +238,291 @@ class _Ticket(Generic[V]):
         return self.value
 
 
-def _refuse_transforms(name: str) -> None:
-    if torch_internals.transforms_active() or torch_internals.tracing_state() is not None:
-        raise RuntimeError(
-            f"{name} over replicas of several processes was called under a torch.func transform or "
-            "torch.jit.trace, which cannot follow tensors of other processes; call it outside of "
-            "the transformed function"
-        )
+# --- between the processes -------------------------------------------------------------------
 
 
-def _checked(link: HybridLink, members: HybridMembers, brought: Sequence[Brought]) -> Collective:
-    """What all want together. Raises, if it does, in all processes."""
-    collective, tensor = brought[0].collective, brought[0].tensor
-    if isinstance(collective, AllToAll):
-        return _agree_on_splits(link, members, brought)
-    # All that is looked at here, the processes have agreed on.
-    return collective.checked(tensor, members.size)
+@dataclass(frozen=True)
+class Agreement:
+    """What the processes told each other.
+
+    Attributes:
+        link: Over which they did.
+        layout: Which members there are.
+        recorded: Whether any process wants gradients.
+        unable: The ranks that cannot take part in backward.
+    """
+
+    link: ProcessLink
+    layout: Layout
+    recorded: bool
+    unable: tuple[int, ...]
 
 
-def _agree_on_splits(
-    link: HybridLink, members: HybridMembers, brought: Sequence[Brought]
-) -> AllToAll:
-    """The split sizes of all members, which each process knows in part."""
-    size = members.size
-    # Per replica: what it gets from each member, what it gives to each, and whether it is right.
-    shape = (max(members.counts), 2 * size + 1)
-    table = torch.zeros(shape, dtype=torch.int64, device="cpu")
-    faults = {}
-    for row, member, each in zip(table, members.indices, brought, strict=False):
+class HybridLink:
+    """The link of one hybrid group, made when it is needed.
+
+    ``lock`` is held from an agreement to the end of the collective.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.lock = threading.RLock()
+        self._process_group = process_group
+        self._link: ProcessLink | None = None
+        self._count = 0
+        # Of the nodes that a backward makes: which backward, and the turn of the next.
+        self._turn: tuple[int, Tensor] | None = None
+        self._watch: weakref.ref[dist.ProcessGroup] | None = None
+
+    def is_alone(self) -> bool:
+        """Whether there are no other processes."""
+        if not (dist.is_available() and dist.is_initialized()):
+            if self._process_group is None:
+                return True
+            raise _destroyed_error()
+        return self._parent().size() == 1
+
+    def time_limit(self) -> float | None:
+        """Seconds that a process waits for the others; None where nobody has said it."""
+        if self.timeout is not None or self.is_alone():
+            return self.timeout
+        return timeout_of(self._parent())
+
+    def current(self) -> ProcessLink:
+        """The link; a new one at the first call, after a failure, and after ``torch.distributed``
+        was initialized again.
+        """
+        with self.lock:
+            if self._link is not None and not _is_usable(self._link):
+                self.close()
+            if self._link is None:
+                parent = self._parent()
+                self._link = ProcessLink(parent, timeout=self.timeout, purpose="hybrid")
+                self._count = 0
+                # When the processes' own group is gone, this one goes too.
+                reference = weakref.ref(self)
+                self._watch = weakref.ref(parent, lambda _: _close(reference))
+            return self._link
+
+    def close(self) -> None:
+        """Give the process group back; the next collective makes a new one."""
+        with self.lock:
+            link, self._link = self._link, None
+            if link is not None:
+                link.close()
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around what must not fail in one process alone.
+
+        See Note [Agreement before each collective].
+        """
         try:
-            checked = each.collective.checked(each.tensor, size)
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def agree(self, inputs: Sequence[Tensor], text: str) -> Agreement:
+        """Tell the other processes what comes next, and hear what they want."""
+        with self.in_step():
+            link = self.current()
+            able = torch.is_grad_enabled()
+            flags = _WANTS * (able and any(x.requires_grad for x in inputs)) + _ABLE * able
+            said = torch.tensor([len(inputs), flags, _hash(text)], device="cpu")
+            heard = [part.tolist() for part in link.all_gather(said, what=f"plans for {text}")]
+            differ = len({digest for _, _, digest in heard}) > 1
+            texts = link.all_gather_json(text, what="different plans") if differ else []
+        counts = [count for count, _, _ in heard]
+        ranks = dist.get_process_group_ranks(link.group)
+        if differ:
+            came: dict[str, list[str]] = {}
+            for each, name in zip(texts, _name_members(counts, ranks), strict=True):
+                came.setdefault(each, []).append(name)
+            sides = "; ".join(f"{', '.join(names)} came to {each}" for each, names in came.items())
+            raise RuntimeError(
+                f"the processes of a hybrid group came to different collectives: {sides}; every "
+                "replica of every process must come to the same collectives, with tensors of one "
+                "shape and dtype, in the same order"
+            )
+        unable = [rank for rank, (_, flags, _) in zip(ranks, heard, strict=True) if flags < _ABLE]
+        recorded = any(flags & _WANTS for _, flags, _ in heard)
+        return Agreement(link, Layout(counts, link.rank), recorded, tuple(unable))
+
+    def complete(
+        self,
+        agreement: Agreement,
+        collective: Collective,
+        inputs: Sequence[Tensor],
+        turn: Tensor | None,
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The results for this process of what all agreed on; and the turn of the node after.
+
+        See Note [Order of hybrid nodes in backward]. The lock is held.
+        """
+        with torch.no_grad(), self.in_step():
+            given = [x.detach() for x in inputs]
+            exchange = exchange_of(collective, given, agreement.layout)
+            what = f"{collective.name} over {agreement.layout.size} members"
+            results = _exchanged(agreement.link, exchange, inputs[0].device, what)
+        self._count += 1
+        if not (agreement.recorded and torch.is_grad_enabled()):
+            return results, turn
+        if turn is None:
+            turn = torch.zeros((), device="cpu")
+            if not any(x.requires_grad for x in inputs):
+                # See Note [Gradients in all processes or in none].
+                turn = Anchor(turn)
+        call = HybridCall(self, agreement, collective, self._count)
+        nodes = behind_own_nodes(inputs, inputs[0].device)
+        *outputs, turn = apply_function(Node, call, results, turn, *nodes)
+        return outputs, turn
+
+    def run_in_backward(
+        self, call: HybridCall, collective: Collective, tensors: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The results of a collective of the members that came to ``call``."""
+        text = f"{collective.signature(tensors[0])} in {call}"
+        with self.lock, self.in_step():
+            link = call.agreement.link
+            if link is not self._link or not _is_usable(link):
+                why = f". What failed: {link.broken}" if link.broken else ""
+                raise CollectiveError(
+                    f"{call}: the link between the processes failed or was closed since forward; "
+                    f"run forward again in every process{why}"
+                )
+            agreement = self.agree(tensors, text)
+            task, takes_turns = torch_internals.current_graph_task_id(), len(tensors) > 1
+            turn = self._turn[1] if self._turn is not None and self._turn[0] == task else None
+            results, turn = self.complete(
+                agreement, collective, tensors, turn if takes_turns else None
+            )
+            if turn is not None and takes_turns:
+                self._turn = (task, turn)
+                torch_internals.when_backward_ends(self._drop_turn)
+        return results
+
+    def _drop_turn(self) -> None:
+        self._turn = None
+
+    def _parent(self) -> dist.ProcessGroup:
+        parent = parent_group(self._process_group)
+        if not torch_internals.is_registered(parent):
+            raise _destroyed_error()
+        return parent
+
+
+@dataclass(frozen=True)
+class HybridCall:
+    """A collective that all processes came to; see :class:`~derivatives.Call`.
+
+    ``number`` says which collective of the link it was, from 1.
+    """
+
+    link: HybridLink
+    agreement: Agreement
+    collective: Collective
+    number: int
+
+    def __str__(self) -> str:
+        return f"the backward of collective {self.number} ({self.collective.name})"
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The replicas of this process."""
+        return self.agreement.layout.indices
+
+    @property
+    def size(self) -> int:
+        """How many replicas all processes have."""
+        return self.agreement.layout.size
+
+    def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Never asked for: the results are there before the node is."""
+        raise NotImplementedError
+
+    def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Another collective of the same replicas, in backward."""
+        if self.agreement.unable:
+            ranks = ", ".join(map(str, self.agreement.unable))
+            raise RuntimeError(
+                f"{self} needs all processes, but gradients were switched off in rank {ranks} when "
+                "it was called; call it with gradients in all processes, or use no_grad in all"
+            )
+        return self.link.run_in_backward(self, collective, tensors)
+
+
+def _exchanged(
+    link: ProcessLink, exchange: Exchange, device: torch.device, what: str
+) -> list[Tensor]:
+    """The results of an exchange over a link; through the host where its backend is only there."""
+    if exchange.primitive == "nothing":
+        return exchange.finish(exchange.arriving(exchange.sent))
+    sent = exchange.sent.to(device if device.type in link.backends else "cpu")
+    arrived = exchange.arriving(sent)
+    link.run(
+        exchange.primitive, sent, lambda group: exchange.start(sent, arrived, group), what=what
+    )
+    return exchange.finish(arrived.to(device))
+
+
+def _checked(link: HybridLink, agreement: Agreement, brought: Sequence[Brought]) -> Collective:
+    """What all want together. Raises, if it does, in all processes."""
+    collective, layout = brought[0].collective, agreement.layout
+    if not isinstance(collective, AllToAll):
+        # All that is looked at here, the processes have agreed on.
+        return collective.checked(brought[0].tensor, layout.size)
+    # Each process knows the split sizes of its own replicas.
+    mine: list[list[Any]] = []
+    for member, each in zip(layout.indices, brought, strict=True):
+        assert isinstance(each.collective, AllToAll)
+        fault = ""
+        try:
+            each.collective.checked(each.tensor, layout.size)
         except ValueError as error:
-            faults[member] = f"member {member}: {error}"
-        else:
-            assert isinstance(checked, AllToAll)
-            splits = [*checked.output_splits[0], *checked.input_splits[0]]
-            row.copy_(torch.tensor([*splits, 1], device="cpu"))
-    what = "the split sizes of all_to_all_single"
+            fault = f"member {member}: {error}"
+        mine.append([each.collective.output_splits, each.collective.input_splits, fault])
     with link.in_step():
-        tables = members.link.all_gather(table, what=what)
-        parts = zip(tables, members.counts, strict=True)
-        rows = [row for part, count in parts for row in part[:count].tolist()]
-        wrong = not all(row[-1] for row in rows)
-        texts = members.link.all_gather_json(list(faults.values()), what=what) if wrong else []
-    names = name_members(members.counts, dist.get_process_group_ranks(members.link.group))
-    legend = f"the members are {', '.join(names)}"
-    if wrong:
-        raise ValueError("; ".join([*itertools.chain.from_iterable(texts), legend]))
-    gets = tuple(tuple(row[:size]) for row in rows)
-    gives = tuple(tuple(row[size:-1]) for row in rows)
-    together = AllToAll(gets, gives)
+        told = agreement.link.all_gather_json(mine, what=f"the split sizes of {collective.name}")
+    rows = list(itertools.chain.from_iterable(told))
+    ranks = dist.get_process_group_ranks(agreement.link.group)
+    legend = f"the members are {', '.join(_name_members(layout.counts, ranks))}"
+    if faults := [fault for _, _, fault in rows if fault]:
+        raise ValueError("; ".join([*faults, legend]))
+    wanted = [AllToAll((tuple(gets),), (tuple(gives),)) for (gets,), (gives,), _ in rows]
     try:
-        together.check_pairs()
+        return collective.agree(wanted)
     except ValueError as error:
         raise ValueError(f"{error}; {legend}") from error
-    return together
+
+
+def _name_members(counts: Sequence[int], ranks: Sequence[int]) -> list[str]:
+    """For each process, its rank and the members that are its replicas, for messages."""
+    names, first = [], 0
+    for rank, count in zip(ranks, counts, strict=True):
+        members = f"members {first} to {first + count - 1}" if count > 1 else f"member {first}"
+        names.append(f"rank {rank} ({members})")
+        first += count
+    return names
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _is_usable(link: ProcessLink) -> bool:
+    """Whether no process has failed, and the process group has not been destroyed."""
+    return not link.broken and torch_internals.is_registered(link.group)
+
+
+def _close(reference: Callable[[], HybridLink | None]) -> None:
+    link = reference()
+    if link is not None:
+        link.close()
+
+
+def _destroyed_error() -> ValueError:
+    return ValueError(
+        "the process group of this hybrid group was destroyed; make a new HybridGroup after "
+        "torch.distributed.init_process_group()"
+    )

@@ -110,8 +110,8 @@ class Runner:
         dress = None
         if self._policy == "sync":
             # Imported late: without it, no forward needs a collective.
+            from dataparallel.collectives.batch_norm import synchronize
             from dataparallel.collectives.local_group import LocalGroup
-            from dataparallel.collectives.replica_batch_norm import synchronize
 
             dress = functools.partial(synchronize, group or LocalGroup())
         sharing: Sharing = "none" if is_mean else "first"

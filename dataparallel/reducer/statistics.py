@@ -157,7 +157,7 @@ def logging_data(
 
     ``devices`` are those of the replicas, and the one of the output.
     """
-    from dataparallel.collectives.sync_batch_norm import SyncBatchNorm
+    from dataparallel.collectives.batch_norm import SyncBatchNorm
 
     options = reducer.options
     *places, output = [torch.device(device).index for device in devices]

@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.collectives.hybrid_members import reduce_over
 from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster
 from tests.device_only.cases import State, check, state_of, wrap
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.complex64]
-OPERATIONS = ["sum", "product", "min", "max", "bor", "bxor", "band"]
 
 
 def value(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor([[1, 2, 3], [4, 2, 6]][rank], dtype=dtype)
 
 
-def has(op: str, dtype: torch.dtype) -> bool:
-    if op in ("bor", "bxor", "band"):
-        return not dtype.is_floating_point and not dtype.is_complex
-    return op in ("sum", "product") or not dtype.is_complex
-
-
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     for left, right in zip(got, expected, strict=True):
         assert torch.equal(left, right), (left, right)
-
-
-def reduce_all(rank: int, size: int) -> list[Tensor]:
-    link = ProcessLink(timeout=20, purpose="test")
-    results = []
-    for dtype in DTYPES:
-        for op in OPERATIONS:
-            if has(op, dtype):
-                tensor = value(rank, dtype).to(f"virtual:{rank}")
-                reduce_over(link, tensor, op, f"{op} of {dtype}")
-                results.append(tensor.cpu())
-    return results
-
-
-def test_reductions(cluster: Cluster) -> None:
-    together: dict[str, Any] = {
-        "sum": torch.add,
-        "product": torch.mul,
-        "min": torch.minimum,
-        "max": torch.maximum,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
-        "band": torch.bitwise_and,
-    }
-    expected = [
-        together[op](value(0, dtype), value(1, dtype))
-        for dtype in DTYPES
-        for op in OPERATIONS
-        if has(op, dtype)
-    ]
-    for got in cluster.run(reduce_all, 2, virtual=True, backend="vccl"):
-        assert_same(got, expected)
 
 
 def move_all(rank: int, size: int) -> list[Tensor]:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed._functional_collectives as torch_collectives
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel.collectives import pending
-from dataparallel.collectives.async_tensor import AsyncCollectiveTensor, wrap
-from tests.test_collectives_pending import Broken, Fill
+from dataparallel import torch_internals
+from dataparallel.collectives.async_tensor import AsyncCollectiveTensor, waiting
 
 MATRIX = torch.arange(1.0, 7.0, dtype=torch.double).view(2, 3)
 COMPLEX = torch.complex(MATRIX, -MATRIX)
 SCALAR = torch.tensor(2.5)
-COUNT = torch.tensor(2)
 VALUES = {
     "contiguous": MATRIX,
     "transposed": MATRIX.t(),
@@ -38,19 +40,34 @@ VALUES = {
 Function = Callable[[Any], Any]
 
 
-def launched(value: Tensor, broken: bool = False) -> tuple[Tensor, Fill]:
+class Fill:
+    """A work that writes a value when somebody first waits for it, and counts that."""
+
+    def __init__(self, tensor: Tensor, value: Tensor, error: str = "") -> None:
+        self.tensor, self.value, self.error = tensor, value, error
+        self.waits = 0
+        self._turn = threading.Lock()
+
+    @property
+    def completed(self) -> bool:
+        return self.waits > 0 and not self.error
+
+    def wait(self) -> None:
+        with self._turn:
+            if self.error:
+                raise ValueError(self.error)
+            if not self.waits:
+                with torch_internals.below_versions():
+                    self.tensor.copy_(self.value)
+                self.waits += 1
+
+
+def asynchronous(value: Tensor, error: str = "") -> tuple[Any, Fill]:
     """A result with garbage in its memory, which a work is to fill with ``value``."""
     raw = value.clone() if value.dim() < 2 else value.clone(memory_format=torch.preserve_format)
-    correct = raw.detach().clone()
+    work = Fill(raw.data, raw.detach().clone(), error)
     raw.data.fill_(77)
-    work = (Broken if broken else Fill)(raw, correct)
-    pending.register(raw, work)
-    return raw, work
-
-
-def asynchronous(value: Tensor) -> tuple[Any, Fill]:
-    raw, work = launched(value)
-    x = wrap(raw)
+    x = waiting(raw, work)
     assert type(x) is AsyncCollectiveTensor
     return x, work
 
@@ -83,17 +100,6 @@ def assert_same(got: Any, expected: Any) -> None:
             assert_same(a, b)
     else:
         assert got == expected
-
-
-@pytest.fixture(autouse=True)
-def _ends_empty() -> Iterator[None]:
-    yield
-    if pending.count() or pending._registry._entries:
-        gc.collect()
-    left = pending.count(), dict(pending._registry._entries)
-    # So that one fault is not the fault of every later test.
-    pending._registry._entries.clear()
-    assert left == (0, {})
 
 
 # --- views -----------------------------------------------------------------------------------
@@ -299,55 +305,17 @@ def test_it_says_what_it_is() -> None:
     assert work.waits == 0
     assert repr(x) == str(x) == f"{x}" == f"AsyncCollectiveTensor({MATRIX!r})"
     assert x.completed and type(x.wait()) is Tensor and type(x.trigger_wait()) is Tensor
-    assert wrap(x) is x
     assert work.waits == 1
     assert x.wait().data_ptr() == x.data_ptr()
 
 
-def test_only_what_is_under_way_is_wrapped() -> None:
-    assert wrap(MATRIX) is MATRIX
-    raw, _ = launched(COMPLEX)
-    conjugate = raw.conj()
-    assert wrap(conjugate) is conjugate and torch.equal(conjugate, COMPLEX.conj())
-
-
-def test_a_wrapper_and_its_storage_are_found_by_the_registry() -> None:
-    x, work = asynchronous(MATRIX)
-    assert pending.claim(x) is pending.claim(x.view(-1)) is not None
-    pending.wait(x.view(-1))
-    assert work.waits == 1 and x.completed and pending.claim(x) is None
-
-
-def test_freed_without_a_wait() -> None:
-    x, work = asynchronous(MATRIX)
-    views = x.view(-1), x[0]
-    del x
-    assert pending.count() == 1
-    del views
-    work.finished = True
-    assert pending.count() == 0 and work.waits == 1
-
-
-def test_a_second_work_in_place_is_waited_for_by_the_same_wrapper() -> None:
-    x, first = asynchronous(MATRIX)
-    row = x[0]
-    assert row.tolist() == [1.0, 2.0, 3.0]
-    second = Fill(x.elem, -MATRIX)
-    pending.register(x.elem, second)
-    assert not row.completed and not x.completed
-    assert row.tolist() == [-1.0, -2.0, -3.0] and torch.equal(x, -MATRIX)
-    assert first.waits == second.waits == 1
-
-
 def test_an_error_reaches_every_use_of_every_view() -> None:
-    raw, work = launched(MATRIX, broken=True)
-    x = wrap(raw)
+    x, _ = asynchronous(MATRIX, "member 3 is missing")
     row = x[0]
     for use in (repr, torch.neg, lambda y: y.tolist(), lambda y: y.add_(1), np.asarray):
         for y in (x, row):
-            with pytest.raises(ValueError, match="member 3 is missing, number 1"):
+            with pytest.raises(ValueError, match="member 3 is missing"):
                 use(y)
-    assert work.waits == 1
 
 
 @pytest.mark.parametrize(
@@ -396,3 +364,318 @@ def test_data_can_be_assigned_to_another_tensor() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     leaf.data = asynchronous(torch.ones(6))[0].view(2, 3)[0].data
     assert (leaf * 2).tolist() == [2.0] * 3
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+def in_place(x: Any) -> Any:
+    return x.add_(1).mul_(x.detach() + 1) * x
+
+
+def in_place_on_a_view(x: Any) -> Any:
+    x.view(-1)[1:].mul_(3)
+    return x * x
+
+
+def view_of_what_changes(x: Any) -> Any:
+    row = x[0]
+    x.mul_(3)
+    return row * x
+
+
+def item_assigned(x: Any) -> Any:
+    x[0] = x[1] * 2
+    return x * x
+
+
+def into_another(x: Any) -> Any:
+    y = torch.zeros_like(x).copy_(x)
+    y[0].mul_(x[1]).add_(plain_of(x)[0])
+    return y * x
+
+
+def waited_and_changed(x: Any) -> Any:
+    plain_of(x).mul_(3)
+    return x * x
+
+
+def waited_without_grad_and_changed(x: Any) -> Any:
+    with torch.no_grad():
+        plain = plain_of(x)
+    plain.mul_(3)
+    return x * plain
+
+
+def changed_and_waited(x: Any) -> Any:
+    x.mul_(3)
+    return plain_of(x) * x
+
+
+def parts(x: Any) -> Any:
+    a, b = x.unbind(0)
+    c, d = x.split([1, 2], 1)
+    return a * b + c.sum() + d.pow(2).sum()
+
+
+def change_through_detach(x: Any) -> Any:
+    x.detach().mul_(2)
+    return x * x
+
+
+def saved_and_changed(x: Any) -> Any:
+    y = x * x
+    x.add_(1)
+    return y
+
+
+def saved_and_changed_by_waited(x: Any) -> Any:
+    y = x * x
+    plain_of(x).add_(1)
+    return y
+
+
+def waited_saved_and_changed(x: Any) -> Any:
+    y = plain_of(x).exp() * plain_of(x)
+    x.view(-1).add_(1)
+    return y
+
+
+def saved_and_changed_by_detached(x: Any) -> Any:
+    y = x * x
+    x.detach()[0].zero_()
+    return y
+
+
+def unbound_and_changed(x: Any) -> Any:
+    x.unbind(0)[0].add_(1)
+    return x * x
+
+
+def checkpointed(x: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(
+        lambda y: y.view(-1).sin().pow(2), x, use_reentrant=False
+    )
+
+
+GRADIENTS: list[Function] = [
+    in_place,
+    in_place_on_a_view,
+    view_of_what_changes,
+    item_assigned,
+    lambda x: (x[0].copy_(x[1].exp()), x.sin())[1],
+    into_another,
+    waited_and_changed,
+    waited_without_grad_and_changed,
+    changed_and_waited,
+    parts,
+    change_through_detach,
+    checkpointed,
+    lambda x: x.pow(3),
+    lambda x: x.t().reshape(-1).exp(),
+    lambda x: plain_of(x) * x.view(-1).view(2, 3),
+    lambda x: torch.complex(x, x).real * x,
+    lambda x: x.float().double() * x.to("cpu"),
+]
+
+ERRORS: list[Function] = [
+    saved_and_changed,
+    saved_and_changed_by_waited,
+    waited_saved_and_changed,
+    saved_and_changed_by_detached,
+    unbound_and_changed,
+]
+
+
+def derivatives(function: Function, make: Function) -> list[Tensor | None]:
+    leaf = MATRIX.clone().requires_grad_()
+    y = function(make(leaf * 2))
+    (first,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    second: Tensor | None = None
+    if first.requires_grad:
+        (second,) = torch.autograd.grad(first.pow(2).sum(), leaf, allow_unused=True)
+    return [y.detach(), first.detach(), second]
+
+
+@pytest.mark.parametrize("function", GRADIENTS)
+def test_derivatives_are_those_of_the_plain_tensor(function: Function) -> None:
+    expected = derivatives(function, lambda x: x)
+    got = derivatives(function, lambda x: asynchronous(x)[0])
+    for a, b in zip(got, expected, strict=True):
+        assert type(a) is type(b) and (a is None or b is None or torch.equal(a, b))
+
+
+@pytest.mark.parametrize("function", ERRORS)
+def test_what_autograd_rejects_is_rejected(function: Function) -> None:
+    for make in (lambda x: x, lambda x: asynchronous(x)[0]):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|is being modified inplace"):
+            derivatives(function, make)
+
+
+def test_gradcheck_of_the_edge() -> None:
+    leaf = MATRIX.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: asynchronous(t * 1)[0].view(-1).sin(), leaf)
+    assert torch.autograd.gradgradcheck(lambda t: asynchronous(t * 1)[0].view(-1).sin(), leaf)
+
+
+def test_as_a_leaf() -> None:
+    x, work = asynchronous(MATRIX)
+    assert x.requires_grad_() is x and x.is_leaf and work.waits == 0
+    seen: list[Tensor] = []
+    x.register_hook(seen.append)
+    (x.view(-1) * 3).sum().backward()
+    assert work.waits == 1 and torch.equal(x.grad, torch.full_like(MATRIX, 3))
+    assert torch.equal(seen[0], x.grad)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x.add_(1)
+    with torch.no_grad():
+        x.sub_(x.grad)
+    assert torch.equal(x.detach(), MATRIX - 3)
+
+
+def test_hooks_and_retained_gradients_of_a_result() -> None:
+    leaf = MATRIX.clone().requires_grad_()
+    x, _ = asynchronous(leaf)
+    x.retain_grad()
+    x.register_hook(lambda grad: grad * 2)
+    (x * x).sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, 4 * MATRIX)
+    assert torch.equal(x.grad, 4 * MATRIX)
+
+
+def test_as_a_gradient() -> None:
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return asynchronous(grad * 2)[0]
+
+    model = nn.Linear(3, 2).double()
+    bias = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(2):
+        # Into .grad twice: taken over, then added to.
+        loss = sum(Collective.apply(p).pow(2).sum() for p in model.parameters())
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.step()
+    torch.testing.assert_close(norm, torch.cat([8 * p.view(-1) for p in bias]).norm())
+    for new, old in zip(model.parameters(), bias, strict=True):
+        torch.testing.assert_close(new.detach(), old - 0.5 * 8 * old)
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_as_a_parameter(completed: bool) -> None:
+    x, work = asynchronous(MATRIX)
+    assert not completed or x.wait() is not None
+    module = nn.Module()
+    module.weight = nn.Parameter(x)
+    assert isinstance(module.weight, nn.Parameter) and work.waits == completed
+    twin = copy.deepcopy(module)
+    assert type(twin.weight) is nn.Parameter and torch.equal(twin.weight, MATRIX)
+    assert work.waits == 1 and twin.weight.requires_grad
+
+
+def test_only_leaves_can_be_copied() -> None:
+    x, _ = asynchronous(MATRIX)
+    twin, again = copy.deepcopy([x.requires_grad_(), x])
+    assert twin is again and type(twin) is Tensor and twin.requires_grad
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+        copy.deepcopy(asynchronous(MATRIX.clone().requires_grad_())[0])
+
+
+# --- other machinery of torch ----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_transforms_of_functions() -> None:
+    def square(t: Tensor) -> Tensor:
+        return (t * t).sum()
+
+    for transform in (torch.vmap, torch.func.grad, torch.func.hessian):
+        x, work = asynchronous(MATRIX)
+        assert torch.equal(transform(square)(x), transform(square)(MATRIX))
+        assert work.waits == 1
+    x, _ = asynchronous(MATRIX)
+    assert torch.func.jvp(square, (x,), (x,))[1].item() == 2 * MATRIX.pow(2).sum().item()
+
+
+def test_other_subclasses() -> None:
+    x, first = asynchronous(MATRIX)
+    y, second = asynchronous(-MATRIX)
+    view: Any = TwoTensor(x, y).view(-1)
+    assert first.waits == second.waits == 0
+    assert torch.equal((view * 2).a, 2 * MATRIX.view(-1))
+    assert torch.equal((view * 2).b, -2 * MATRIX.view(-1))
+    assert first.waits == second.waits == 1
+    mixed: Any = asynchronous(MATRIX)[0] + TwoTensor(MATRIX, -MATRIX)
+    assert type(mixed) is TwoTensor
+    assert torch.equal(mixed.a, 2 * MATRIX) and torch.equal(mixed.b, 0 * MATRIX)
+    mixed = TwoTensor(MATRIX, -MATRIX) * asynchronous(MATRIX)[0]
+    assert torch.equal(mixed.a, MATRIX * MATRIX) and torch.equal(mixed.b, -MATRIX * MATRIX)
+
+
+# --- threads and streams ---------------------------------------------------------------------
+
+
+def test_two_threads_use_it_at_once() -> None:
+    x, work = asynchronous(MATRIX)
+    both = threading.Barrier(2, timeout=30)
+
+    def use(view: Any) -> Tensor:
+        both.wait()
+        result: Tensor = view + 1
+        return result
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(use, [x, x.t()]))
+    assert torch.equal(results[0], MATRIX + 1) and torch.equal(results[1], MATRIX.t() + 1)
+    assert work.waits == 1
+
+
+# --- compiled --------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_as_an_argument_of_a_compiled_function(backend: str) -> None:
+    def function(t: Tensor) -> Tensor:
+        return (t * 2).view(-1) + t.view(-1).sin()
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for _ in range(2):
+        x, work = asynchronous(MATRIX)
+        torch.testing.assert_close(compiled(x), function(MATRIX))
+        assert work.waits == 1
+    leaf = MATRIX.clone().requires_grad_()
+    for _ in range(2):
+        x, work = asynchronous(leaf)
+        compiled(x).sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * (2 + MATRIX.cos()))
+    assert not counters["aot_autograd"]["autograd_cache_bypass"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("select", [lambda t: t, lambda t: t[1:]], ids=["all", "row"])
+def test_a_compiled_function_changes_its_argument(select: Function, backend: str) -> None:
+    torch._dynamo.reset()
+    x, work = asynchronous(MATRIX)
+    torch.compile(lambda t: t.mul_(3), backend=backend, fullgraph=True)(select(x))
+    expected = MATRIX.clone()
+    select(expected).mul_(3)
+    assert torch.equal(plain_of(x), expected) and work.waits == 1
+
+
+def test_compiled_code_takes_views_of_several_sizes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: t * 2, backend="aot_eager", fullgraph=True)
+    for size in (3, 4, 6):
+        x, work = asynchronous(torch.ones(size, 2))
+        assert compiled(x[1:]).tolist() == [[2.0, 2.0]] * (size - 1) and work.waits == 1

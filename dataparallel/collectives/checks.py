@@ -24,14 +24,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dataparallel.collectives.group_lookup import group_of
-from dataparallel.collectives.groups import Group, resolve
+from dataparallel.collectives.groups import Group, group_of, resolve
 from dataparallel.collectives.local_group import LocalGroup
+from dataparallel.collectives.operations import AllToAll, Collective, dtype_name
 from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
 from dataparallel.errors import chosen
 
@@ -70,63 +70,45 @@ class CollectiveMismatch(CollectiveError):
         self.usable = usable
 
 
-class Call(NamedTuple):
-    """One collective, as one process calls it.
-
-    Attributes:
-        operation: Its name.
-        option: With what it reduces, or from which member it comes; empty if it has neither.
-        dtype: Of what this process gives, or its name; None if that is no tensor.
-        shape: Of what this process gives; empty where members may have others.
-        what: What it is about, the same in all members up to the first parenthesis.
-        gives: For each member, how much this one sends there; empty where nobody chooses.
-        gets: For each member, how much this one expects from there.
-    """
-
-    operation: str
-    option: str
-    dtype: torch.dtype | str | None
-    shape: Sequence[int]
-    what: str = ""
-    gives: Sequence[int] = ()
-    gets: Sequence[int] = ()
+_default_mode: CheckMode = "sampled"
+_name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
 
 
-_COMPARED = {
-    "operation": "operations",
-    "option": "options",
-    "dtype": "dtypes",
-    "shape": "shapes",
-    "what": "orders",
-}
+def _call_of(collective: Collective, tensor: Tensor) -> dict[str, Any]:
+    """What a process calls, by what may differ; sizes only where each process chooses its own."""
+    call: dict[str, Any] = {
+        "operations": str(collective),
+        "dtypes": dtype_name(tensor),
+        "shapes": str(tuple(tensor.shape)),
+        "orders": _name.get(),
+    }
+    if isinstance(collective, AllToAll):
+        call["operations"], call["shapes"] = collective.name, str(tuple(tensor.shape[1:]))
+        call["sizes"] = [list(collective.input_splits[0]), list(collective.output_splits[0])]
+    return call
 
 
-def _difference(calls: Sequence[Call]) -> str | None:
-    """In what the calls of the ranks differ: ``"shapes"``; None if they go together."""
-    for field, title in _COMPARED.items():
-        values = [str(getattr(call, field)) for call in calls]
-        if field == "what":
-            values = [value.partition(" (")[0] for value in values]
-        if len(set(values)) > 1:
+def _difference(calls: Sequence[dict[str, Any]]) -> str | None:
+    """In what the calls of the ranks differ; None if they go together."""
+    for title in ("operations", "dtypes", "shapes", "orders"):
+        # A name may go on differently after a parenthesis.
+        if len({call[title].partition(" (")[0] for call in calls}) > 1:
             return title
     for i, one in enumerate(calls):
-        for j, size in enumerate(one.gives):
-            if j < len(calls) and calls[j].gets[i : i + 1] != [size]:
+        for j, size in enumerate(one.get("sizes", [()])[0]):
+            if calls[j]["sizes"][1][i] != size:
                 return "sizes"
     return None
 
 
-def _describe(call: Call) -> str:
-    """``all_reduce (sum) of bucket 0 (a .. b), float32 (4, 3)``."""
-    text = call.operation
-    if call.option:
-        text += f" ({call.option})"
-    if call.what:
-        text += f" of {call.what}"
-    if call.dtype:
-        text += f", {str(call.dtype).removeprefix('torch.')} {tuple(call.shape)}"
-    if call.gives or call.gets:
-        text += f", sends {_sizes(call.gives)} and expects {_sizes(call.gets)}"
+def _describe(call: dict[str, Any]) -> str:
+    """``all_reduce(op='sum') of bucket 0, float32 (4, 3)``."""
+    text: str = call["operations"]
+    text += f" of {call['orders']}" if call["orders"] else ""
+    text += f", {call['dtypes']} {call['shapes']}"
+    if "sizes" in call:
+        gives, gets = call["sizes"]
+        text += f", sends {_sizes(gives)} and expects {_sizes(gets)}"
     return text
 
 
@@ -135,24 +117,15 @@ def _sizes(sizes: Sequence[int]) -> str:
     return f"[{', '.join(map(str, sizes[:_MOST_SIZES]))}{more}]"
 
 
-_default_mode: CheckMode = "sampled"
-_name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
-
-
 class GroupChecks:
-    """The collectives of one process group, as this process counts and compares them.
+    """The collectives of one process group, as this process counts and compares them."""
 
-    Args:
-        group: The group.
-        mode: When they are compared. Default: as :func:`set_checks` says for all groups.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, mode: CheckMode | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, mode: CheckMode) -> None:
         #: What is known of failures of the other processes.
         self.failures = failures_of(group)
         #: That of the last collective.
         self.number = 0
-        self._mode = mode or _default_mode
+        self._mode = mode
         self._until = _FIRST
         self._checked = 0
         self._broken: str | None = None
@@ -163,7 +136,7 @@ class GroupChecks:
         made = self.failures.ask(lambda store: store.add(key, 1))
         self._name = f"{self._purpose}/{made}"
 
-    def before(self, call: Call) -> None:
+    def before(self, collective: Collective, tensor: Tensor) -> None:
         """Count a collective that comes next, and compare it with those of the other processes.
 
         Raises:
@@ -180,13 +153,13 @@ class GroupChecks:
             if self._mode == "off" or len(self.failures.ranks) == 1:
                 return
             if self._mode == "always" or self.number <= self._until:
-                self._check(call._replace(what=_name.get() or call.what))
+                self._check(_call_of(collective, tensor))
 
     def give_up(self, error: Exception) -> None:
         """Use the group no more, since a collective is still under way here."""
         self._broken = str(error)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: dict[str, Any]) -> None:
         self._checked += 1
         self._write(call, left=False)
         deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_PAUSE
@@ -202,8 +175,8 @@ class GroupChecks:
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/check/{number}/{rank}"
 
-    def _write(self, call: Call, *, left: bool) -> None:
-        text = json.dumps([self.number, call._replace(dtype=call.dtype and str(call.dtype)), left])
+    def _write(self, call: dict[str, Any], *, left: bool) -> None:
+        text = json.dumps([self.number, call, left])
         number, rank = self._checked, self.failures.rank
         self.failures.ask(lambda store: store.set(self._key(number, rank), text))
         if number > _KEPT:
@@ -219,7 +192,7 @@ class GroupChecks:
         )
         if texts is None:
             return False
-        said = [(number, Call(*call), left) for number, call, left in map(json.loads, texts)]
+        said = [json.loads(text) for text in texts]
         kind = _difference([call for _, call, _ in said])
         if kind is None:
             return True
@@ -252,7 +225,7 @@ def checks_of(group: dist.ProcessGroup) -> GroupChecks:
         with _making:
             found = _all.get(group)
             if found is None:
-                found = _all[group] = GroupChecks(group)
+                found = _all[group] = GroupChecks(group, _default_mode)
     return found
 
 

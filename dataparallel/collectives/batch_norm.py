@@ -1,0 +1,446 @@
+"""Synchronized batch norm: as a module, and over the replicas of a wrapper.
+
+Note [Synchronized batch norm]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each member computes mean, sum of squared deviations and number of values of its chunk. One
+collective in the middle of forward brings these to all, and each normalizes its own chunk with the
+statistics of the whole batch:
+
+    chunk 0 ── statistics ──┐                   ┌── statistics of all ── output 0
+    chunk 1 ── statistics ──┤ all_gather_tensor ├── statistics of all ── output 1
+    chunk n-1 ─ statistics ─┘                   └── statistics of all ── output n-1
+
+All other steps are ordinary differentiable operations of one member, so with the derivative of the
+collective gradients of any order come out right. All members combine the same numbers in the same
+order, so their running statistics stay equal without being sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from dataparallel.collectives.functional import all_gather_tensor, wait_tensor
+from dataparallel.collectives.groups import Group, resolve
+from dataparallel.collectives.hybrid_group import HybridGroup
+from dataparallel.collectives.local_group import LocalGroup, refuse_in_backward
+from dataparallel.collectives.operations import AllGather
+from dataparallel.collectives.process_group import place_in
+from dataparallel.errors import listed
+from dataparallel.replicas.clones import Counterparts, Parts
+from dataparallel.threads.apply import current_replica
+from dataparallel.threads.meeting import current_rendezvous
+from dataparallel.torch_internals import BatchNorm, check_input_of, untraced
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class SyncBatchNorm(BatchNorm):
+    """Batch norm over the whole batch, of which each member has a chunk.
+
+    In training each member normalizes with the mean and variance of the chunks of all members.
+    Outputs, gradients of any order and running statistics are those of one module with the whole
+    batch, also if chunks differ in size or are empty. All members call the same layers in the same
+    order. If one of them computes gradients of the input, all must.
+
+    In evaluation the members exchange nothing, as in torch: the layer uses its running statistics,
+    or those of the chunk if it has none. If the group has one member, the layer works as
+    ``torch.nn.BatchNorm1d`` does.
+
+    Example::
+
+        net = collectives.SyncBatchNorm.convert(net)
+        model = dataparallel.DistributedDataParallel(net)
+
+    Args:
+        num_features: Number of channels ``C``; the input has the shape ``(N, C, ...)``.
+        eps: Added to the variance. Default: 1e-5.
+        momentum: Weight of a batch in the running statistics; None for their plain mean. Default:
+            0.1.
+        affine: Whether there are a weight and a bias. Default: True.
+        track_running_stats: Whether there are running statistics. Default: True.
+        group: The members: ``"hybrid"`` (the replicas of all processes; without a process
+            group, of this one), ``"local"`` (the replicas of this process), or any other group
+            that :func:`~dataparallel.collectives.all_reduce` takes. A ``ProcessGroup`` is kept by
+            its name. Default: ``"hybrid"``.
+        device: Of the parameters and buffers. Default: torch's.
+        dtype: Of the parameters and running statistics. Default: torch's.
+        bias: Whether an affine layer has a bias. Default: True.
+
+    Attributes:
+        group: The members.
+        label: Names the layer in messages, and keeps layers apart where members meet.
+    """
+
+    group: Group
+    label: str
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        group: Group = "hybrid",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if not bias:
+            # Torch's own argument for it is not in all versions.
+            self.register_parameter("bias", None)
+        self._join(group, "batch norm")
+
+    def _join(self, group: Group, label: str) -> None:
+        self.group, self.label = _kept(group), label
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"{self.label} takes an input of shape (N, C, ...), but got {tuple(input.shape)}"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize the input; in training the layer waits for the other members.
+
+        Example::
+
+            output = layer(input)
+
+        Args:
+            input: Of shape ``(N, C, ...)``, of any floating-point type; ``N`` may be 0.
+
+        Returns:
+            A new tensor like ``input``.
+
+        Raises:
+            ValueError: The input has no channels, or all members together have one value per
+                channel.
+            RuntimeError: The input has another number of channels; or the layer runs in one of
+                several replicas with a group of processes, or under activation checkpointing.
+            TypeError: The input is not of a floating-point type.
+        """
+        check_input(self, input, self.label)
+        if self.training:
+            target = resolve(self.group)
+            if not is_alone(target, self.label):
+                return batch_norm(self, input, target, self.label)
+        output: Tensor = super().forward(input)
+        return output
+
+    def extra_repr(self) -> str:
+        """Torch's text, and the group."""
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{text}, group={self.group!r}"
+
+    @classmethod
+    def convert(cls, module: ModuleT, group: Group | None = None) -> ModuleT:
+        """Make all batch norm layers of a module synchronized ones.
+
+        The layers change their class in place. So shared layers, hooks, optimizers and the names in
+        the ``state_dict`` stay as they are.
+
+        Example::
+
+            net = collectives.SyncBatchNorm.convert(net)
+
+        Args:
+            module: With layers ``BatchNorm1d``, ``2d``, ``3d`` or ``torch.nn.SyncBatchNorm``, at
+                any depth, or such a layer itself.
+            group: The members, see :class:`SyncBatchNorm`. Default: ``"hybrid"``, or the group
+                that a synchronized layer has already.
+
+        Returns:
+            ``module`` itself.
+
+        Raises:
+            TypeError: A layer cannot be converted. Then no layer changes.
+        """
+        layers = {name: part for name, part in module.named_modules() if _is_batch_norm(part)}
+        faults = [
+            f"{name!r} ({type(layer).__name__}) {fault}"
+            for name, layer in layers.items()
+            if (fault := _fault(layer)) is not None
+        ]
+        if faults:
+            raise TypeError(f"cannot synchronize batch norm: {listed(faults, '; ')}")
+        for name, layer in layers.items():
+            _become(cls, layer, name, group)
+        return module
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: ModuleT, process_group: Group | None = None) -> ModuleT:
+        """:meth:`convert` under torch's name.
+
+        Example::
+
+            net = collectives.SyncBatchNorm.convert_sync_batchnorm(net)
+
+        Args:
+            module: See :meth:`convert`.
+            process_group: The ``group`` of :meth:`convert`.
+
+        Returns:
+            ``module`` itself.
+        """
+        return cls.convert(module, process_group)
+
+
+def _is_batch_norm(part: nn.Module) -> bool:
+    return isinstance(part, BatchNorm)
+
+
+def _fault(layer: nn.Module) -> str | None:
+    """Why a layer cannot be converted."""
+    if isinstance(layer, SyncBatchNorm):
+        return None
+    if isinstance(layer, LazyModuleMixin):
+        return "does not know its number of channels yet; run a forward first"
+    if is_parametrized(layer):
+        return "is parametrized; convert it before it is parametrized"
+    known = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if type(layer).forward not in known or "forward" in vars(layer):
+        return "has a forward of its own; use a layer of torch.nn"
+    return None
+
+
+def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None) -> None:
+    own = vars(layer).pop("process_group", None) if isinstance(layer, nn.SyncBatchNorm) else None
+    if isinstance(layer, SyncBatchNorm):
+        own = layer.group
+    else:
+        layer.__class__ = cls
+    if group is None:
+        group = "hybrid" if own is None else own
+    layer._join(group, f"batch norm {name!r}" if name else "batch norm")
+
+
+def _kept(group: Group) -> Group:
+    """The group as the layer keeps it: a ProcessGroup can be neither copied nor pickled."""
+    return group.group_name if isinstance(group, dist.ProcessGroup) else group
+
+
+# --- the replicas of a wrapper ---------------------------------------------------------------
+
+
+def synchronize(group: LocalGroup, parts: Parts, replicas: Sequence[Counterparts]) -> None:
+    """Let the batch norm layers of clones use the statistics of the whole batch.
+
+    Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group. For each
+    replica there is its clone by the id of the original module.
+    """
+    for name, module in zip(parts.names, parts.modules, strict=True):
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"cannot synchronize batch norm over the replicas of {name!r} "
+                "within replicas; unwrap the inner module"
+            )
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
+            if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
+                raise TypeError(
+                    f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "
+                    "which has a forward of its own; use a layer of torch.nn, or another buffers="
+                )
+            for replica in replicas:
+                layer = replica[id(module)]
+                # Weak, since the layer is to hold this, and would hold itself through it.
+                layer.__dict__["forward"] = functools.partial(
+                    _forward, weakref.ref(layer), group, f"batch norm {name!r}"
+                )
+
+
+@untraced
+def _forward(
+    reference: weakref.ref[BatchNorm], group: LocalGroup, label: str, input: Tensor
+) -> Tensor:
+    """What ``BatchNorm.forward`` does, with statistics over all replicas."""
+    layer = reference()
+    assert layer is not None
+    check_input(layer, input, label)
+    uses_batch = layer.training or layer.running_mean is None
+    if uses_batch and current_rendezvous() is None and current_replica() is None:
+        raise RuntimeError(
+            f"{label} is synchronized between replicas but was called outside of their forward, "
+            "for example recomputed by activation checkpointing, where the other replicas cannot "
+            "take part; leave synchronized layers out of the checkpointed part"
+        )
+    if not uses_batch or is_alone(group, label):
+        return type(layer).forward(layer, input)
+    return batch_norm(layer, input, group, label)
+
+
+# --- what it computes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _GatherStatistics(AllGather):
+    """A gather that bears the name of its layer, so that no layer takes another's statistics."""
+
+    label: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.label
+
+    def __str__(self) -> str:
+        return f"{self.label}, statistics"
+
+
+class _Chunk(NamedTuple):
+    """What one member knows of its own input, in the dtype of the statistics."""
+
+    num_values: int
+    mean: Tensor
+    #: Of the shape of the input.
+    deviations: Tensor
+
+
+def check_input(layer: BatchNorm, input: Tensor, label: str) -> None:
+    """Raise an error if a batch norm does not take such an input; ``label`` names the layer."""
+    check_input_of(layer, input)
+    if input.size(1) != layer.num_features:
+        raise RuntimeError(
+            f"{label} is for {layer.num_features} channels, but the input of shape "
+            f"{tuple(input.shape)} has {input.size(1)}"
+        )
+    if not input.is_floating_point():
+        raise TypeError(
+            f"{label} takes floating-point numbers, but the input is {input.dtype}; convert it "
+            "with .float()"
+        )
+
+
+def is_alone(group: str | LocalGroup, label: str) -> bool:
+    """Whether a group has one member here.
+
+    A RuntimeError in backward, where a part of forward that runs again would not meet the replicas
+    that it had met.
+    """
+    if isinstance(group, str):
+        return place_in(group)[1] == 1
+    return _is_only_replica(group, label)
+
+
+@untraced
+def _is_only_replica(group: LocalGroup, label: str) -> bool:
+    if isinstance(group, HybridGroup) and group.has_other_processes():
+        # How many members there are, only a collective could tell.
+        return False
+    if current_rendezvous() is None:
+        refuse_in_backward(label)
+    return LocalGroup.size(group) == 1
+
+
+def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
+    """What ``layer`` does with batch statistics, over the chunks of all members.
+
+    See Note [Synchronized batch norm]. A chunk may be empty; running statistics are updated as
+    usual.
+    """
+    chunk = _chunk_of(input)
+    everywhere = _from_all(chunk, group, label)
+    if chunk.num_values <= 1:
+        # Only now, since on an accelerator to look at the number is to wait for the device.
+        total = int(everywhere[:, -1].sum())
+        if total == 0:
+            ordinary: Tensor = BatchNorm.forward(layer, input)
+            return ordinary
+        if total == 1:
+            raise ValueError(
+                "expected more than 1 value per channel when training, but the whole batch has 1 "
+                f"(input size {tuple(input.shape)} in {label})"
+            )
+    mean, variance, count = _combined(everywhere, layer.num_features)
+    _update_running_statistics(layer, mean, variance, count)
+    return _normalized(layer, input, chunk, mean, variance)
+
+
+def _chunk_of(input: Tensor) -> _Chunk:
+    # In half precision a sum over a batch loses most of its digits.
+    values = input.to(torch.promote_types(input.dtype, torch.float32))
+    num_values = values.size(0) * values.shape[2:].numel()
+    # A mean of no values would be nan, and so would be all gradients.
+    mean = values.sum(_all_but_channels(values)) / max(num_values, 1)
+    return _Chunk(num_values, mean, values - _per_channel(mean, values))
+
+
+def _from_all(chunk: _Chunk, group: str | LocalGroup, label: str) -> Tensor:
+    """A row per member: means, sums of squared deviations, number of values."""
+    deviations = chunk.deviations
+    squares = (deviations * deviations).sum(_all_but_channels(deviations))
+    count = squares.new_full((1,), chunk.num_values)
+    row = torch.cat((chunk.mean, squares, count)).unsqueeze(0)
+    if isinstance(group, str):
+        return wait_tensor(all_gather_tensor(row, 0, group))
+    return group.run(_GatherStatistics(0, label), row)
+
+
+def _combined(everywhere: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and number of values of the union of the chunks.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
+    """
+    means, squares = everywhere[:, :num_channels], everywhere[:, num_channels:-1]
+    counts = everywhere[:, -1:].detach()
+    count = counts.sum()
+    mean = (means * (counts / count)).sum(0)
+    between = counts * (means - mean) ** 2
+    return mean, (squares + between).sum(0) / count, count
+
+
+def _update_running_statistics(
+    layer: BatchNorm, mean: Tensor, variance: Tensor, count: Tensor
+) -> None:
+    if not (layer.training and layer.track_running_stats):
+        return
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    with torch.no_grad():
+        unbiased = variance * (count / (count - 1))
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+
+
+def _normalized(
+    layer: BatchNorm, input: Tensor, chunk: _Chunk, mean: Tensor, variance: Tensor
+) -> Tensor:
+    scale = torch.rsqrt(variance + layer.eps)
+    if layer.weight is not None:
+        scale = scale * layer.weight
+    # From the deviations, which backward needs anyway: a second tensor of the size of the input
+    # would be kept for it else.
+    offset = (chunk.mean - mean) * scale
+    if layer.bias is not None:
+        offset = offset + layer.bias
+    output = torch.addcmul(
+        _per_channel(offset, input), chunk.deviations, _per_channel(scale, input)
+    )
+    return output.to(input.dtype)
+
+
+def _all_but_channels(values: Tensor) -> list[int]:
+    return [dim for dim in range(values.dim()) if dim != 1]
+
+
+def _per_channel(vector: Tensor, values: Tensor) -> Tensor:
+    return vector.reshape([1, -1, *[1] * (values.dim() - 2)])
