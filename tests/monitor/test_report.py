@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pathlib
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,8 @@ from dataparallel.tools.monitor.report_command import print_report
 
 from .recording_cases import BEGIN, FakeRun, device, info_of, sample, training, write_recording
 from .step_cases import BUSY, SLOW, Seconds
+
+LATE: Seconds = {"forward": 60.0}
 
 
 def text_of(samples: list[Sample], width: int = 120) -> str:
@@ -147,22 +150,55 @@ def test_percentiles_need_most_of_the_steps_one_by_one(steps: int, number: int) 
     assert ("step time: median 2 s" in text) == (steps == 1)
 
 
-def test_what_warms_up_and_evaluation_are_left_out() -> None:
-    run = FakeRun(info_of(2), started=BEGIN + 0.5)
-    samples = [sample(0.0)]
-    for i in range(1, 9):
-        evaluates = i % 4 == 0
-        own: Seconds = {"forward": 60.0} if i == 1 else {"input": 3.0} if evaluates else BUSY
-        run.steps(1 if i == 1 else 5, [own, BUSY], [8, 8])
-        assert run.last is not None
-        if evaluates:
+def after_pieces(
+    pieces: Sequence[tuple[int, Sequence[Seconds]]], *, whole: bool = False, kinds: str = ""
+) -> list[Sample]:
+    """A sample after each piece: so many steps that are alike; of inference where kinds has "i"."""
+    run = FakeRun(info_of(2), started=BEGIN + 0.5 if whole else BEGIN - 60.0)
+    if not whole:
+        run.steps(50, [BUSY, BUSY], [8, 8])
+    found = [sample(0.0, [], None if whole else run.state(BEGIN))]
+    for i, (number, replicas) in enumerate(pieces, start=1):
+        run.steps(number, replicas, [8, 8])
+        if kinds[i - 1 : i] == "i":
+            assert run.last is not None
             run.last = dataclasses.replace(run.last, kind="inference")
-        samples.append(sample(float(i), [], run.state(BEGIN + i)))
-    (found,) = make_report(samples).runs
-    assert found.since_start
-    assert (found.summary.num_steps, found.summary.num_left_out) == (25, 11)
-    assert found.summary.step_seconds == pytest.approx(1.0)
-    assert found.summary.advice.kind == "nothing"
+        found.append(sample(float(i), [], run.state(BEGIN + i)))
+    return found
+
+
+EVEN: tuple[int, list[Seconds]] = (3, [BUSY, BUSY])
+SLOW_INPUT: Seconds = {"input": 3.0, "forward": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kinds", "whole", "expected"),
+    [
+        # The first step of a run, whether it is an outlier or not.
+        ([(1, [BUSY, {"forward": 4.0}]), *[EVEN] * 9], "", True, (27, 1, 0, "nothing")),
+        ([(1, [BUSY, LATE]), *[EVEN] * 9], "i" * 10, True, (27, 1, 0, "nothing")),
+        # A long pause, but not a run that becomes slow.
+        ([*[EVEN] * 10, (1, [{**BUSY, "input": 60.0}] * 2)], "", False, (31, 0, 1, "nothing")),
+        ([EVEN, EVEN, (2, [BUSY, LATE])], "", False, (8, 0, 0, "slow replica")),
+        # Evaluation between training, but not alone.
+        ([EVEN, (3, [SLOW_INPUT] * 2)] * 4, "titititi", False, (12, 12, 0, "nothing")),
+        ([(5, [SLOW_INPUT] * 2)] * 3, "iii", False, (15, 0, 0, "input")),
+    ],
+)
+def test_what_says_nothing_of_the_others_does_not_tell_what_to_change(
+    pieces: Sequence[tuple[int, Sequence[Seconds]]],
+    kinds: str,
+    whole: bool,
+    expected: tuple[int, int, int, str],
+) -> None:
+    samples = after_pieces(pieces, whole=whole, kinds=kinds)
+    report = make_report(samples)
+    (run,) = report.runs
+    told = run.summary
+    numbers = (told.num_steps, told.num_left_out, told.num_not_advised, told.advice.kind)
+    assert numbers == expected and run.since_start == whole
+    assert (told.kind == "inference") == (set(kinds) == {"i"})
+    assert ("left out of the advice: 1 of 31 steps" in text_of(samples)) == (expected[2] == 1)
 
 
 def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
