@@ -153,10 +153,10 @@ def opened(path: pathlib.Path, file: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _sha256_of(path: pathlib.Path) -> str:
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            found.update(piece)
+    found, piece = hashlib.sha256(), memoryview(bytearray(1 << 18))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            found.update(piece[:size])
     return found.hexdigest()
 
 
