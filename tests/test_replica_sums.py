@@ -118,3 +118,19 @@ def test_sparse_and_dense_gradients_are_added() -> None:
     # Nothing is written over a sparse term.
     kept = rows[0][0]
     assert kept is not None and kept.to_dense().tolist() == [0, 0, 1, 0, 0]
+
+
+def test_every_replica_has_a_gradient_and_some_are_sparse() -> None:
+    def rows() -> list[list[torch.Tensor]]:
+        return [
+            [sparse([1.0], [2]), sparse([1.0], [0]), torch.ones(5)],
+            [sparse([2.0], [3]), torch.ones(5), sparse([5.0], [1])],
+        ]
+
+    kept = rows()
+    for both, first, second in (local_sum(kept, CPU), dp.comm.reduce_add_coalesced(rows())):
+        assert both is not None and first is not None and second is not None
+        assert both.is_sparse and both.to_dense().tolist() == [0, 0, 1, 2, 0]
+        assert first.tolist() == [2, 1, 1, 1, 1]
+        assert second.tolist() == [1, 6, 1, 1, 1]
+    assert kept[0][0].to_dense().tolist() == [0, 0, 1, 0, 0]

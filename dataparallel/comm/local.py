@@ -15,7 +15,9 @@ any case, and sparse tensors are added as torch adds them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ DEFAULT_BUFFER_SIZE = 10485760
 #: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
 #: and costs two more passes over its memory; from this size on the passes are what costs more.
 LARGE_BYTES = 256 * 2**10
+
+_place = attrgetter("device", "layout")
 
 # --- one copy ------------------------------------------------------------------------------------
 
@@ -267,8 +271,7 @@ def reduce_add_coalesced(
     counts = [len(replica) for replica in replicas]
     if len(set(counts)) != 1:
         raise ValueError(f"each replica must give as many tensors, but the replicas give {counts}")
-    columns = list(zip(*replicas, strict=True))
-    for first, *others in columns:
+    for first, *others in zip(*replicas, strict=True):
         for i, term in enumerate(others, start=1):
             if (term.shape, term.dtype) != (first.shape, first.dtype):
                 raise ValueError(
@@ -276,15 +279,15 @@ def reduce_add_coalesced(
                     f"{first.dtype} {tuple(first.shape)} and input {i} {term.dtype} "
                     f"{tuple(term.shape)}"
                 )
-    if not columns:
+    if not replicas[0]:
         return ()
-    target = columns[0][0].device if destination is None else _devices.parse_device(destination)
-    return tuple(sums_of(columns, target, buffer_size=buffer_size))
+    target = replicas[0][0].device if destination is None else _devices.parse_device(destination)
+    return tuple(sums_of(replicas, target, buffer_size=buffer_size))
 
 
 @torch.no_grad()
 def sums_of(
-    columns: Sequence[Sequence[Any]],
+    rows: Sequence[Sequence[Any]],
     target: torch.device,
     *,
     in_place: bool = False,
@@ -292,9 +295,18 @@ def sums_of(
 ) -> list[Any]:
     """The sum of each column on a device, in new memory unless it has one term that is there.
 
-    None counts for nothing, and is the sum of nothing. With ``in_place`` a dense sum is written
-    over the first term of its column if that is on the device.
+    There is a row for each replica. None counts for nothing, and is the sum of nothing. With
+    ``in_place`` a dense sum is written over the first term of its column if that is on the device.
     """
+    every = list(itertools.chain(*rows))
+    # At the speed of C, since mostly it is so: there are plain tensors of the device, all dense.
+    if (
+        len(rows) > 1
+        and {torch.Tensor}.issuperset(map(type, every))
+        and {(target, torch.strided)}.issuperset(map(_place, every))
+    ):
+        return _add(rows, target, in_place)
+    columns = list(zip(*rows, strict=True))
     sums: list[torch.Tensor | None] = [None] * len(columns)
     # What is added in one call is on the same devices in each row.
     together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}
@@ -313,15 +325,7 @@ def sums_of(
             alone = -1 if torch.strided in layouts else i
             together.setdefault((alone, *places), {})[i] = terms
         elif terms:
-            term = terms[0]
-            if places[0] != target or term.requires_grad:
-                term = copy_to(term, target)
-            elif type(term) is torch.Tensor and term.layout is torch.strided:
-                # No two sums have the same, as gradients have of parameters whose views are added.
-                memory = term.untyped_storage().data_ptr()
-                term = term.clone() if memory in kept else term
-                kept.add(memory)
-            sums[i] = term
+            sums[i] = _only(terms[0], target, kept)
     for (alone, *places), given in together.items():
         # Small ones are copied together.
         apart = any(map(target.__ne__, places))
@@ -330,25 +334,37 @@ def sums_of(
             if apart and len(group) > 1:
                 flat = [_pack(row) for row in zip(*group, strict=True)]
                 # What was packed is nobody's yet.
-                (total,) = _add([flat], target, in_place=True)
+                (total,) = _add([[part] for part in flat], target, in_place=True)
                 totals = _unpack(total, [column[0] for column in group])
             else:
-                totals = _add(group, target, in_place=in_place and alone < 0)
+                totals = _add(list(zip(*group, strict=True)), target, in_place and alone < 0)
             for i, total in zip(members, totals, strict=True):
                 sums[i] = total
     return sums
 
 
+def _only(term: torch.Tensor, target: torch.device, kept: set[int]) -> torch.Tensor:
+    """The sum of one term; ``kept`` are the addresses of those that stay as they are."""
+    if term.device != target or term.requires_grad:
+        return copy_to(term, target)
+    if type(term) is torch.Tensor and term.layout is torch.strided:
+        # No two sums have the same, as gradients have of parameters whose views are added.
+        memory = term.untyped_storage().data_ptr()
+        term = term.clone() if memory in kept else term
+        kept.add(memory)
+    return term
+
+
 def _add(
-    columns: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool
+    rows: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool
 ) -> list[torch.Tensor]:
     """Sums of columns that are on the same devices in each row; one call for all of a row."""
-    count = len(columns[0])
+    count = len(rows)
     totals: list[torch.Tensor] = []
     is_new = False
     # One copy at a time is queued and then added: each overlaps with the addition before it, and no
     # more than two of them are alive.
-    for row in map(list, zip(*columns, strict=True)):
+    for row in map(list, rows):
         arrives = row[0].device != target
         if arrives:
             row = [copy_to(term, target) for term in row]
@@ -360,8 +376,7 @@ def _add(
             foreach_add_(totals, row)
         else:
             totals, is_new = list(foreach_add(totals, row)), True
-    for i, (column, total) in enumerate(zip(columns, totals, strict=True)):
-        first = column[0]
+    for i, (first, total) in enumerate(zip(rows[0], totals, strict=True)):
         if total.dtype != first.dtype:
             over = in_place and first.device == target
             totals[i] = first.copy_(total) if over else total.to(first.dtype)

@@ -136,9 +136,8 @@ class ReduceAddCoalesced(Function):
         ctx.set_materialize_grads(False)
         ctx.num_inputs = num_inputs
         ctx.origins = [None if grad is None else grad.device for grad in grads]
-        sums: list[_MaybeTensor] = sums_of(
-            [grads[i::num_inputs] for i in range(num_inputs)], target
-        )
+        rows = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
+        sums: list[_MaybeTensor] = sums_of(rows, target)
         needed = ctx.needs_input_grad[2:]
         if not all(needed):
             constant = [t for i, t in enumerate(sums) if not any(needed[i::num_inputs])]

@@ -195,7 +195,7 @@ class Buckets:
 
     def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
         """Of each bucket and replica, what has come since gradients were taken, if any has."""
-        if all([leaf.grad is None for leaf in self._leaves]):
+        if {type(None)}.issuperset(map(type, map(_grad_of, self._leaves))):
             return []
         replicas = range(len(self.all[0].leaves))
         return [(bucket, list(map(bucket.take, replicas))) for bucket in self.all]
@@ -274,4 +274,4 @@ def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
         return first
     if any([grad is None for grad in first]):
         others = list(map(unshared, others))
-    return sums_of(list(zip(first, *others, strict=True)), home, in_place=True)
+    return sums_of([first, *others], home, in_place=True)
