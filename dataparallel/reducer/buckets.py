@@ -30,7 +30,12 @@ from dataparallel.comm.bucket_plan import plan_buckets
 from dataparallel.comm.local import sums_of
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
-from dataparallel.reducer.options import FIRST_BUCKET_BYTES, Options, TrainedParameters
+from dataparallel.reducer.options import (
+    FIRST_BUCKET_BYTES,
+    LOCAL_BUCKET_BYTES,
+    Options,
+    TrainedParameters,
+)
 
 _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
@@ -228,7 +233,9 @@ def make_plan(
     prompt = set(range(trained.num_reduced)) - late
     return plan_buckets(
         trained.parameters,
-        first_bytes=FIRST_BUCKET_BYTES,
+        # Where nothing is sent, nothing begins early: a thread that adds up and frees gradients
+        # takes the interpreter's lock from the others at each.
+        first_bytes=FIRST_BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES,
         cap_bytes=options.bucket_bytes(sends=sends),
         expect_sparse=trained.sparse,
         order=order,
