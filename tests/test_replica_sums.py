@@ -121,7 +121,7 @@ def test_sparse_and_dense_gradients_are_added() -> None:
 
 
 def test_every_replica_has_a_gradient_and_some_are_sparse() -> None:
-    def rows() -> list[list[torch.Tensor]]:
+    def rows() -> list[list[Any]]:
         return [
             [sparse([1.0], [2]), sparse([1.0], [0]), torch.ones(5)],
             [sparse([2.0], [3]), torch.ones(5), sparse([5.0], [1])],
