@@ -2,6 +2,7 @@
 
 import importlib as _importlib
 import os as _os
+import threading as _threading
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
@@ -53,6 +54,11 @@ _PLACES = {
     "virtual": "dataparallel.virtual",
 }
 
+# Python refuses threads that import modules which need each other, each from another end, or gives
+# them half of a module. What is imported here must not say `from dataparallel import` of a public
+# name: a thread that imports it in another way would wait for this lock, and the one here for it.
+_importing = _threading.RLock()
+
 
 def __getattr__(name: str) -> _typing.Any:
     value: _typing.Any
@@ -64,7 +70,8 @@ def __getattr__(name: str) -> _typing.Any:
             # Of a copy that nobody has installed, nobody knows it.
             value = "0+unknown"
     elif name in _PLACES:
-        module = _importlib.import_module(_PLACES[name])
+        with _importing:
+            module = _importlib.import_module(_PLACES[name])
         value = getattr(module, name, module)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -278,3 +278,26 @@ def test_types_as_a_user_sees_them(tmp_path: pathlib.Path) -> None:
 def test_the_version_is_that_of_the_project() -> None:
     project = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'\nversion = "{dataparallel.__version__}"\n' in project
+
+
+def test_names_that_threads_ask_for_first_at_the_same_time() -> None:
+    """Each thread imports another end of modules that need each other."""
+    code = """
+        import importlib, sys, threading
+        import torch
+        import dataparallel
+        sys.setswitchinterval(1e-5)
+        calls = [lambda n=name: getattr(dataparallel, n) for name in dataparallel.__all__]
+        others = "optim.sharded", "collectives", "replicas.values", "parallel.buffers"
+        calls += [lambda n=n: importlib.import_module("dataparallel." + n) for n in others]
+        barrier, got = threading.Barrier(len(calls)), []
+        def ask(call):
+            barrier.wait()
+            got.append(call())
+        threads = [threading.Thread(target=ask, args=[call], daemon=True) for call in calls]
+        [thread.start() for thread in threads]
+        [thread.join(60) for thread in threads]
+        assert len(got) == len(calls)
+    """
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

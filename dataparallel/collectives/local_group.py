@@ -25,7 +25,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from dataparallel import comm, torch_internals
+import dataparallel.comm as comm
+from dataparallel import torch_internals
 from dataparallel.collectives.derivatives import run_call
 from dataparallel.collectives.operations import AllReduce, Collective, mean_of
 from dataparallel.comm.local import may_be_deferred

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from dataparallel import comm, torch_internals
+import dataparallel.comm as comm
+from dataparallel import torch_internals
 from dataparallel.devices import parse_devices
 from dataparallel.graph.functions import plan_buckets
 from dataparallel.graph.originals import IN_GRAD

@@ -20,7 +20,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from dataparallel import comm, torch_internals
+import dataparallel.comm as comm
+from dataparallel import torch_internals
 from dataparallel.comm.link import ProcessLink
 from dataparallel.reducer.options import shared_tensors
 from dataparallel.reducer.verify import parts_of

@@ -45,7 +45,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dataparallel import comm, devices, torch_internals
+import dataparallel.comm as comm
+from dataparallel import devices, torch_internals
 from dataparallel.comm.checksum import checksum
 
 #: Which slots use the same memory. ``"device"``: all slots on one device, those on the originals'
