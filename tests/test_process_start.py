@@ -180,8 +180,9 @@ def test_who_does_not_come_is_named(missing: int, cluster: Cluster) -> None:
         assert all(text.startswith("rank 1 did not come within 1") for text in texts)
         assert all("['rank 1 did not come within 0.2" in text for text in texts)
     else:
-        # Torch's own: there is no store in which one could look.
-        assert all("timed out" in text and str(port) in text for text in texts)
+        assert all(text.startswith("rank 0 did not come within 1") for text in texts)
+        assert all("['rank 0 did not come within 0.2" in text for text in texts)
+        assert all(f"nobody answers at 127.0.0.1:{port}" in text for text in texts)
     # The processes and the port are as good as before.
     found = cluster.run(start_twice, 3, {"init_method": method}, "", init_group=False)
     assert [[each[0] for each in rank] for rank in found] == [[6.0, 6.0]] * 3
@@ -311,6 +312,48 @@ def test_who_has_given_up_is_not_begun_with() -> None:
         (error,) = together([lambda: meet(store, 2, 3, 0.1)])
         assert isinstance(error, CollectiveTimeout)
         assert together([lambda: meet(store, 1, 3), lambda: meet(store, 2, 3)])[0] == first.result()
+
+
+def test_who_gives_up_leaves_the_name_of_the_process_that_took_its_place() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet, store, 0, 3)
+        poll(lambda: store.check(["dataparallel/start/none/open"]))
+        # Before it ends, the process that was started in its place has come.
+        old = pool.submit(meet, store, 1, 3, 0.5)
+        key = "dataparallel/start/none/1/rank 1"
+        poll(lambda: store.check([key]))
+        name = store.get(key)
+        new = pool.submit(meet, store, 1, 3)
+        poll(lambda: store.get(key) != name)
+        with pytest.raises(CollectiveTimeout, match="rank 2 did not come"):
+            old.result(LONG)
+        assert meet(store, 2, 3) == first.result(LONG) == new.result(LONG)
+
+
+def test_processes_that_count_differently_all_learn_it() -> None:
+    store = HashStore()
+    outcomes = together([lambda: meet(store, 0, 2), lambda: meet(store, 1, 3)])
+    assert all(isinstance(each, ValueError) for each in outcomes)
+    assert all(re.search(r"count differently: .* \[2, 3\]", str(each)) for each in outcomes)
+
+
+def test_a_store_of_torchrun_is_at_its_own_address_only(
+    monkeypatch: pytest.MonkeyPatch, world: None
+) -> None:
+    for name, value in {**TCP, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    method = f"tcp://127.0.0.1:{free_port()}"
+    init_process_group(init_method=method, rank=0, world_size=1, timeout=5)
+    assert dist.get_world_size() == 1
+
+
+def test_a_backend_that_meets_nobody(world: None) -> None:
+    from torch.testing._internal.distributed import fake_pg
+
+    store = fake_pg.FakeStore()
+    init_process_group("fake", rank=3, world_size=4, store=store, timeout=5)
+    assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
 
 
 def test_without_rank_0_it_is_named() -> None:

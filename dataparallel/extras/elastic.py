@@ -40,10 +40,14 @@ from dataparallel.torch_internals import HashStore, PrefixStore, Store, TCPStore
 PATIENCE = 60.0
 
 _logger = logging.getLogger(__name__)
+# Seconds for one attempt to connect; there are many until the time is over.
+_ATTEMPT = 2.0
 # Seconds from one look at the store to the next.
 _PAUSE = 0.01
 # Seconds that rank 0 keeps its store after it has given up, so that the others learn why.
 _GRACE = 1.0
+# Backends of torch that meet in ways of their own, or not at all.
+_NOT_IN_A_STORE = ("mpi", "fake")
 
 
 def init_process_group(
@@ -73,7 +77,8 @@ def init_process_group(
 
     Args:
         backend: As for torch. Default: gloo, and on machines with accelerators also their own
-            backend, for tensors there.
+            backend, for tensors there. With ``"mpi"`` and ``"fake"``, which have their own ways to
+            meet, all goes to torch.
         timeout: Seconds, or a timedelta, that a process waits for the others. Default: torch's own,
             10 minutes for ``"nccl"`` alone and 30 otherwise.
         init_method, rank, world_size: As for torch. Default: what the environment says.
@@ -84,7 +89,8 @@ def init_process_group(
         The default process group, which is ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: Something is missing or wrong, or there is a default group already.
+        ValueError: Something is missing or wrong, there is a default group already, or the
+            processes count differently.
         CollectiveTimeout: A process did not come in time; the message says which.
         RuntimeError: The processes could not connect.
     """
@@ -94,16 +100,32 @@ def init_process_group(
             "torch.distributed.destroy_process_group() first"
         )
     backend, limit = _defaults(backend, timeout)
-    rank, world_size, place = _find_place(init_method, rank, world_size, store is not None)
-    part = _meet(rank, world_size, place if store is None else store, limit)
-    member: Any = {"store": part, "rank": rank, "world_size": world_size, "timeout": limit}
+    member: dict[str, Any] = {"rank": rank, "world_size": world_size, "store": store}
+    member = _find_others(backend, init_method, **member, limit=limit)
     dist.init_process_group(backend, **member, pg_options=pg_options, device_id=device_id)
     world = dist.group.WORLD
     assert world is not None
-    if world.size() > 1:
+    if world.size() > 1 and backend.lower() not in _NOT_IN_A_STORE:
         # The others see, before anything of this package is made, whether this process ends.
         failures_of(world)
     return world
+
+
+def _find_others(
+    backend: str,
+    init_method: str | None,
+    rank: int | None,
+    world_size: int | None,
+    store: Store | None,
+    limit: datetime.timedelta,
+) -> dict[str, Any]:
+    """What torch is to be told of this process and of the others, who are there."""
+    if backend.lower() in _NOT_IN_A_STORE:
+        said = {"init_method": init_method, "rank": rank, "world_size": world_size, "store": store}
+        return {"timeout": limit, **{name: each for name, each in said.items() if each is not None}}
+    rank, world_size, place = _find_place(init_method, rank, world_size, store is not None)
+    part = _meet(rank, world_size, place if store is None else store, limit)
+    return {"rank": rank, "world_size": world_size, "store": part, "timeout": limit}
 
 
 def _defaults(
@@ -156,12 +178,18 @@ def _find_place(
 
 def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timedelta) -> Store:
     """A part of the store that no other group has used, once all processes are there."""
-    deadline = time.monotonic() + limit.total_seconds()
+    begin = time.monotonic()
+    deadline = begin + limit.total_seconds()
     while True:
-        store = _open_store(rank, where, limit) if isinstance(where, str) else where
+        store = where
+        if isinstance(store, str):
+            address, hosted = _server_of(store)
+            if address and (hosted or rank):
+                _await_server(rank, world_size, address, begin, deadline)
+            store = _open_store(rank, store, hosted, limit)
         try:
             return _join_round(rank, world_size, store, deadline)
-        except CollectiveTimeout:
+        except (CollectiveTimeout, ValueError):
             if rank == 0:
                 time.sleep(_GRACE)
             raise
@@ -171,12 +199,50 @@ def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timede
                 raise
 
 
-def _open_store(rank: int, url: str, limit: datetime.timedelta) -> Store:
+def _server_of(url: str) -> tuple[tuple[str, int] | None, bool]:
+    """Host and port of the store, if it is a server, and whether that is torchrun's."""
+    place = urllib.parse.urlsplit(url)
+    said = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    host, port = said if place.scheme == "env" else (place.hostname, str(place.port or ""))
+    address = (host, int(port)) if place.scheme in ("env", "tcp") and host and port else None
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return address, of_torchrun and (host, port) == said
+
+
+def _await_server(
+    rank: int, world_size: int, address: tuple[str, int], begin: float, deadline: float
+) -> None:
+    """Wait until somebody listens; the store's own wait ignores Ctrl-C, and takes longer."""
+    warn_at = begin + PATIENCE
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.001)
+            socket.create_connection(address, min(_ATTEMPT, left)).close()
+        except OSError as error:
+            now = time.monotonic()
+            if now > min(deadline, warn_at):
+                text = (
+                    f"rank 0 did not come within {now - begin:.3g} s, for which rank {rank} of "
+                    f"{world_size} waits: nobody answers at {address[0]}:{address[1]} ({error}); "
+                    "look for an earlier error there, and see that MASTER_ADDR and MASTER_PORT, or "
+                    "init_method, are the same in all processes"
+                )
+                if now > deadline:
+                    raise CollectiveTimeout(
+                        f"{text}, and raise the timeout if it is only slow"
+                    ) from error
+                _logger.warning(text)
+                warn_at = deadline
+        else:
+            return
+        time.sleep(_PAUSE)
+
+
+def _open_store(rank: int, url: str, hosted: bool, limit: datetime.timedelta) -> Store:
     if not url:
         return HashStore()
     place = urllib.parse.urlsplit(url)
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or sys.platform == "win32"
-    if rank == 0 and place.hostname and place.port and not hosted:
+    if rank == 0 and place.hostname and place.port and not hosted and sys.platform != "win32":
         with contextlib.suppress(ValueError, OSError):
             # Where this is an address of the machine, nobody is to come from other networks.
             host = str(ipaddress.ip_address(place.hostname))
@@ -194,7 +260,8 @@ def _join_round(rank: int, world_size: int, store: Store, deadline: float) -> St
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     rounds = PrefixStore(f"dataparallel/start/{run}", store)
     keys = [f"rank {each}" for each in range(world_size)]
-    name, number, here = [uuid.uuid4().hex, _machine()], "", rounds
+    name, number, here = [uuid.uuid4().hex, _machine(), world_size], "", rounds
+    written = json.dumps(name)
     begin = time.monotonic()
     warn_at = begin + PATIENCE
     if rank == 0:
@@ -206,12 +273,17 @@ def _join_round(rank: int, world_size: int, store: Store, deadline: float) -> St
                 if rank == 0 and number:
                     raise ValueError("another process has rank 0, too")
                 number, here = opened, PrefixStore(opened, rounds)
-                here.set(keys[rank], json.dumps(name))
+                here.set(keys[rank], written)
             if rank == 0 and here.check(keys) and all(came := here.multi_get(keys)):
                 here.set("plan", json.dumps([json.loads(each) for each in came]))
             plan = json.loads(here.get("plan")) if number and here.check(["plan"]) else []
             if name in plan:
-                _choose_interface([machine for _, machine in plan])
+                if len(sizes := {size for _, _, size in plan}) > 1:
+                    raise ValueError(
+                        f"the processes count differently: world_size is {sorted(sizes)}; start "
+                        "all with the same"
+                    )
+                _choose_interface([machine for _, machine, _ in plan])
                 return PrefixStore("group", here)
             now = time.monotonic()
             if now > min(deadline, warn_at):
@@ -229,8 +301,8 @@ def _join_round(rank: int, world_size: int, store: Store, deadline: float) -> St
             time.sleep(_PAUSE)
     except BaseException:
         with contextlib.suppress(RuntimeError):
-            # It came, but nobody is to begin with it.
-            here.set(keys[rank], "")
+            # It came, but nobody is to begin with it; another process may have its place by now.
+            here.compare_set(keys[rank], written, "")
         raise
 
 
