@@ -1,10 +1,12 @@
 #include "engine.h"
 
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <thread>
 
 #include <ATen/DeviceAccelerator.h>
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 
 // See Note [Driving torch's engine].
@@ -108,25 +110,61 @@ void stash_current_streams(GraphTask& task) {
   }
 }
 
-// How many jobs run.
-struct Running {
-  std::mutex mutex;
-  std::condition_variable changed;
-  size_t jobs = 0;
-
-  void add(int change) {
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      jobs += change;
+// To start a thread takes as long as a message, so threads are kept: as many as ran at once.
+class Threads {
+ public:
+  void run(std::function<void()> job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (waiting_.size() >= idle_) {
+      std::thread([this] { work(); }).detach();
     }
-    changed.notify_all();
+    waiting_.push_back(std::move(job));
+    ++running_;
+    arrived_.notify_one();
   }
+
+  bool wait(double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return ended_.wait_for(
+        lock, std::chrono::duration<double>(seconds), [&] { return running_ == 0; });
+  }
+
+ private:
+  void work() {
+    // One state of the interpreter for the thread's life, as torch's own engine threads have:
+    // an error that Python code raised belongs to it until the engine has kept it.
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::gil_scoped_release no_gil;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      ++idle_;
+      arrived_.wait(lock, [&] { return !waiting_.empty(); });
+      --idle_;
+      auto job = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      job();
+      job = nullptr;
+      lock.lock();
+      --running_;
+      ended_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::condition_variable ended_;
+  std::deque<std::function<void()>> waiting_;
+  size_t idle_ = 0;
+  size_t running_ = 0;
 };
 
-// Never destroyed: a thread may outlive the objects of the process.
-Running& running() {
-  static auto* running = new Running();
-  return *running;
+// Never destroyed: its threads wait in it until the process ends. A forked child has none of them.
+Threads& threads() {
+  static auto* threads = new Threads();
+  static const int at_fork = pthread_atfork(nullptr, nullptr, [] { threads = new Threads(); });
+  TORCH_CHECK(at_fork == 0, "pthread_atfork failed");
+  return *threads;
 }
 
 } // namespace
@@ -172,25 +210,11 @@ void fail_graph_task(const Task& task, const Queue& queue, std::exception_ptr er
 }
 
 void run_in_thread(std::function<void()> job) {
-  running().add(1);
-  std::thread([job = std::move(job)]() mutable {
-    {
-      // One state of the interpreter for the thread's life, as torch's own engine threads have:
-      // an error that Python code raised belongs to it until the engine has kept it.
-      const pybind11::gil_scoped_acquire gil;
-      const pybind11::gil_scoped_release no_gil;
-      job();
-      job = nullptr;
-    }
-    running().add(-1);
-  }).detach();
+  threads().run(std::move(job));
 }
 
 bool wait_for_threads(double seconds) {
-  auto& threads = running();
-  std::unique_lock<std::mutex> lock(threads.mutex);
-  return threads.changed.wait_for(
-      lock, std::chrono::duration<double>(seconds), [&] { return threads.jobs == 0; });
+  return threads().wait(seconds);
 }
 
 } // namespace dataparallel

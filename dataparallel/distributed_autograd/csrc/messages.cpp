@@ -17,7 +17,7 @@ namespace rpc = torch::distributed::rpc;
 namespace {
 
 // Before the flags of the gradients; then follows the description.
-constexpr size_t kHead = 6;
+constexpr size_t kHead = 7;
 
 // A gradient may be undefined: of each there is a flag, and of those that are defined a tensor.
 int64_t take_notice(
@@ -29,6 +29,7 @@ int64_t take_notice(
       "damaged notice of a worker");
   Notice notice{static_cast<Kind>(numbers[0]), numbers[1], numbers[2], numbers[3], std::move(text)};
   notice.message = numbers[4];
+  notice.finished = numbers[6] != 0;
   const auto flags = numbers.begin() + kHead;
   const auto end = flags + numbers[5];
   // Gradients of one memory arrive as such, and two leaves must not share one.
@@ -71,7 +72,7 @@ void send(WorkerId to, Notice notice, double timeout, const Acknowledge& done) {
   const auto& info = agent->getWorkerInfo(static_cast<rpc::worker_id_t>(to));
   std::vector<int64_t> numbers{
       static_cast<int64_t>(notice.kind), notice.sender, notice.context, notice.pass,
-      notice.message, static_cast<int64_t>(notice.gradients.size())};
+      notice.message, static_cast<int64_t>(notice.gradients.size()), notice.finished};
   std::vector<at::Tensor> defined;
   for (const auto& gradient : notice.gradients) {
     numbers.push_back(gradient.defined());

@@ -39,6 +39,8 @@ struct Notice {
   std::vector<at::Tensor> gradients = {};
   // With gradients: what their receiver must know to take part in the pass.
   std::vector<int64_t> description = {};
+  // With gradients: they are the last that their sender had to do in the pass.
+  bool finished = false;
 };
 
 // Called with an empty text once the other side has taken a notice, else with the error.

@@ -152,18 +152,20 @@ void Pass::finish(std::exception_ptr error) {
   Task task;
   decltype(awaited_) awaited;
   bool failed;
+  bool reported;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     task.swap(task_);
     awaited.swap(awaited_);
     failed = error_ != nullptr;
+    reported = reported_;
   }
   task.reset();
   awaited.clear();
   if (!is_root() || failed) {
     context_->erase(description_.pass);
   }
-  if (!is_root() && !failed) {
+  if (!is_root() && !failed && !reported) {
     tell(root(), Kind::kFinished);
   }
   settle(context_->worker().id());
@@ -297,6 +299,9 @@ void Pass::take(Notice notice) {
     }
   }
   queue_->push(NodeTask(task, node, std::move(buffer)), /*incrementOutstandingTasks=*/false);
+  if (notice.finished) {
+    settle(notice.sender);
+  }
 }
 
 void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
@@ -319,6 +324,12 @@ void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
     context_->take(std::move(notice));
     return;
   }
+  // The root waits for each worker's end: one message less where that can go with gradients.
+  if (to == root() && ends_with(receive)) {
+    notice.finished = true;
+    std::lock_guard<std::mutex> lock(mutex_);
+    reported_ = true;
+  }
   auto done = [pass = shared_from_this(), to](const std::string& error) {
     if (!error.empty()) {
       pass->fail(
@@ -328,6 +339,20 @@ void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
     }
   };
   post(to, std::move(notice), patience(), std::move(done));
+}
+
+bool Pass::ends_with(const Node& node) const {
+  Task task;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    task = task_;
+  }
+  // Hooks of the node and callbacks of the engine still run, and may fail.
+  if (!task || task->outstanding_tasks_ != 1 || !node.post_hooks().empty()) {
+    return false;
+  }
+  std::lock_guard<std::mutex> lock(task->final_callbacks_lock_);
+  return task->final_callbacks_.empty();
 }
 
 void Pass::tell(WorkerId to, Kind kind, std::string text) {

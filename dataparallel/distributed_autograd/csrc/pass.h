@@ -55,6 +55,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
     return maker(description_.pass);
   }
   bool is_root() const;
+  // Whether nothing of this worker's part is left to do after this node, which runs.
+  bool ends_with(const torch::autograd::Node& node) const;
   void run(const Task& task, NodePointer root);
   void finish(std::exception_ptr error);
   // A worker has finished; the pass ends with the last one.
@@ -75,6 +77,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // The sends whose gradients have not arrived.
   std::unordered_map<MessageId, NodePointer> awaited_;
   std::unordered_set<WorkerId> missing_;
+  // The root knows, or will by gradients under way, that this worker has finished.
+  bool reported_ = false;
   bool over_ = false;
   std::exception_ptr error_;
   WorkerId failed_worker_ = -1;
