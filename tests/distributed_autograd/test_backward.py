@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,7 @@ from tests.distributed_autograd.rpc_workers import (
     note,
     open_gate,
     own_gradients,
+    pass_gate,
     take_notes,
 )
 
@@ -340,6 +342,30 @@ def hooks_that_fail() -> None:
         assert x.grad is kept and kept.tolist() == [9] * 3
 
 
+def fails_after_sending(x: Tensor) -> Tensor:
+    def fail(inputs: Any, outputs: Any) -> None:
+        pass_gate("arrived")
+        failing(outputs[0])
+
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(fail)
+    return x * 2
+
+
+def hooks_that_fail_last() -> None:
+    """A worker fails when its gradients are at the root already, which waits for its end."""
+    x = ones()
+    with context() as context_id:
+        loss = rpc_sync("worker1", fails_after_sending, (x,)).sum()
+        handle = x.register_hook(
+            lambda gradient: note(torch_rpc.rpc_async("worker1", open_gate, ("arrived",)))
+        )
+        with pytest.raises(WorkerError, match=r"'worker1'(.|\n)*no file"):
+            backward(context_id, [loss])
+        handle.remove()
+        assert len(take_notes()) == 1
+
+
 handles: list[Any] = []
 
 
@@ -578,6 +604,7 @@ def foreign_tensors() -> None:
         hooks_of_several_tensors,
         hook_that_runs_backward,
         hooks_that_fail,
+        hooks_that_fail_last,
         post_accumulate_hooks_are_refused,
         failing_workers,
         a_context_recovers,
