@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -214,6 +214,25 @@ def test_a_full_disk_is_told_once_and_waited_for(tmp_path: Path, room: int) -> N
     assert [one.elapsed for one in recording.samples] == [*map(float, range(kept)), 8.0, 9.0]
     assert len(recording.problems) == 1
     assert f"{lost} samples could not be written" in some.summary()
+
+
+def test_a_recording_goes_on_that_a_full_disk_ended_between_two_files(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    record(path, sample(0), sample(1))
+    path.rename(tmp_path / "run.1")
+    path.touch()
+    record(path, sample(2))
+    assert elapsed(path) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("goes", [Path.unlink, lambda path: path.rename(f"{path}.moved")])
+def test_a_file_that_is_gone_is_made_again(tmp_path: Path, goes: Callable[[Path], object]) -> None:
+    path = tmp_path / "run"
+    with Recorder(path) as some:
+        some.record(sample(0))
+        goes(path)
+        some.record(sample(1))
+        assert elapsed(path) == [1.0]
 
 
 @pytest.mark.parametrize("room", [0, 10])

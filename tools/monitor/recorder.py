@@ -81,6 +81,9 @@ class Recorder(logging.handlers.RotatingFileHandler):
         """Write a sample; while that does not work it is left out, which is told once."""
         text = json_text(sample.to_json())
         try:
+            if self.stream is not None and self._is_elsewhere(self.stream.fileno()):
+                self.stream.close()
+                self.stream = None
             if self.shouldRollover(logging.makeLogRecord({"msg": text})):
                 self.doRollover()
             stream: Any = self.stream
@@ -124,6 +127,14 @@ class Recorder(logging.handlers.RotatingFileHandler):
             raise
         return stream
 
+    def _is_elsewhere(self, file: int) -> bool:
+        """Whether somebody has removed the file, or renamed it: nobody would find the samples."""
+        try:
+            there = os.stat(self.baseFilename)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(there, os.fstat(file))
+
     def _lose(self, error: OSError) -> None:
         self.num_lost += 1
         if self.stream is not None:
@@ -160,8 +171,11 @@ def _locked(path: Path) -> Any:
 
 def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """The header of the recording that is there, or of a new one."""
-    is_continued = path.exists() and path.stat().st_size > 0
-    for part in (*older_parts(path), *([path] if is_continued else [])):
+    older = older_parts(path)
+    # An empty file is one for whose first line a full disk had no room.
+    is_empty = path.exists() and not path.stat().st_size
+    is_continued = path.exists() and (not is_empty or bool(older))
+    for part in (*older, *([path] if is_continued and not is_empty else [])):
         try:
             header = read_header(part)
         except ValueError as error:
