@@ -142,6 +142,30 @@ def test_generated_code_as_eager(cluster: Cluster, world_size: int) -> None:
     assert cluster.run(compare_all, world_size, "inductor", timeout=250) == [[]] * world_size
 
 
+def compile_and_begin_again(rank: int, world_size: int) -> str:
+    name = world().group_name
+    # These ask the group for its size before.
+    calls = [CALLS[each] for each in CALLS if each not in ("permute", "one gets all")]
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [call(x, name) for call in calls]
+
+    x = numbers(0, 4, 4)
+    with compiler():
+        code = compiled(function)
+        code(x)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert world().group_name == name
+        assert all(map(torch.equal, code(x), function(x)))
+    return name
+
+
+def test_compiled_again_for_a_default_group_of_another_size(cluster: Cluster) -> None:
+    assert cluster.run(compile_and_begin_again, 2) == ["0", "0"]
+
+
 def compare_groups(rank: int, world_size: int) -> int:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("all",))
     grid = init_device_mesh("cpu", (1, world_size))

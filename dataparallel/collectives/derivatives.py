@@ -88,6 +88,10 @@ class Node(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if results is None:
             results = call.compute([x.detach() for x in inputs])
+        if torch.compiler.is_compiling():
+            # Torch 2.11 loses the gradient of what an operator gave back as it was, such as
+            # `contiguous()` of a contiguous tensor.
+            results = [result.view_as(result) for result in results]
         return tuple(results) if turn is None else (*results, torch.empty((), device="cpu"))
 
     @staticmethod

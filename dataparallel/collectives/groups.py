@@ -38,8 +38,11 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
     if not torch.compiler.is_compiling():
         _refuse_in_replicas()
         _check_exists(group)
+    # Also read for other groups: compiled code has ranks and sizes in it, and the guard for this
+    # has torch compile it again after `torch.distributed` was initialized again.
+    default = dist.group.WORLD
     if group is None:
-        group = dist.group.WORLD
+        group = default
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
     if isinstance(group, str):
