@@ -123,7 +123,7 @@ def check_replicas(
     Nothing but fingerprints leaves a device or a process as long as all are the same. Every process
     calls this, and either all raise the same error or none does.
     """
-    texts = _texts([parts_of(each) for each in (tensors, *replicas)])
+    texts = described([parts_of(each) for each in (tensors, *replicas)])
     # Where replicas are the same, processes may have different numbers of them.
     own = {str(number): each for number, each in enumerate(texts) if not number or each != texts[0]}
     gathered = [own]
@@ -157,7 +157,7 @@ def parts_of(tensors: _Tensors) -> dict[str, torch.Tensor]:
     return dict(part for whole in tensors.items() for part in parts(*whole))
 
 
-def _texts(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
+def described(replicas: Sequence[_Tensors]) -> list[dict[str, str]]:
     """Per replica what each tensor is, with its fingerprint; a tensor of several is read once."""
     wanted: dict[torch.device, dict[int, torch.Tensor]] = {}
     for tensor in [tensor for each in replicas for tensor in each.values()]:

@@ -174,6 +174,43 @@ def test_a_failure_in_one_is_an_error_in_all(
     assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, True]
 
 
+def save_modules(rank: int, world_size: int, directory: pathlib.Path) -> list[str]:
+    torch.manual_seed(0)
+    bare, other, batch_norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    # Statistics that the next forward takes from rank 0.
+    inner = nn.Sequential(DistributedDataParallel(batch_norm, ["cpu"]), bare)
+    batch_norm.running_mean += rank
+    theirs = nn.parallel.DistributedDataParallel(Net())
+    dict(theirs.module.named_parameters())["mine"].data.fill_(rank)
+    told = []
+
+    def attempt(**parts: Any) -> None:
+        try:
+            checkpoint.save(directory, step=1, timeout=TIMEOUT, asynchronous=True, **parts).wait()
+            told.append("saved")
+        except checkpoint.CheckpointError as error:
+            told.append(str(error))
+
+    attempt(model=bare, states={"other": other, "inner": inner, "theirs": theirs})
+    with torch.no_grad():
+        other.weight[2, 3] += rank
+    attempt(model=bare, states={"other": other})
+    attempt(model=other)
+    attempt(model=bare, user=other.state_dict())
+    user = checkpoint.load(directory, bare, timeout=TIMEOUT).user
+    assert torch.equal(user["weight"], other.weight)
+    checkpoint.close()
+    return told
+
+
+def test_modules_that_no_wrapper_keeps_the_same(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    results = cluster.run(save_modules, 2, tmp_path)
+    texts = [f"{name} is not the same in rank 0 and rank 1; wrap it" for name in ("other", "model")]
+    for first, *refused, last in results:
+        assert (first, last) == ("saved", "saved")
+        assert all(text in told for text, told in zip(texts, refused, strict=True)), refused
+
+
 def die(rank: int, world_size: int, directory: pathlib.Path, dies: int, when: str) -> Any:
     checkpoint.save(directory, step=1, timeout=TIMEOUT)
     replace = os.replace

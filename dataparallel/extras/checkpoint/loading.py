@@ -31,13 +31,7 @@ from dataparallel.extras.checkpoint.directory import (
     write_tensors,
 )
 from dataparallel.extras.checkpoint.saving import Peers, group_of
-from dataparallel.extras.checkpoint.state import (
-    RNG,
-    USER,
-    Part,
-    decode,
-    parts_of,
-)
+from dataparallel.extras.checkpoint.state import RNG, USER, Part, decode, parts_of
 
 _log = logging.getLogger("dataparallel")
 

@@ -20,12 +20,7 @@ from dataparallel.comm.failures import CollectiveFailure, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink, parent_group
 from dataparallel.extras.checkpoint import directory as _directory
 from dataparallel.extras.checkpoint.directory import CheckpointError, Path
-from dataparallel.extras.checkpoint.state import (
-    SHARED,
-    USER,
-    Encoder,
-    parts_of,
-)
+from dataparallel.extras.checkpoint.state import SHARED, USER, Encoder, ModuleState, parts_of
 
 T = TypeVar("T")
 
@@ -226,6 +221,7 @@ class _Saver:
     ) -> Saving:
         """Save one generation; see :func:`save`."""
         trees, tensors = dict[str, Any](), dict[str, Tensor]()
+        digests = dict[str, str]()
 
         def begin() -> dict[str, Any]:
             earlier = None if self._latest is None else self._latest.untold()
@@ -237,11 +233,13 @@ class _Saver:
             for name, part in parts.items():
                 value = part.save() if is_first or not isinstance(part, SHARED) else part.own()
                 trees[name] = encoder.encode(value, name)
+                if isinstance(part, ModuleState) and self.peers.world_size > 1:
+                    digests[name] = part.digest(self.peers.world_size)
             trees[USER] = encoder.encode(user, USER)
             tensors.update(self._on_host(encoder.tensors, asynchronous))
             number = self._next_number() if is_first else 0
-            place = os.path.basename(self.directory)
-            return {"directory": place, "parts": list(trees), "number": number}
+            place, names = os.path.basename(self.directory), list(trees)
+            return {"directory": place, "parts": names, "number": number, "digests": digests}
 
         with self._one_at_a_time:
             begun = self.peers.share(f"saving to {self.directory}", begin, fresh=True)
@@ -251,6 +249,13 @@ class _Saver:
                         raise CheckpointError(
                             f"rank {rank} saves {what} {each[what]}, but rank 0 {begun[0][what]}; "
                             "all processes save the same things to the same directory"
+                        )
+                for name, digest in each["digests"].items():
+                    if digest != begun[0]["digests"].get(name):
+                        raise CheckpointError(
+                            f"{name} is not the same in rank 0 and rank {rank}; wrap it in "
+                            "DistributedDataParallel, or let each process save its own values by "
+                            "user=module.state_dict()"
                         )
             saving = Saving(self.directory, begun[0]["number"], tensors)
             arguments = (self.peers, trees, about)
@@ -364,7 +369,8 @@ def save(
 
     Raises:
         CheckpointError: Nothing was saved: the disk is full, another process failed or holds the
-            directory, or an earlier asynchronous save failed unseen.
+            directory, a module that is in no wrapper is not the same in all processes, or an
+            earlier asynchronous save failed unseen.
         TypeError, ValueError: A value cannot be saved, or an argument is out of range.
     """
     saver = _saver(os.path.realpath(directory), group_of(process_group, model), timeout)

@@ -9,7 +9,8 @@ Note [What is saved once, and what by each process]
 Processes that train together have the same parameters and the same state of the optimizer: rank 0
 saves modules and optimizers. Of these each other process saves what its wrapper leaves to it:
 ignored parameters, with their state in the optimizer, and buffers that are not broadcast. All else
-each process saves for itself, such as its random numbers.
+each process saves for itself, such as its random numbers. Where no wrapper keeps a module the same
+in these processes, they compare it first: the values of all but rank 0 would be lost.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.errors import listed
 from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler
+from dataparallel.parallel.distributed import DistributedDataParallel
+from dataparallel.reducer import verify
 from dataparallel.threads.random import default_generator, mixed_seed
 
 #: Names of parts that are not objects of the caller's.
@@ -43,6 +46,11 @@ RNG, USER = "rng", "user"
 
 _TAG = "$"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+#: What every version of safetensors knows; tensors of other types are written as bytes.
+_COMMON = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 
 
 def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
@@ -114,6 +122,9 @@ class Encoder:
         while told["name"] in self.tensors:
             told["name"] += "'"
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if plain.dtype not in _COMMON:
+            told.update(dtype=str(plain.dtype), shape=list(plain.shape))
+            plain = plain.view(-1).view(torch.uint8)
         self.tensors[told["name"]] = plain
         self._known[place, form] = told, tensor
         return told
@@ -131,7 +142,10 @@ def decode(coded: Any, file: Any, made: dict[str, Tensor]) -> Any:
         return _MADE[coded[_TAG]](decode(coded["value"], file, made))
     name = coded["name"]
     if name not in made:
-        made[name] = file.get_tensor(name).clone()
+        tensor = file.get_tensor(name).clone()
+        if "dtype" in coded:
+            tensor = tensor.view(_DTYPES[coded["dtype"]]).view(coded["shape"])
+        made[name] = tensor
     return made[name]
 
 
@@ -227,6 +241,20 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._left = bare(module), _left_to_each(module)
+        self._given = module
+
+    def digest(self, world_size: int) -> str:
+        """A hash of what no wrapper keeps the same in so many processes."""
+        kept = tuple(
+            f"{name}." if name else ""
+            for name, module in self._given.named_modules()
+            if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel))
+            and module.process_group.size() == world_size
+        )
+        state = self._module.state_dict().items()
+        tensors = {k: v for k, v in state if isinstance(v, Tensor) and not k.startswith(kept)}
+        text = repr(verify.described([verify.parts_of(tensors)]))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def save(self) -> dict[str, Any]:
         """The state, and the versions of its modules."""
