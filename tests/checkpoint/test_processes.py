@@ -195,7 +195,8 @@ def save_modules(rank: int, world_size: int, directory: pathlib.Path) -> list[st
     with torch.no_grad():
         other.weight[2, 3] += rank
     attempt(model=bare, states={"other": other})
-    attempt(model=other)
+    # This one trains for itself.
+    attempt(model=DistributedDataParallel(other, ["cpu"], process_group=False))
     attempt(model=bare, user=other.state_dict())
     user = checkpoint.load(directory, bare, timeout=TIMEOUT).user
     assert torch.equal(user["weight"], other.weight)

@@ -249,6 +249,7 @@ class ModuleState:
             f"{name}." if name else ""
             for name, module in self._given.named_modules()
             if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel))
+            and module.process_group is not None
             and module.process_group.size() == world_size
         )
         state = self._module.state_dict().items()
