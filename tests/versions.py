@@ -39,7 +39,7 @@ QUICK = (
     "tests/test_ddp_graphs.py",
     "tests/test_optimizers_with_reducer.py",
     # Collectives.
-    "tests/test_collectives_async_tensor.py",
+    "tests/test_collectives_async.py",
     "tests/test_collectives_gradients.py",
     "tests/test_collectives_hybrid.py",
     "tests/test_collectives_process.py",

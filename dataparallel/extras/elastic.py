@@ -48,6 +48,8 @@ _PAUSE = 0.01
 _GRACE = 1.0
 # Backends of torch that meet in ways of their own, or not at all.
 _NOT_IN_A_STORE = ("mpi", "fake")
+# The interface that was chosen here for gloo; a later group may need another one.
+_chosen: list[str] = []
 
 
 def init_process_group(
@@ -67,7 +69,8 @@ def init_process_group(
     Takes the place of ``torch.distributed.init_process_group``. The processes first agree on a part
     of the store that no earlier group has used. A single process needs no environment. If all
     processes are on one machine, and you have not set ``GLOO_SOCKET_IFNAME``, the function sets it
-    to the loopback interface; processes that you start later inherit it.
+    to the loopback interface; processes that you start later inherit it. On several machines whose
+    own names mean a loopback address, it sets the interface of the route to the store.
 
     Example::
 
@@ -315,6 +318,29 @@ def _machine() -> str | None:
 
 
 def _choose_interface(machines: list[str | None]) -> None:
-    """Let gloo, whose groups are made now and later, use the loopback interface if that will do."""
+    """Let gloo, whose groups are made now and later, listen where the other processes are."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") in _chosen:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    _chosen.clear()
+    name = None
     if len(machines) > 1 and len(set(machines)) == 1 and None not in machines:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        name = "lo"
+    elif len(set(machines)) > 1:
+        with contextlib.suppress(OSError):
+            # Debian writes a loopback address beside the machine's name, where gloo would listen.
+            if socket.gethostbyname(socket.gethostname()).startswith("127."):
+                name = _interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        _chosen.append(name)
+
+
+def _interface_towards(host: str) -> str | None:
+    """The interface of the most specific route to a host, in Linux's table of routes."""
+    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+    routes = []
+    for line in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
+        name, network, *_, mask, _, _, _ = line.split()
+        if address & int(mask, 16) == int(network, 16):
+            routes.append((int(mask, 16).bit_count(), name))
+    return max(routes, default=(0, None))[1]
