@@ -18,6 +18,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -156,7 +157,7 @@ def compile_and_begin_again(rank: int, world_size: int) -> str:
         code(x)
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         assert world().group_name == name
         assert all(map(torch.equal, code(x), function(x)))
     return name

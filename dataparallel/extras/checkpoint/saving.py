@@ -253,9 +253,9 @@ class _Saver:
                 for name, digest in each["digests"].items():
                     if digest != begun[0]["digests"].get(name):
                         raise CheckpointError(
-                            f"{name} is not the same in rank 0 and rank {rank}; wrap it in "
-                            "DistributedDataParallel, or let each process save its own values by "
-                            "user=module.state_dict()"
+                            f"{name} is not the same in rank 0 and rank {rank}; pass "
+                            "its wrapper, wrap it in DistributedDataParallel, or let each process "
+                            "save its own values by user=module.state_dict()"
                         )
             saving = Saving(self.directory, begun[0]["number"], tensors)
             arguments = (self.peers, trees, about)
