@@ -140,7 +140,7 @@ class ProcessCall:
         return self._exchange(x).traced(self.name)
 
     def _with_own(self, splits: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rows + (member == self.rank) for member, rows in enumerate(splits))
+        return tuple(rows + int(member == self.rank) for member, rows in enumerate(splits))
 
     def _replaced(self, collective: Collective) -> ProcessCall:
         return ProcessCall(self.name, collective, self.rank, self.size)
