@@ -25,6 +25,7 @@ import sys
 import time
 import urllib.parse
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,8 +104,7 @@ def init_process_group(
             "torch.distributed.destroy_process_group() first"
         )
     backend, limit = _defaults(backend, timeout)
-    member: dict[str, Any] = {"rank": rank, "world_size": world_size, "store": store}
-    member = _find_others(backend, init_method, **member, limit=limit)
+    member = _find_others(backend, init_method, rank, world_size, store, limit)
     dist.init_process_group(backend, **member, pg_options=pg_options, device_id=device_id)
     world = dist.group.WORLD
     assert world is not None
@@ -179,27 +179,58 @@ def _find_place(
     return own, size, "" if is_alone else url._replace(query="").geturl()
 
 
+class _Patience:
+    """Says who does not come: after a while in the log, and after the time limit by an error."""
+
+    def __init__(self, rank: int, world_size: int, limit: datetime.timedelta) -> None:
+        self._me = f"rank {rank} of {world_size}"
+        self._begin = time.monotonic()
+        self._deadline = self._begin + limit.total_seconds()
+        self._warn_at = min(self._begin + PATIENCE, self._deadline)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time limit; none after it."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def look(self, absent: Callable[[], Sequence[int]], hint: str) -> None:
+        """Rest for a moment, and speak if it is time to."""
+        now = time.monotonic()
+        if now > self._warn_at:
+            text = (
+                f"{name_ranks(absent())} did not come within {now - self._begin:.3g} s, for which "
+                f"{self._me} waits{hint}"
+            )
+            if now > self._deadline:
+                raise CollectiveTimeout(f"{text}, and raise the timeout if they are only slow")
+            _logger.warning(text)
+            self._warn_at = self._deadline
+        time.sleep(_PAUSE)
+
+
 def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timedelta) -> Store:
     """A part of the store that no other group has used, once all processes are there."""
-    begin = time.monotonic()
-    deadline = begin + limit.total_seconds()
+    patience = _Patience(rank, world_size, limit)
     while True:
-        store = where
+        store, host = where, None
         if isinstance(store, str):
             address, hosted = _server_of(store)
             if address and (hosted or rank):
-                _await_server(rank, world_size, address, begin, deadline)
-            store = _open_store(rank, store, hosted, limit)
+                _await_server(address, patience)
+            store, host = _open_store(rank, store, hosted, limit), address and address[0]
         try:
-            return _join_round(rank, world_size, store, deadline)
+            part, machines = _join_round(rank, world_size, store, patience)
         except (CollectiveTimeout, ValueError):
             if rank == 0:
                 time.sleep(_GRACE)
             raise
         except RuntimeError:
             # Rank 0 of the group before may have had the store, and have taken it along.
-            if rank == 0 or store is where or time.monotonic() > deadline:
+            if rank == 0 or store is where or not patience.left:
                 raise
+        else:
+            _choose_interface(machines, host)
+            return part
 
 
 def _server_of(url: str) -> tuple[tuple[str, int] | None, bool]:
@@ -212,33 +243,19 @@ def _server_of(url: str) -> tuple[tuple[str, int] | None, bool]:
     return address, of_torchrun and (host, port) == said
 
 
-def _await_server(
-    rank: int, world_size: int, address: tuple[str, int], begin: float, deadline: float
-) -> None:
+def _await_server(address: tuple[str, int], patience: _Patience) -> None:
     """Wait until somebody listens; the store's own wait ignores Ctrl-C, and takes longer."""
-    warn_at = begin + PATIENCE
     while True:
         try:
-            left = max(deadline - time.monotonic(), 0.001)
-            socket.create_connection(address, min(_ATTEMPT, left)).close()
-        except OSError as error:
-            now = time.monotonic()
-            if now > min(deadline, warn_at):
-                text = (
-                    f"rank 0 did not come within {now - begin:.3g} s, for which rank {rank} of "
-                    f"{world_size} waits: nobody answers at {address[0]}:{address[1]} ({error}); "
-                    "look for an earlier error there, and see that MASTER_ADDR and MASTER_PORT, or "
-                    "init_method, are the same in all processes"
-                )
-                if now > deadline:
-                    raise CollectiveTimeout(
-                        f"{text}, and raise the timeout if it is only slow"
-                    ) from error
-                _logger.warning(text)
-                warn_at = deadline
-        else:
+            socket.create_connection(address, min(_ATTEMPT, max(patience.left, 0.001))).close()
             return
-        time.sleep(_PAUSE)
+        except OSError as error:
+            hint = (
+                f": nobody answers at {address[0]}:{address[1]} ({error}); look for an earlier "
+                "error there, and see that MASTER_ADDR and MASTER_PORT, or init_method, are the "
+                "same in all processes"
+            )
+        patience.look(lambda: [0], hint)
 
 
 def _open_store(rank: int, url: str, hosted: bool, limit: datetime.timedelta) -> Store:
@@ -258,15 +275,24 @@ def _open_store(rank: int, url: str, hosted: bool, limit: datetime.timedelta) ->
     return store
 
 
-def _join_round(rank: int, world_size: int, store: Store, deadline: float) -> Store:
-    """See Note [Processes that were started again]."""
+def _join_round(
+    rank: int, world_size: int, store: Store, patience: _Patience
+) -> tuple[Store, list[str | None]]:
+    """The part of a round, and the machines; see Note [Processes that were started again]."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     rounds = PrefixStore(f"dataparallel/start/{run}", store)
     keys = [f"rank {each}" for each in range(world_size)]
     name, number, here = [uuid.uuid4().hex, _machine(), world_size], "", rounds
     written = json.dumps(name)
-    begin = time.monotonic()
-    warn_at = begin + PATIENCE
+    hint = (
+        "; every process must call init_process_group, with a rank of its own; look for an earlier "
+        "error of the ranks named here"
+    )
+
+    def absent() -> list[int]:
+        found = [each for each, key in enumerate(keys) if not here.check([key])]
+        return found if number and found else [0]
+
     if rank == 0:
         rounds.set("open", str(rounds.add("rounds", 1)))
     try:
@@ -286,22 +312,8 @@ def _join_round(rank: int, world_size: int, store: Store, deadline: float) -> St
                         f"the processes count differently: world_size is {sorted(sizes)}; start "
                         "all with the same"
                     )
-                _choose_interface([machine for _, machine, _ in plan])
-                return PrefixStore("group", here)
-            now = time.monotonic()
-            if now > min(deadline, warn_at):
-                absent = [each for each, key in enumerate(keys) if not here.check([key])]
-                text = (
-                    f"{name_ranks(absent if number and absent else [0])} did not come within "
-                    f"{now - begin:.3g} s, for which rank {rank} of {world_size} waits; every "
-                    "process must call init_process_group, with a rank of its own; look for an "
-                    "earlier error of the ranks named here"
-                )
-                if now > deadline:
-                    raise CollectiveTimeout(f"{text}, and raise the timeout if they are only slow")
-                _logger.warning(text)
-                warn_at = deadline
-            time.sleep(_PAUSE)
+                return PrefixStore("group", here), [machine for _, machine, _ in plan]
+            patience.look(absent, hint)
     except BaseException:
         with contextlib.suppress(RuntimeError):
             # It came, but nobody is to begin with it; another process may have its place by now.
@@ -317,7 +329,7 @@ def _machine() -> str | None:
     return None
 
 
-def _choose_interface(machines: list[str | None]) -> None:
+def _choose_interface(machines: list[str | None], host: str | None) -> None:
     """Let gloo, whose groups are made now and later, listen where the other processes are."""
     if os.environ.get("GLOO_SOCKET_IFNAME") in _chosen:
         del os.environ["GLOO_SOCKET_IFNAME"]
@@ -325,11 +337,11 @@ def _choose_interface(machines: list[str | None]) -> None:
     name = None
     if len(machines) > 1 and len(set(machines)) == 1 and None not in machines:
         name = "lo"
-    elif len(set(machines)) > 1:
+    elif len(set(machines)) > 1 and host:
         with contextlib.suppress(OSError):
             # Debian writes a loopback address beside the machine's name, where gloo would listen.
             if socket.gethostbyname(socket.gethostname()).startswith("127."):
-                name = _interface_towards(os.environ.get("MASTER_ADDR", ""))
+                name = _interface_towards(host)
     if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = name
         _chosen.append(name)

@@ -228,6 +228,8 @@ class _Saver:
             if earlier is not None:
                 raise CheckpointError(f"an earlier save failed, and nobody waited: {earlier}")
             # Here, where the other processes learn of what is wrong with one.
+            if about["keep"] < 1:
+                raise ValueError(f"keep is at least 1, but got {about['keep']}")
             parts, encoder, is_first = parts_of(*objects), Encoder(), self.peers.rank == 0
             about["shared"] = [name for name, part in parts.items() if isinstance(part, SHARED)]
             for name, part in parts.items():
