@@ -371,6 +371,26 @@ def test_two_processes_of_one_rank_do_not_begin_together(rank: int) -> None:
         assert isinstance(each, str) or re.search("has rank 0, too|a rank of its own", str(each))
 
 
+def test_a_machine_named_after_its_loopback_takes_the_route_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where MASTER_ADDR, which is another program's, names another place."""
+    monkeypatch.setattr(elastic, "_machine", iter("ab").__next__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+
+    def towards(host: str) -> str:
+        asked.append(host)
+        return "eth7"
+
+    monkeypatch.setattr(elastic, "_interface_towards", towards)
+    method, limit = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=LONG)
+    together([functools.partial(elastic._meet, rank, 2, method, limit) for rank in range(2)])
+    assert set(asked) == {"127.0.0.1"} and os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
 @pytest.mark.parametrize(
     ("machines", "chosen"), [("aa", "lo"), ("ab", None), (("a", None), None), ((None, None), None)]
 )

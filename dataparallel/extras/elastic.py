@@ -332,7 +332,7 @@ def _machine() -> str | None:
 def _choose_interface(machines: list[str | None], host: str | None) -> None:
     """Let gloo, whose groups are made now and later, listen where the other processes are."""
     if os.environ.get("GLOO_SOCKET_IFNAME") in _chosen:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
     _chosen.clear()
     name = None
     if len(machines) > 1 and len(set(machines)) == 1 and None not in machines:

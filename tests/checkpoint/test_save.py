@@ -157,6 +157,7 @@ def test_a_value_that_cannot_be_saved(asynchronous: bool, tmp_path: pathlib.Path
     ("options", "error", "message"),
     [
         ({"sampler": [1]}, TypeError, "sampler is a list, which has neither"),
+        ({"keep": 0}, ValueError, "keep is at least 1, but got 0"),
         ({"states": {"rng": nn.Linear(1, 1)}}, ValueError, "states has the name 'rng'"),
         ({"model": nn.LazyLinear(2)}, TypeError, "UninitializedParameter that is not dense or has"),
         (
