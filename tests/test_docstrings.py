@@ -319,10 +319,10 @@ def test_examples_of_a_page(
 ) -> None:
     """One after another, as a reader would try them.
 
-    README.md, the tour and the guides define all that they use.
+    README.md and the guides define all that they use.
     """
     monkeypatch.chdir(tmp_path)
-    complete = page.parent.name == "guides" or page.stem in ("README", "tour")
+    complete = page.parent.name == "guides" or page.stem == "README"
     names = {} if complete else names_for('"cpu"')
     for line, code, output in blocks_of(page):
         names["__name__"] = "__main__"
