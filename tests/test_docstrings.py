@@ -50,7 +50,6 @@ NO_EXAMPLE = {
     "checkpoint.CheckpointError": "an error",
     "checkpoint.NoCheckpoint": "an error",
     "checkpoint.Loaded": "a record; the example of load shows it",
-    "checkpoint.Progress": "a record; the example of Saving shows it",
     "checkpoint.GenerationInfo": "a record; the example of generations shows it",
     "collectives.CollectiveMismatch": "an error",
     "collectives.Group": "a type",

@@ -53,7 +53,6 @@ EXPORTED = {
         "GenerationInfo",
         "Loaded",
         "NoCheckpoint",
-        "Progress",
         "ResumableSampler",
         "Saving",
         "close",

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
 import tempfile
@@ -109,18 +108,13 @@ def test_random_damage_is_always_found(
     )
 
 
-@pytest.mark.parametrize("which", ["manifest.json", "rank-00000.safetensors"])
-def test_a_file_that_is_gone(which: str, tmp_path: pathlib.Path) -> None:
-    for step in range(2):
+def test_a_file_that_is_gone(tmp_path: pathlib.Path) -> None:
+    for step in range(3):
         save(tmp_path, step)
-    (folder(tmp_path, 1) / which).unlink()
+    (folder(tmp_path, 2) / "manifest.json").unlink()
+    (folder(tmp_path, 1) / "rank-00000.safetensors").unlink()
     assert check(tmp_path) == 0
-    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, False]
-    shutil.rmtree(folder(tmp_path, 1))
-    (folder(tmp_path, 0) / which).unlink()
-    why = checkpoint.NoCheckpoint if which == "manifest.json" else checkpoint.CheckpointError
-    with pytest.raises(why, match=r"nothing was saved|no generation is good for all"):
-        checkpoint.load(tmp_path)
+    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, False, False]
 
 
 TAG = {"$": "tensor", "name": "absent"}
@@ -178,7 +172,14 @@ def kill(name: str, args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_before_everything_that_is_done_to_a_file(in_memory: pathlib.Path) -> None:
+def fail(name: str, args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("act", [kill, fail], ids=["killed", "disk full"])
+def test_before_everything_that_is_done_to_a_file(
+    act: Callable[[str, Any], None], in_memory: pathlib.Path
+) -> None:
     outcomes = set()
     for number in range(1, count_calls(in_memory / "count") + 1):
         directory = in_memory / str(number)
@@ -186,28 +187,41 @@ def test_killed_before_everything_that_is_done_to_a_file(in_memory: pathlib.Path
         def run(say: Say, at: int = number, directory: pathlib.Path = directory) -> None:
             for step in range(2):
                 save(directory, step, keep=2)
-            with at_call(at, kill):
-                save(directory, 3, keep=2)
-                say(3)
+            with at_call(at, act):
+                try:
+                    save(directory, 3, keep=2)
+                    say(3)
+                except checkpoint.CheckpointError as error:
+                    assert "nothing was saved to" in str(error)
+                    assert os.strerror(errno.ENOSPC) in str(error), error
+            # After an error the process goes on.
+            save(directory, 4, keep=2)
+            say(4)
 
         with Fork(run) as child:
             said = child.rest()
-            assert child.wait() in (-signal.SIGKILL, 0)
-        outcomes.add(check(directory))
-        assert not said or check(directory) == 3, "a committed generation was lost"
-        # The next save works, and nothing of the killed one stays.
-        save(directory, 4, keep=2)
+            assert child.wait() == (-signal.SIGKILL if act is kill else 0)
+        if act is kill:
+            outcomes.add(check(directory))
+            assert not said or check(directory) == 3, "a committed generation was lost"
+            # The next save works, and nothing of the killed one stays.
+            save(directory, 4, keep=2)
+            checkpoint.close(directory)
+        else:
+            # Not all matter: that the removal of what nobody needs fails, for one.
+            outcomes.add(3 if 3 in said else 1)
+            assert said[-1] == 4
         assert check(directory) == 4
         assert all(info.complete for info in checkpoint.generations(directory))
         assert not list(directory.rglob(".*"))
-        checkpoint.close(directory)
     assert outcomes == {1, 3}
 
 
+@pytest.mark.long_faults
 def test_killed_at_random_while_it_saves(
     tmp_path: pathlib.Path, repeats: Callable[..., int], figures: Figures
 ) -> None:
-    kills, lost, during, size = repeats(quick=15, long=1000), 0, 0, 2**16
+    kills, lost, during, size = repeats(quick=1, long=1000), 0, 0, 2**16
 
     def run(say: Say) -> None:
         step = max(numbers(tmp_path), default=-1) + 1
@@ -240,50 +254,6 @@ def test_killed_at_random_while_it_saves(
         baseline="19 of 20 (torch.save)",
         details=f"{during} left an unfinished generation",
     )
-
-
-def test_an_error_of_the_system_anywhere(in_memory: pathlib.Path) -> None:
-    calls, full = count_calls(in_memory / "count"), os.strerror(errno.ENOSPC)
-
-    def fail(name: str, args: Any) -> None:
-        raise OSError(errno.ENOSPC, full)
-
-    def run(say: Say) -> None:
-        for number in range(1, calls + 1):
-            directory = in_memory / str(number)
-            for step in range(2):
-                save(directory, step, keep=2)
-            with at_call(number, fail):
-                try:
-                    save(directory, 3, keep=2)
-                except checkpoint.CheckpointError as error:
-                    say(number)
-                    assert "nothing was saved to" in str(error) and full in str(error), error
-            check(directory)
-            save(directory, 4, keep=2)
-            assert check(directory) == 4
-            assert all(info.complete for info in checkpoint.generations(directory))
-            checkpoint.close(directory)
-
-    with Fork(run) as child:
-        told = child.rest()
-        assert child.wait() == 0
-    # Not all matter: that the removal of what nobody needs fails, for one.
-    assert len(told) >= 4
-
-
-def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
-    def run(say: Say) -> None:
-        save(tmp_path, 0)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-        with pytest.raises(checkpoint.CheckpointError, match=r"File too large"):
-            save(tmp_path, 1, size=2**18)
-        assert check(tmp_path) == 0
-        assert not list(tmp_path.rglob(".*"))
-        save(tmp_path, 2)
-        assert check(tmp_path) == 2
-
-    succeed(run)
 
 
 def test_everything_is_on_the_disk_before_it_counts(

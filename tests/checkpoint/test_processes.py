@@ -361,14 +361,14 @@ def test_directories_that_are_not_the_same(cluster: Cluster, tmp_path: pathlib.P
     for rank in (0, 1):
         checkpoint.save(tmp_path / str(rank), step=rank)
     checkpoint.close()
-    texts = cluster.run(load_own, 2, tmp_path)
-    assert all("the processes see different ones" in text for text in texts)
-    damage(tmp_path, 0, 0)
-    texts = cluster.run(load_own, 2, tmp_path)
-    assert all("rank 0: manifest.json is damaged" in text for text in texts)
-    shutil.rmtree(tmp_path / "0")
-    texts = cluster.run(load_own, 2, tmp_path)
-    assert all("no generation is good for all processes" in text for text in texts)
+    for spoil, message in (
+        (None, "the processes see different ones"),
+        (lambda: damage(tmp_path, 0, 0), "rank 0: manifest.json is damaged"),
+        (lambda: shutil.rmtree(tmp_path / "0"), "no generation is good for all processes"),
+    ):
+        if spoil is not None:
+            spoil()
+        assert all(message in text for text in cluster.run(load_own, 2, tmp_path))
 
 
 # --- lost work -----------------------------------------------------------------------------------

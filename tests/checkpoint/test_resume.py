@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, ShardedOptimizer, checkpoint
 
 
@@ -90,28 +89,6 @@ def check_resume(make: Callable[[], Training], directory: pathlib.Path, **option
     assert_equal(other.result(), expected)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "capturable": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_with_every_optimizer(name: str, tmp_path: pathlib.Path) -> None:
-    def make() -> Training:
-        model = DataParallel(build_net(), ["cpu", "cpu"])
-        return Training(model, OPTIMIZERS[name](model.parameters()))
-
-    check_resume(make, tmp_path)
-
-
 class _OnLoss(lr_scheduler.ReduceLROnPlateau):
     """Steps with a loss that does not fall."""
 
@@ -122,50 +99,55 @@ class _OnLoss(lr_scheduler.ReduceLROnPlateau):
         super().step(metrics)
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=20),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-3, step_size_up=2, mode="exp_range"),
-    "plateau": lambda o: _OnLoss(o),
-    "chained": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+def with_optimizer(make: Callable[[Any], Optimizer]) -> Training:
+    model = DataParallel(build_net(), ["cpu", "cpu"])
+    return Training(model, make(model.parameters()))
+
+
+def with_scheduler(make: Callable[[Optimizer], Any]) -> Training:
+    net = build_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.5)
+    return Training(net, optimizer, make(optimizer))
+
+
+def of_replicas(device: str) -> Training:
+    slots = ["cpu"] * 4 if device == "cpu" else [f"virtual:{i}" for i in range(4)]
+    model = DistributedDataParallel(build_net().to(slots[0]), slots)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def sharded() -> Training:
+    model = DataParallel(build_net().to("virtual:0"), ["virtual:0", "virtual:1"])
+    return Training(model, ShardedOptimizer(torch.optim.AdamW, model, lr=0.01))
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "amsgrad": lambda: with_optimizer(lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True)),
+    "capturable": lambda: with_optimizer(
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False)
     ),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o), lr_scheduler.PolynomialLR(o)], milestones=[4]
+    "momentum": lambda: with_optimizer(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
+    "adafactor": lambda: with_optimizer(lambda p: torch.optim.Adafactor(p, lr=0.01)),
+    "rprop": lambda: with_optimizer(lambda p: torch.optim.Rprop(p, lr=0.01)),
+    "one cycle": lambda: with_scheduler(lambda o: lr_scheduler.OneCycleLR(o, 1e-3, total_steps=20)),
+    "milestones": lambda: with_scheduler(lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4])),
+    "lambda": lambda: with_scheduler(lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)),
+    "plateau": lambda: with_scheduler(_OnLoss),
+    "sequential": lambda: with_scheduler(
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.PolynomialLR(o)], milestones=[4]
+        )
     ),
+    "CPU replicas": lambda: of_replicas("cpu"),
+    "virtual replicas": lambda: of_replicas("virtual"),
+    "sharded": sharded,
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_with_every_scheduler(name: str, tmp_path: pathlib.Path) -> None:
-    def make() -> Training:
-        net = build_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.5)
-        return Training(net, optimizer, SCHEDULERS[name](optimizer))
-
-    check_resume(make, tmp_path)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_with_several_replicas(
-    slots: list[str], asynchronous: bool, tmp_path: pathlib.Path
-) -> None:
-    def make() -> Training:
-        model = DistributedDataParallel(build_net().to(slots[0]), slots)
-        return Training(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-
-    check_resume(make, tmp_path, asynchronous=asynchronous)
-
-
-def test_with_a_sharded_optimizer(slots: list[str], tmp_path: pathlib.Path) -> None:
-    def make() -> Training:
-        model = DataParallel(build_net().to(slots[0]), slots)
-        return Training(model, ShardedOptimizer(torch.optim.AdamW, model, lr=0.01))
-
-    check_resume(make, tmp_path)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_goes_on(name: str, tmp_path: pathlib.Path) -> None:
+    check_resume(TRAININGS[name], tmp_path, asynchronous="replicas" in name)
 
 
 def test_with_optimizers_in_backward(tmp_path: pathlib.Path) -> None:
@@ -276,11 +258,3 @@ def test_objects_of_the_user(tmp_path: pathlib.Path) -> None:
     assert loaded.user["names"] == ("a", "b") and torch.equal(loaded.user[3], torch.arange(3))
     assert torch.equal(torch.rand(2, generator=generator), expected[0])
     assert torch.equal(other.weight, expected[1]) and scaler.get_scale() == 8.0
-
-
-def test_wrappers_have_the_names_of_the_module(tmp_path: pathlib.Path) -> None:
-    net = nn.Linear(2, 2)
-    checkpoint.save(tmp_path, nn.DataParallel(net), step=0)
-    other = dataparallel.DataParallel(nn.Linear(2, 2), ["cpu"])
-    checkpoint.load(tmp_path, other)
-    assert torch.equal(other.module.weight, net.weight)

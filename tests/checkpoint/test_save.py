@@ -63,15 +63,6 @@ def test_what_changes_later_is_not_saved(device: str, gate: Gate, tmp_path: path
     assert loaded.user == {"history": [1, 2]}
 
 
-def test_progress(gate: Gate, tmp_path: pathlib.Path) -> None:
-    tensor = torch.zeros(1000)
-    saving = checkpoint.save(tmp_path, step=0, rng=False, user=tensor, asynchronous=True)
-    assert saving.progress() == (0, tensor.nbytes)
-    gate.opened.set()
-    saving.wait(30)
-    assert saving.progress() == (tensor.nbytes, tensor.nbytes)
-
-
 def test_memory_is_used_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, made = nn.Linear(64, 64), []
     empty: Callable[..., Any] = torch.empty_like
@@ -143,14 +134,6 @@ def test_the_next_save_tells_of_a_failure_in_the_background(
     # The failure is told once.
     checkpoint.save(tmp_path, step=3, asynchronous=True).wait(30)
     assert [info.complete for info in checkpoint.generations(tmp_path)] == [True]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_value_that_cannot_be_saved(asynchronous: bool, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match=r"user\.a\.1 is a builtins\.object"):
-        checkpoint.save(tmp_path, step=1, user={"a": [1, object()]}, asynchronous=asynchronous)
-    # Not a second time.
-    checkpoint.save(tmp_path, step=2, asynchronous=asynchronous).wait(30)
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,8 @@ class ResumableSampler(Sampler[list[int]]):
         if num_processes is None:
             num_processes = dist.get_world_size() if there_are else 1
         self.length = dataset if isinstance(dataset, int) else len(dataset)
-        self.batch_size, self.shuffle, self.seed, self.drop_last = (
-            batch_size,
-            shuffle,
-            seed,
-            drop_last,
-        )
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.shuffle, self.seed = shuffle, seed
         self.rank, self.num_processes = rank, num_processes
         self.epoch = 0
         # Samples of this epoch that the training has got, over all processes.

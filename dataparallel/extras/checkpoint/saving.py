@@ -8,7 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import filelock
 import torch
@@ -105,18 +105,6 @@ def group_of(group: dist.ProcessGroup | None, model: nn.Module | None) -> dist.P
 # --- one save ------------------------------------------------------------------------------------
 
 
-class Progress(NamedTuple):
-    """How far a save has come in this process.
-
-    Attributes:
-        written: Bytes that are on the disk.
-        total: Bytes that this process writes.
-    """
-
-    written: int
-    total: int
-
-
 class Saving:
     """A save that may still be under way; see :func:`dataparallel.checkpoint.save`.
 
@@ -124,14 +112,11 @@ class Saving:
 
         saving = save("run", model, optimizer, step=step, asynchronous=True)
         ...                                   # training goes on
-        print(saving.progress())              # Progress(written=..., total=...)
         print("saved as generation", saving.wait())
     """
 
     def __init__(self, directory: str, number: int, tensors: dict[str, Tensor]) -> None:
         self._directory, self._number, self._tensors = directory, number, tensors
-        self._total = sum(tensor.nbytes for tensor in tensors.values())
-        self._written = 0
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
         self._is_told = False
@@ -139,10 +124,6 @@ class Saving:
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
         return self._ended.is_set()
-
-    def progress(self) -> Progress:
-        """How many bytes this process has written, and how many there are."""
-        return Progress(self._written, self._total)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the generation is on the disk in all processes, and return its number.
@@ -173,17 +154,12 @@ class Saving:
 
         def write() -> dict[str, Any]:
             path = _directory.file_of(*place, peers.rank)
-            file = _directory.write_tensors(path, self._tensors)
-            self._written = self._total
-            return {"trees": trees, "file": file}
+            return {"trees": trees, "file": _directory.write_tensors(path, self._tensors)}
 
         def commit() -> None:
             if peers.rank == 0:
-                of_all = {
-                    "trees": [w["trees"] for w in written],
-                    "files": [w["file"] for w in written],
-                }
-                _directory.commit(*place, {**about, **of_all})
+                all_trees, files = ([each[what] for each in written] for what in ("trees", "file"))
+                _directory.commit(*place, {**about, "trees": all_trees, "files": files})
 
         try:
             written = peers.share("writing the files", write)
