@@ -84,19 +84,13 @@ def constant(*costs: tuple[float, float]) -> Callable[[int], Sequence[Cost]]:
 # --- what is measured ------------------------------------------------------------------------
 
 
-def test_forward_and_backward_of_each_replica_count() -> None:
-    step = measure(record((4, 8), (2.0, 3.0)))
+@pytest.mark.parametrize("common", [None, 7.0])
+def test_what_each_replica_computes_counts(common: float | None) -> None:
+    step = measure(record((4, 8), (2.0, 3.0), common=common))
     assert step is not None
-    assert step.samples == (4, 8)
-    assert step.seconds == (2.0, 3.0)
-    assert step.common == 0.0
-
-
-def test_a_backward_of_all_replicas_is_common() -> None:
-    step = measure(record((4, 8), (2.0, 3.0), common=7.0))
-    assert step is not None
-    assert step.seconds == (2.0, 3.0)
-    assert step.common == pytest.approx(7.0)
+    assert (step.samples, step.seconds) == ((4, 8), (2.0, 3.0))
+    assert step.common == pytest.approx(common or 0.0)
+    assert measure(record((4, 0), (2.0, 1.0))) is None
 
 
 def test_a_criterion_counts_where_the_replica_runs_it() -> None:
@@ -106,10 +100,6 @@ def test_a_criterion_counts_where_the_replica_runs_it() -> None:
     step = measure(StepRecord(1, "train", 0.0, 9.0, 2, replicas))
     assert step is not None
     assert step.seconds == (1.5, 1.0)
-
-
-def test_a_step_without_a_replica_tells_nothing() -> None:
-    assert measure(record((4, 0), (2.0, 1.0))) is None
 
 
 # --- what is decided -------------------------------------------------------------------------
