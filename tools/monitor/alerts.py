@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataparallel.monitor.findings import Finding
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.history import History
+from dataparallel.tools.monitor.history import History, RunHistory
 from dataparallel.tools.monitor.reading import DeviceReading
-from dataparallel.tools.monitor.run_history import RunHistory
 from dataparallel.tools.monitor.run_period import summarize_periods
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.

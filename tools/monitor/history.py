@@ -1,15 +1,109 @@
-"""What the last samples were, and since when something holds."""
+"""What the last samples were: since when something holds, and what happened lately in the run."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
+from dataparallel.monitor.findings import RunTotals, add_up
+from dataparallel.monitor.run import RunState
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, Sample
-from dataparallel.tools.monitor.run_history import RunHistory
+from dataparallel.tools.monitor.run_period import RunPeriod, continues
 
-#: Metrics whose course is kept.
-KEPT = ("utilization",)
+#: So many states are kept at most, however often samples are taken.
+_MAX_STATES = 1000
+
+
+class RunHistory:
+    """The last states of the run that is watched.
+
+    Args:
+        window: So many seconds count as lately, or the last step if it is older. Default: 10.
+
+    Attributes:
+        gone_for: Seconds since the run was seen last; None while it is there, or if there was none.
+    """
+
+    def __init__(self, window: float = 10.0) -> None:
+        self._window = window
+        # With the samples' own clock: that of the host may be set while a run is watched.
+        self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
+        self._period: RunPeriod | None = None
+        self._totals: RunTotals | None = None
+        self._seen = 0.0
+        self.gone_for: float | None = None
+
+    @property
+    def state(self) -> RunState | None:
+        """The newest state; it stays when the run is gone."""
+        return self._states[-1][1] if self._states else None
+
+    def add(self, state: RunState | None, elapsed: float) -> None:
+        """Take the state of the next sample.
+
+        Args:
+            state: None if there is no run, or not any more.
+            elapsed: Seconds since the first sample.
+        """
+        if state is None:
+            self.gone_for = elapsed - self._seen if self._states else None
+            return
+        self._seen, self.gone_for = elapsed, None
+        self._period = self._totals = None
+        if self._states and (
+            elapsed < self._states[-1][0] or not continues(self._states[-1][1], state)
+        ):
+            self._states.clear()
+        if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
+            # While nothing happens the states in between tell nothing.
+            self._states.pop()
+        self._states.append((elapsed, state))
+        while (
+            len(self._states) > 2
+            and self._states[1][0] <= elapsed - self._window
+            and self._states[1][1].num_steps < state.num_steps
+        ):
+            self._states.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that lately comprises; 0 with less than two states."""
+        return self._states[-1][0] - self._states[0][0] if self._states else 0.0
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steps per second lately; None with less than two states."""
+        return self._rate([state.num_steps for _, state in self._states])
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second lately, in this process; None with less than two states."""
+        return self._rate([state.num_samples for _, state in self._states])
+
+    def _rate(self, counts: Sequence[int]) -> float | None:
+        return (counts[-1] - counts[0]) / self.seconds if self.seconds else None
+
+    @property
+    def period(self) -> RunPeriod | None:
+        """The states lately, as those of a recording; None without any."""
+        if self._period is None and self._states:
+            states = tuple(state for _, state in self._states)
+            self._period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
+        return self._period
+
+    @property
+    def totals(self) -> RunTotals | None:
+        """What the steps lately come to, or all if there were none lately; None without steps."""
+        if self._totals is None and self.period is not None and self.period.states[-1].num_steps:
+            self._totals = add_up(self.period.parts(), self.period.info)
+        return self._totals
+
+    @property
+    def shares(self) -> list[dict[Phase, float]]:
+        """Per replica the share of each phase that occurs lately; empty without steps."""
+        totals = self.totals
+        return [] if totals is None else [dict(one.shares) for one in totals.replicas]
 
 
 class History:
@@ -20,7 +114,7 @@ class History:
         history = History()
         for sample in sampler.samples():
             history.add(sample)
-            print(history.course("cpu", "utilization"))
+            print(history.course("cpu"))
 
     Args:
         length: How many samples are kept. Default: 600.
@@ -34,7 +128,7 @@ class History:
         self.sample: Sample | None = None
         self.run = RunHistory()
         self._length = length
-        self._courses: dict[tuple[str, str], deque[float | None]] = {}
+        self._courses: dict[str, deque[float | None]] = {}
         self._since: dict[str, float] = {}
 
     def add(self, sample: Sample) -> None:
@@ -44,17 +138,14 @@ class History:
             self._since.clear()
         self.sample = sample
         self.run.add(sample.run, sample.elapsed)
-        present = {device.device: device for device in sample.devices}
-        known = dict.fromkeys([*(name for name, _ in self._courses), *present])
-        for name in known:
-            device = present.get(name)
-            for metric in KEPT:
-                course = self._courses.setdefault((name, metric), deque(maxlen=self._length))
-                course.append(None if device is None else device.value(metric))
+        busy = {device.device: device.value("utilization") for device in sample.devices}
+        for name in dict.fromkeys([*self._courses, *busy]):
+            course = self._courses.setdefault(name, deque(maxlen=self._length))
+            course.append(busy.get(name))
 
-    def course(self, device: str, metric: str) -> Sequence[float | None]:
-        """The last values of a metric of a device, the newest last; one per sample."""
-        return tuple(self._courses.get((device, metric), ()))
+    def course(self, device: str) -> Sequence[float | None]:
+        """The last utilizations of a device, the newest last; one per sample."""
+        return tuple(self._courses.get(device, ()))
 
     def held(self, name: str, holds: bool) -> float:
         """For how many seconds something has held without a break, as far as samples tell.

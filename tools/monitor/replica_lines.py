@@ -18,9 +18,9 @@ from dataparallel.tools.monitor.bars import (
     share_bar,
     step_bar,
 )
+from dataparallel.tools.monitor.history import RunHistory
 from dataparallel.tools.monitor.palette import PHASE_STYLES
 from dataparallel.tools.monitor.reading import HostReading
-from dataparallel.tools.monitor.run_history import RunHistory
 
 #: Number, device, phase, for how long, chunk, idle.
 _WIDTHS = (3, 10, 12, 10, 7, 6)

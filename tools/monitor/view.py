@@ -124,7 +124,7 @@ class View:
                 title = [Text(name, "bold"), Text(self._replicas_on(device), _ACCENT)]
                 told = Text(clean(device.name), "dim")
                 lines.append(joined([*title, *_facts(device), told], "  "))
-                course = self.history.course(device.device, "utilization")
+                course = self.history.course(device.device)
                 lines.append(_measures(device, course, width))
             else:
                 lines.append(_one_line(device, name, width))
