@@ -25,7 +25,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test versions gpu soak check docs format build registers clean
+.PHONY: help train test versions gpu soak check docs format build clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -63,9 +63,6 @@ format: $(DEV_STAMP) ## format the code
 build: $(DEV_STAMP) ## make the wheel and the source archive in dist/
 	@$(VENV)/bin/python -m build --quiet --outdir dist
 	@ls -l dist
-
-registers: $(DEV_STAMP) ## compile the CUDA kernels with nvcc and write down what they take
-	@$(VENV)/bin/python -m tests.kernels.register_report
 
 clean: ## remove what the commands made, but not the environment
 	rm -rf build dist out site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,32 +1,19 @@
-"""Functions of a test run in processes that are workers of ``torch.distributed.rpc``.
-
-To start the workers takes longer than most tests do, so the tests of this folder share one world of
-four; only those that lose a worker start their own.
-"""
+"""Processes that are workers of ``torch.distributed.rpc``, and what tests keep on them."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
-import pickle
-import socket
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store
-from torch.distributed import autograd
 from torch.distributed.rpc import api as _api
 
 from dataparallel import distributed_autograd
@@ -35,135 +22,119 @@ from tests.cluster import Cluster
 
 # Whatever torch imports there, mypy takes for private.
 api: Any = _api
-_torch_autograd: Any = autograd
 
 #: Seconds until a worker must have nothing left of the contexts that have ended.
 CLEAN = 10.0
 
 
-def rpc_world(
-    cluster: Cluster,
-    function: Callable[..., Any],
-    world_size: int,
-    *args: object,
-    timeout: float = 60.0,
-    expect_errors: bool = False,
-    lost: Collection[int] = (),
-    virtual: bool = False,
-) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` in one process per rank, each a worker.
+class World:
+    """Workers ``worker0``, ``worker1`` and so on, with four virtual devices each.
 
-    The workers are called ``worker0``, ``worker1`` and so on. Each serves the others until all
-    functions have returned or failed; then ``debug_info()`` must become zero everywhere.
+    They are not the processes of other tests: torch's remote references work only with the first
+    ``init_rpc`` of a process. After a failure others take their place.
 
     Example::
 
-        def chain(rank: int, world_size: int) -> None:
-            if rank == 0:
-                w = torch.ones(2, requires_grad=True)
-                with context() as context_id:
-                    backward(context_id, [rpc_sync("worker1", torch.sin, (w,)).sum()])
-                    assert get_gradients(context_id)[w].equal(w.cos())
+        def sine() -> None:
+            w = torch.ones(2, requires_grad=True)
+            with context() as context_id:
+                backward(context_id, [rpc_sync("worker1", torch.sin, (w,)).sum()])
+                assert get_gradients(context_id)[w].equal(w.cos())
 
-        def test_chain(cluster: Cluster) -> None:
-            rpc_world(cluster, chain, 2)
+        def test_sine(world: World) -> None:
+            world.run(sine)
 
     Args:
-        cluster: The fixture of that name.
-        function: A function of a module, found there by its name. What it returns is pickled.
-        world_size: How many processes.
-        args: Further arguments, which are pickled.
-        timeout: Seconds after which processes that still run are ended. A call that does not say
-            otherwise may take half of it, and 30 s at most.
-        expect_errors: Return exceptions in place of results. Default: raise the first one.
-        lost: The ranks that will not come to the end, since the test kills them. The others do
-            not wait for them, and need not be clean.
-        virtual: Whether the processes have virtual devices.
-
-    Returns:
-        The result of every rank.
-
-    Raises:
-        BaseException: What a rank raised.
-        AssertionError: A worker was not clean at the end.
+        size: How many workers.
     """
-    # Compiling takes longer than a test may.
-    extension()
-    with tempfile.TemporaryDirectory(prefix="rpc-") as directory:
-        inputs = (function, directory, timeout, frozenset(lost), args)
-        run: Any = cluster.run
-        result: list[Any] = run(
-            _serve,
-            world_size,
-            *inputs,
-            timeout=timeout,
-            expect_errors=expect_errors,
-            init_group=False,
-            virtual=virtual,
-        )
+
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._cluster: Cluster | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        clean: bool = True,
+        timeout: float = 100.0,
+    ) -> Any:
+        """Call a function on ``worker0``, and see that no worker has a context left.
+
+        Args:
+            function: A function of a module, found there by its name. What it returns is pickled.
+            args: Its arguments, which are pickled.
+            clean: Whether all workers have to be clean; not where one is lost.
+            timeout: Seconds that it may take.
+        """
+        cluster = self._cluster or self._start()
+        try:
+            (result,) = cluster.run(
+                _job, 1, function, args, clean, init_group=False, virtual=True, timeout=timeout
+            )
+        except BaseException:
+            self.close()
+            raise
         return result
 
+    def close(self) -> None:
+        """End the workers."""
+        if self._cluster is not None and self._folder is not None:
+            self._cluster.close()
+            self._folder.cleanup()
+        self._cluster = self._folder = None
 
-def _serve(
-    rank: int,
-    world_size: int,
-    function: Callable[..., Any],
-    directory: str,
-    timeout: float,
-    lost: frozenset[int],
-    args: tuple[object, ...],
-) -> Any:
+    def _start(self) -> Cluster:
+        # Compiling takes longer than a worker may take to answer.
+        extension()
+        self._cluster, self._folder = Cluster(), tempfile.TemporaryDirectory(prefix="rpc-")
+        path = f"{self._folder.name}/rpc"
+        self._cluster.run(_begin, self._size, path, init_group=False, virtual=True)
+        return self._cluster
+
+
+def _begin(rank: int, world_size: int, path: str) -> None:
+    """Become a worker: it serves the others until its process ends."""
     # As gloo, it would else look up the machine's name, and listen to the network.
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
-    store = FileStore(f"{directory}/meetings", world_size)
     # A nested call keeps a thread of each worker on its way; and a worker with other transports
     # looks for messages all the time, on the cores that the others need.
     options = torch_rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{directory}/rpc",
-        rpc_timeout=min(timeout / 2, 30.0),
-        num_worker_threads=64,
-        _transports=["uv"],
+        init_method=f"file://{path}", rpc_timeout=30.0, num_worker_threads=64, _transports=["uv"]
     )
-    # Parts of names, and not the same in processes that have served different tests.
-    torch_rpc._init_counter = 0
-    api._all_gather_sequence_id.clear()
-    others = [other for other in range(world_size) if other not in lost]
-    try:
-        with warnings.catch_warnings():
-            # What init_rpc itself does with its process group.
-            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-            torch_rpc.init_rpc(
-                f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options
-            )
-        # Nobody leaves while another may still have to tell it something.
-        with _meeting(store, "clean", rank, others, timeout):
-            with _meeting(store, "end", rank, others, timeout):
-                result = function(rank, world_size, *args)
-            if not lost and not store.check(["failed"]):
-                expect_clean()
-                api._delete_all_user_and_unforked_owner_rrefs()
-        return result
-    finally:
-        # A graceful one counts the shutdowns of a process, and waits for those who have counted as
-        # many; and it would wait for a worker that is lost.
-        if api._is_current_rpc_agent_set():
-            torch_rpc.shutdown(graceful=False)
+    with warnings.catch_warnings():
+        # What init_rpc itself does with its process group.
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        torch_rpc.init_rpc(
+            f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options
+        )
 
 
-@contextlib.contextmanager
-def _meeting(
-    store: Store, name: str, rank: int, others: list[int], timeout: float
-) -> Iterator[None]:
-    """Wait at the end for the others, also after an error."""
-    try:
-        yield
-    except BaseException:
-        store.set("failed", "yes")
-        raise
-    finally:
-        store.set(f"{name}{rank}", "here")
-        expected = [f"{name}{other}" for other in others]
-        store.wait(expected, datetime.timedelta(seconds=timeout))
+def _job(
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    clean: bool,
+) -> Any:
+    everywhere(_prepare)
+    result = function(*args)
+    if clean:
+        expect_clean_everywhere()
+        everywhere(forget)
+    return result
+
+
+def _prepare() -> None:
+    # As in the process that runs the test.
+    warnings.simplefilter("error")
 
 
 def expect_clean(seconds: float = CLEAN) -> None:
@@ -201,11 +172,13 @@ _gates: dict[str, threading.Event] = {}
 _lock = threading.Lock()
 
 
-def leaf(name: str, *shape: int) -> Tensor:
-    """A leaf of this worker, made at the first use, with values that depend on the name only.
+def ones(*shape: int) -> Tensor:
+    """A leaf that the test alone has."""
+    return torch.ones(shape or (3,), dtype=torch.float64, requires_grad=True)
 
-    It is no ``nn.Parameter``: torch's own calls cut the graph at those.
-    """
+
+def leaf(name: str, *shape: int) -> Tensor:
+    """A leaf of this worker, made at the first use, with values that depend on the name only."""
     with _lock:
         if name not in _leaves:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -214,17 +187,17 @@ def leaf(name: str, *shape: int) -> Tensor:
         return _leaves[name]
 
 
-def own_gradients(context_id: int | None, torchs: bool = False) -> dict[str, Tensor]:
-    """The gradients of this worker's leaves in a context, or torch's; else in ``.grad``."""
-    if not _leaves:
+def own_gradients(context_id: int | None) -> dict[str, Tensor]:
+    """The gradients of this worker's leaves in a context, or else in ``.grad``, by name."""
+    with _lock:
+        leaves = dict(_leaves)
+    if not leaves:
         return {}
     if context_id is None:
-        found = {leaf: leaf.grad for leaf in _leaves.values() if leaf.grad is not None}
-    elif torchs:
-        found = _torch_autograd.get_gradients(context_id)
+        found = {leaf: leaf.grad for leaf in leaves.values() if leaf.grad is not None}
     else:
         found = distributed_autograd.get_gradients(context_id)
-    return {name: found[leaf] for name, leaf in _leaves.items() if leaf in found}
+    return {name: found[leaf] for name, leaf in leaves.items() if leaf in found}
 
 
 def note(value: Any) -> None:
@@ -283,120 +256,3 @@ def gated(x: Tensor, name: str) -> Tensor:
     """``Gated`` behind a leaf."""
     y: Tensor = Gated.apply(x * leaf("w"), name)
     return y
-
-
-# --- one world for many tests --------------------------------------------------------------------
-
-
-class World:
-    """Four workers, with four virtual devices each, that run one function after the other.
-
-    They are not those of other tests: torch's remote references work only with the first
-    ``init_rpc`` of a process. Where a function fails, others take their place.
-    """
-
-    SIZE = 4
-    #: Seconds that a function may take, and that all may take.
-    LIMIT, ALL = 100.0, 1500.0
-
-    def __init__(self) -> None:
-        self._cluster = Cluster()
-        self._connection: Connection | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def run(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call a function on ``worker0``, and see that no worker has a context left.
-
-        Example::
-
-            def sine() -> None:
-                w = torch.ones(2, requires_grad=True)
-                with context() as context_id:
-                    backward(context_id, [rpc_sync("worker1", torch.sin, (w,)).sum()])
-                    assert get_gradients(context_id)[w].equal(w.cos())
-
-            def test_sine(world: World) -> None:
-                world.run(sine)
-
-        Args:
-            function: A function of a module, found there by its name. What it returns is pickled.
-            args: Its arguments, which are pickled.
-
-        Returns:
-            The result.
-
-        Raises:
-            AssertionError: It failed; the text has its traceback.
-        """
-        connection = self._connection or self._start()
-        try:
-            connection.send_bytes(pickle.dumps((function, args)))
-            if not connection.poll(self.LIMIT):
-                raise TimeoutError("no answer")
-            result, failure = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            self.close()
-            raise AssertionError(f"the workers ended: {self._error!r}") from error
-        if failure:
-            self.close()
-            raise AssertionError(failure)
-        return result
-
-    def close(self) -> None:
-        """End the workers."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._thread is not None:
-            self._thread.join(20)
-            self._thread = None
-        self._cluster.close()
-
-    def _start(self) -> Connection:
-        self.close()
-        self._cluster = Cluster()
-        # Compiling takes longer than a worker may take to answer.
-        extension()
-        with tempfile.TemporaryDirectory(prefix="world-") as directory:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(f"{directory}/world")
-                server.listen(1)
-                server.settimeout(200)
-                self._thread = threading.Thread(target=self._work, args=(directory,), daemon=True)
-                self._thread.start()
-                accepted, _ = server.accept()
-            accepted.setblocking(True)
-            self._connection = Connection(accepted.detach())
-        return self._connection
-
-    def _work(self, directory: str) -> None:
-        try:
-            path = f"{directory}/world"
-            rpc_world(self._cluster, _jobs, self.SIZE, path, timeout=self.ALL, virtual=True)
-        except BaseException as error:
-            self._error = error
-
-
-def _jobs(rank: int, world_size: int, address: str) -> None:
-    """Worker 0 runs what it is sent, and the others serve it."""
-    if rank != 0:
-        return
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(address)
-        connection = Connection(client.detach())
-    with connection:
-        while True:
-            try:
-                function, args = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            result, failure = None, ""
-            try:
-                torch.manual_seed(0)
-                result = function(*args)
-                expect_clean_everywhere()
-                everywhere(forget)
-            except (Exception, pytest.fail.Exception):
-                failure = traceback.format_exc()
-            connection.send_bytes(pickle.dumps((result, failure)))

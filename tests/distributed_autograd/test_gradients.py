@@ -1,257 +1,46 @@
-"""Gradients over workers, beside ordinary autograd and torch's distributed autograd."""
+"""Gradients over workers are those of one process: shapes, types, objects, functions and hooks.
+
+Beside this, random programs go through chains of calls, state on workers, views, changes in place,
+sparse gradients, undefined ones and checkpoints.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from dataparallel.distributed_autograd import rpc_sync
-from tests.distributed_autograd.oracle import Call, Case, compare
-from tests.distributed_autograd.rpc_workers import World, leaf, note, take_notes
+from dataparallel.distributed_autograd import backward, context, rpc_sync
+from tests.distributed_autograd.rpc_workers import (
+    everywhere,
+    forget,
+    leaf,
+    own_gradients,
+)
 
-NAMES = ["worker0", "worker1", "worker2", "worker3"]
+#: ``call(function, *args, **kwargs)`` runs a function here, or on another worker.
+Call = Callable[..., Any]
+#: Makes calls and returns the roots.
+Case = Callable[[Call], Sequence[Tensor]]
 
 
-def scaled(x: Tensor, name: str = "scale") -> Tensor:
-    return torch.tanh(x * leaf(name))
+def here(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    return function(*args, **kwargs)
 
 
-def shifted(x: Tensor) -> Tensor:
-    return x + leaf("shift")
+def there(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    return rpc_sync("worker1", function, args, kwargs)
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
+def scaled(x: Tensor) -> Tensor:
+    return torch.tanh(x * leaf("scale"))
 
 
-# --- where calls go --------------------------------------------------------------------------
-
-
-def simple(call: Call) -> list[Tensor]:
-    x, y = leaf("x"), leaf("y")
-    return [(call("worker1", product, x, y) + x).sum()]
-
-
-def to_self(call: Call) -> list[Tensor]:
-    return [call("worker0", scaled, leaf("x") * 2).sum()]
-
-
-def nothing_remote(call: Call) -> list[Tensor]:
-    return [scaled(leaf("x")).sum()]
-
-
-def down_the_line(call: Call, x: Tensor, names: list[str]) -> Tensor:
-    x = scaled(x, f"at {names[0]}")
-    if len(names) > 1:
-        x = call(names[1], down_the_line, call, x, names[1:]) * leaf(f"back {names[0]}")
-    return x
-
-
-def nested_to_all(call: Call) -> list[Tensor]:
-    return [call("worker1", down_the_line, call, leaf("x"), NAMES[1:]).sum()]
-
-
-def chain_over_all(call: Call) -> list[Tensor]:
-    x = leaf("x") * 1.0
-    for name in NAMES[1:] + NAMES:
-        x = call(name, scaled, x, f"of {name}")
-    return [x.sum()]
-
-
-def back_to_the_caller(call: Call) -> list[Tensor]:
-    names = ["worker1", "worker0", "worker1", "worker0", "worker2", "worker0"]
-    return [call("worker1", down_the_line, call, leaf("x"), names).sum()]
-
-
-def calls_itself(call: Call) -> list[Tensor]:
-    names = ["worker1", "worker1", "worker1", "worker0", "worker0"]
-    return [call("worker1", down_the_line, call, leaf("x"), names).sum()]
-
-
-def round_trips(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    for _ in range(5):
-        x = call("worker1", scaled, x, "far") + leaf("near")
-    return [x.sum()]
-
-
-# --- what is used, and how often -------------------------------------------------------------
-
-
-def residual(call: Call) -> list[Tensor]:
-    x = leaf("x") * 1.0
-    for name in NAMES[1:]:
-        x = x + call(name, scaled, x)
-    return [x.sum()]
-
-
-def residual_of_a_cycle(call: Call, x: Tensor, depth: int) -> Tensor:
-    if depth == 0:
-        return scaled(x, "bottom")
-    y = scaled(x, f"level {depth}")
-    below: Tensor = call(NAMES[depth % 2], residual_of_a_cycle, call, y, depth - 1)
-    return x + y * below
-
-
-def residual_cycle(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    return [(x + call("worker1", residual_of_a_cycle, call, x, 5)).sum()]
-
-
-def reused_weights(call: Call) -> list[Tensor]:
-    """One weight here goes to all workers; one at each worker is used by several calls."""
-    weight, x = leaf("weight"), leaf("x")
-    for name in NAMES[1:] + NAMES[1:]:
-        x = call(name, product, weight, call(name, scaled, x, "there")) + weight * x
-    return [x.sum(), (weight * weight).sum()]
-
-
-def shared_over_paths(call: Call, x: Tensor) -> Tensor:
-    at_worker3: Tensor = call("worker3", scaled, x, "shared")
-    at_worker0: Tensor = call("worker0", scaled, x, "shared")
-    return at_worker3 + at_worker0
-
-
-def shared_weights(call: Call) -> list[Tensor]:
-    """worker3 is reached through worker1, through worker2, and from here."""
-    x = leaf("x")
-    paths = [call(name, shared_over_paths, call, x) for name in ("worker1", "worker2")]
-    return [(paths[0] * paths[1] * call("worker3", scaled, x, "shared")).sum()]
-
-
-def a_message_to_each(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x * leaf("a"), x * leaf("b"), x * leaf("c")
-
-
-def partly_used(call: Call) -> list[Tensor]:
-    """One of three results is used: the gradient of a message is partly undefined."""
-    first, _, _ = call("worker1", a_message_to_each, leaf("x"))
-    _, second, _ = call("worker2", a_message_to_each, first)
-    return [second.sum()]
-
-
-def unused_inside(call: Call, x: Tensor) -> Tensor:
-    call("worker3", scaled, x, "unused")
-    call("worker0", scaled, x, "unused")
-    return x * leaf("used")
-
-
-def unused_calls(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    call("worker1", scaled, x)
-    call("worker2", unused_inside, call, x)
-    return [call("worker1", unused_inside, call, x * 2).sum()]
-
-
-def some_workers_only(call: Call) -> list[Tensor]:
-    x, y = leaf("x"), leaf("y")
-    for name in NAMES:
-        call(name, scaled, y, "not reached")
-    return [call("worker2", scaled, x).sum()]
-
-
-def detached(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    loose = call("worker1", scaled, x).detach()
-    return [(call("worker2", scaled, x) * loose).sum()]
-
-
-def several_roots(call: Call) -> list[Tensor]:
-    x, y = leaf("x"), leaf("y")
-    first = call("worker1", product, x, y)
-    second = call("worker2", scaled, first)
-    return [first.sum(), second.sum(), (first * second).mean(), first.prod(), x.max()]
-
-
-def one_root_twice(call: Call) -> list[Tensor]:
-    loss = call("worker1", scaled, leaf("x")).sum()
-    return [loss, loss]
-
-
-# --- what happens to tensors -----------------------------------------------------------------
-
-
-def changed_in_place(x: Tensor) -> Tensor:
-    y = x * leaf("factor")
-    y.mul_(2).add_(x)
-    y[1:] *= leaf("slice", 2)
-    return y
-
-
-def in_place(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    received = call("worker1", changed_in_place, x * 1.0)
-    received.mul_(3)
-    received[0] = x[1]
-    return [call("worker2", scaled, received).sum()]
-
-
-def after_it_was_sent(call: Call) -> list[Tensor]:
-    """The change belongs to the sender: what was sent is what it was."""
-    x = leaf("x") * 1.0
-    y = call("worker1", shifted, x)
-    x.mul_(2)
-    return [(y * y + x).sum(), call("worker1", shifted, x).prod()]
-
-
-def pieces(x: Tensor) -> list[Tensor]:
-    return [*x.view(2, 3).unbind(0), x[::2], x.t() if x.dim() == 2 else x.flip(0)]
-
-
-def views(call: Call) -> list[Tensor]:
-    x = leaf("x", 2, 6)
-    first, second, odd, rest = call("worker1", pieces, x[1])
-    return [(first * second * odd).sum(), call("worker2", pieces, rest)[2].sum(), x.t()[2].sum()]
-
-
-def looked_up(indices: Tensor, sparse: bool) -> Tensor:
-    table = leaf("table", 10, 3)
-    return torch.nn.functional.embedding(indices, table, sparse=sparse)
-
-
-def sparse(call: Call) -> list[Tensor]:
-    """The gradient of the table is sparse, and the sum of several."""
-    weight = leaf("weight")
-    first = call("worker1", looked_up, torch.tensor([1, 3, 3]), True)
-    second = call("worker1", looked_up, torch.tensor([3, 4]), True)
-    third = call("worker2", looked_up, torch.tensor([9]), True)
-    return [(first * weight).sum() + second.prod() + third.sum()]
-
-
-def sparse_and_dense(call: Call) -> list[Tensor]:
-    first = call("worker1", looked_up, torch.tensor([1, 3]), True)
-    second = call("worker1", looked_up, torch.tensor([3, 4]), False)
-    third = call("worker1", looked_up, torch.tensor([0]), True)
-    return [first.sum() + second.prod() + third.exp().sum()]
-
-
-def of_a_table(table: Tensor, indices: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(indices, table, sparse=True)
-
-
-def sparse_across(call: Call) -> list[Tensor]:
-    """A sparse gradient travels to where the table is."""
-    table = leaf("table", 6, 3)
-    return [call("worker1", of_a_table, table, torch.tensor([0, 5, 5])).prod()]
-
-
-def multiplied(matrix: Tensor, x: Tensor) -> Tensor:
-    out: Tensor = torch.sparse.mm(matrix, x)
-    return out
-
-
-def sparse_argument(call: Call) -> list[Tensor]:
-    values = leaf("values")
-    indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
-    with torch.sparse.check_sparse_tensor_invariants():
-        matrix = torch.sparse_coo_tensor(indices, values, (3, 3))
-    return [call("worker1", multiplied, matrix.coalesce(), torch.eye(3).double()).pow(2).sum()]
+# --- what tensors are ----------------------------------------------------------------------------
 
 
 def as_they_are(*tensors: Tensor) -> list[Tensor]:
@@ -268,7 +57,7 @@ def shapes_and_layouts(call: Call) -> list[Tensor]:
         x[:0],
         x.view(2, 2, 2, 3).permute(3, 0, 2, 1),
     ]
-    back = call("worker1", as_they_are, *sent)
+    back = call(as_they_are, *sent)
     assert [tensor.shape for tensor in back] == [tensor.shape for tensor in sent]
     return [(tensor * (index + 1)).sin().sum() for index, tensor in enumerate(back)]
 
@@ -276,19 +65,47 @@ def shapes_and_layouts(call: Call) -> list[Tensor]:
 def of_several_types(call: Call) -> list[Tensor]:
     x = leaf("x")
     sent = [x, x.float(), x.to(torch.complex128), x.half(), x.bfloat16(), x.to(torch.complex64)]
-    back = call("worker1", as_they_are, *sent)
+    back = call(as_they_are, *sent)
     assert [tensor.dtype for tensor in back] == [tensor.dtype for tensor in sent]
     real = [tensor.abs() if tensor.is_complex() else tensor for tensor in back]
     return [tensor.double().square().sum() for tensor in real]
 
 
-def two_of_one_memory(call: Call) -> list[Tensor]:
-    """The receiver changes one of them in place; the other was saved for backward."""
+def without_gradients(call: Call) -> list[Tensor]:
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.arange(3),
+        torch.tensor(2.5),
+        torch.empty(0),
+        torch.tensor([1], dtype=torch.uint8),
+        torch.tensor(1j),
+    ]
+    back = call(as_they_are, *sent)
+    for before, after in zip(sent, back, strict=True):
+        assert after.dtype == before.dtype and torch.equal(after, before)
+        assert not after.requires_grad
+    return [(leaf("x") * back[0] * back[1]).sum()]
+
+
+def multiplied(matrix: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = torch.sparse.mm(matrix, x)
+    return out
+
+
+def sparse_argument(call: Call) -> list[Tensor]:
+    values = leaf("values")
+    indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
+    with torch.sparse.check_sparse_tensor_invariants():
+        matrix = torch.sparse_coo_tensor(indices, values, (3, 3))
+    return [call(multiplied, matrix.coalesce(), torch.eye(3).double()).pow(2).sum()]
+
+
+def after_it_was_sent(call: Call) -> list[Tensor]:
+    """The change belongs to the sender: what was sent is what it was."""
     x = leaf("x") * 1.0
-    # In one process they would be one memory.
-    other = x.detach().clone() if call.__name__ == "here" else x.detach()
-    kept, changed = call("worker1", used_and_changed, x, other)
-    return [kept.sum(), (changed * leaf("y")).sum()]
+    y = call(torch.add, x, leaf("y"))
+    x.mul_(2)
+    return [(y * y + x).sum(), call(scaled, x).prod()]
 
 
 def used_and_changed(x: Tensor, y: Tensor) -> list[Tensor]:
@@ -297,23 +114,18 @@ def used_and_changed(x: Tensor, y: Tensor) -> list[Tensor]:
     return [kept, x]
 
 
-# --- objects of all kinds --------------------------------------------------------------------
+def two_of_one_memory(call: Call) -> list[Tensor]:
+    """The receiver changes one of them in place; the other was saved for backward."""
+    x = leaf("x") * 1.0
+    # In one process they would be one memory.
+    other = x.detach().clone() if call is here else x.detach()
+    kept, changed = call(used_and_changed, x, other)
+    return [kept.sum(), (changed * leaf("y")).sum()]
+
+
+# --- objects of all kinds ------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["first", "second"])
-
-
-@dataclass
-class Batch:
-    inputs: Tensor
-    extras: dict[str, Any] = field(default_factory=dict)
-
-
-class Slotted:
-    __slots__ = ("label", "tensor")
-
-    def __init__(self, tensor: Tensor, label: str) -> None:
-        self.tensor = tensor
-        self.label = label
 
 
 class Reduced:
@@ -327,11 +139,9 @@ class Reduced:
         return Reduced, (self.tensor,)
 
 
-def regrouped(batch: Batch, /, *rest: Any, scale: float, **named: Any) -> dict[str, Any]:
-    pair: Pair = batch.extras["pair"]
+def regrouped(pair: Pair, /, *rest: Any, scale: float, **named: Any) -> dict[str, Any]:
     return {
-        "pair": Pair(pair.second * scale, [pair.first, (batch.inputs,)]),
-        "slotted": Slotted(rest[0]["deep"][0][1].tensor * 2, "answer"),
+        "pair": Pair(pair.second[0] * scale, [pair.first, (rest[0]["deep"][0][1],)]),
         "reduced": Reduced(named["reduced"].doubled),
         "ordered": OrderedDict(a=named["many"][0], b=None, c="text", d=[1, 2.5, True]),
     }
@@ -339,19 +149,13 @@ def regrouped(batch: Batch, /, *rest: Any, scale: float, **named: Any) -> dict[s
 
 def containers(call: Call) -> list[Tensor]:
     x, y, z = leaf("x"), leaf("y"), leaf("z", 2, 2)
-    batch = Batch(x, {"pair": Pair(y * 1.0, z)})
-    rest = {"deep": [(0, Slotted(y, "argument")), {"set": {1, 2}}]}
-    many = [z * i for i in range(5)]
-    named: dict[str, Any] = {"reduced": Reduced(x * y), "many": many, "scale": 3.0}
-    if call.__name__ == "here":
-        answer = regrouped(batch, rest, **named)
-    else:
-        answer = rpc_sync("worker1", regrouped, (batch, rest), named)
-    assert answer["slotted"].label == "answer"
+    rest = {"deep": [(0, y), {"set": {1, 2}}]}
+    named: dict[str, Any] = {"reduced": Reduced(x * y), "many": [z * i for i in range(1, 5)]}
+    answer = call(regrouped, Pair(x * 1.0, [z]), rest, scale=3.0, **named)
     assert answer["ordered"]["d"] == [1, 2.5, True]
     second, (first, (inputs,)) = answer["pair"]
     sums = second.sum() + first.prod() + inputs.sin().sum() + answer["ordered"]["a"].sum()
-    return [sums, answer["slotted"].tensor.sum(), answer["reduced"].doubled.exp().sum()]
+    return [sums, answer["reduced"].doubled.exp().sum()]
 
 
 def first_of(x: Tensor, y: Tensor) -> Tensor:
@@ -361,57 +165,10 @@ def first_of(x: Tensor, y: Tensor) -> Tensor:
 
 def one_tensor_twice(call: Call) -> list[Tensor]:
     x = leaf("x") * 1.0
-    return [call("worker1", first_of, x, x).sum()]
+    return [call(first_of, x, x).sum()]
 
 
-# --- functions, hooks and nested backwards ---------------------------------------------------
-
-
-class Nothing(torch.autograd.Function):
-    """Has no gradient for its first input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, gradients[0]
-
-
-def nothing(x: Tensor, y: Tensor) -> Tensor:
-    out: Tensor = Nothing.apply(x * leaf("w"), y)
-    return out
-
-
-def no_gradients(call: Call) -> list[Tensor]:
-    """The gradient of a message is undefined, and so is all that it was computed from."""
-    x, y = leaf("x"), leaf("y")
-    z = call("worker1", torch.mul, x, 2)
-    return [call("worker2", nothing, call("worker1", torch.mul, z, 3), y).sum()]
-
-
-def only_undefined(call: Call) -> list[Tensor]:
-    """A worker gets undefined gradients alone, and must end all the same."""
-    x, y = leaf("x"), leaf("y")
-    z = call("worker1", torch.mul, x, 2)
-    return [(call("worker2", torch.mul, nothing(z, y), 2) + y).sum()]
-
-
-def block(x: Tensor) -> Tensor:
-    note("block")
-    return torch.tanh(x * leaf("w")).sin()
-
-
-def checkpointed(x: Tensor) -> Tensor:
-    take_notes()
-    out: Tensor = checkpoint(block, x, use_reentrant=False)
-    return out
-
-
-def with_checkpoints(call: Call) -> list[Tensor]:
-    y = call("worker1", checkpointed, checkpointed(leaf("x")))
-    return [call("worker1", checkpointed, y).sum()]
+# --- functions and hooks -------------------------------------------------------------------------
 
 
 class InnerGradient(torch.autograd.Function):
@@ -433,13 +190,13 @@ class InnerGradient(torch.autograd.Function):
         return gradients[0] * (slope + y.grad) / 2
 
 
-def inner_gradient(x: Tensor) -> Tensor:
-    out: Tensor = InnerGradient.apply(x * leaf("w"))
+def inner_gradient(x: Tensor, name: str) -> Tensor:
+    out: Tensor = InnerGradient.apply(x * leaf(name))
     return out
 
 
 def nested_engine(call: Call) -> list[Tensor]:
-    return [call("worker1", inner_gradient, inner_gradient(leaf("x"))).sum()]
+    return [call(inner_gradient, inner_gradient(leaf("x"), "here"), "there").sum()]
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -459,58 +216,39 @@ def hooks_that_change_gradients(call: Call) -> list[Tensor]:
     x = leaf("x")
     x.register_hook(lambda gradient: gradient * 3)
     x.register_hook(lambda gradient: gradient - 1)
-    y = call("worker1", doubled, x * 2)
+    y = call(doubled, x * 2)
     y.register_hook(lambda gradient: gradient * 5)
-    return [call("worker1", doubled, y * 1.0).sum()]
+    return [call(doubled, y * 1.0).sum()]
 
 
-BESIDE_TORCHS: tuple[Case, ...] = (
-    simple,
-    to_self,
-    nothing_remote,
-    nested_to_all,
-    chain_over_all,
-    back_to_the_caller,
-    calls_itself,
-    round_trips,
-    residual,
-    residual_cycle,
-    reused_weights,
-    shared_weights,
-    several_roots,
-    one_root_twice,
-    in_place,
-    after_it_was_sent,
-    views,
-    sparse,
-    sparse_and_dense,
-    sparse_across,
-    sparse_argument,
+CASES: list[Case] = [
     shapes_and_layouts,
     of_several_types,
-    hooks_that_change_gradients,
-)
-#: torch's waits for what is not used, refuses undefined gradients, and loses what is in objects.
-BESIDE_ONE_PROCESS: tuple[Case, ...] = (
-    partly_used,
-    unused_calls,
-    some_workers_only,
-    detached,
+    without_gradients,
+    sparse_argument,
+    after_it_was_sent,
     two_of_one_memory,
     containers,
     one_tensor_twice,
-    no_gradients,
-    only_undefined,
-    with_checkpoints,
     nested_engine,
-)
+    hooks_that_change_gradients,
+]
 
 
-@pytest.mark.parametrize("case", BESIDE_TORCHS)
-def test_gradients_are_those_of_one_process_and_of_torchs(world: World, case: Case) -> None:
-    world.run(compare, case)
-
-
-@pytest.mark.parametrize("case", BESIDE_ONE_PROCESS)
-def test_gradients_are_those_of_one_process(world: World, case: Case) -> None:
-    world.run(compare, case, False)
+@pytest.mark.on_worker0
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case: Case) -> None:
+    """Both workers together have the gradients that one process computes."""
+    wanted = case(here)
+    torch.autograd.backward(list(wanted))
+    expected = own_gradients(None)
+    everywhere(forget)
+    with context() as context_id:
+        roots = case(there)
+        backward(context_id, roots)
+        found = own_gradients(context_id) | rpc_sync("worker1", own_gradients, (context_id,))
+        assert everywhere(own_gradients, None) == [{}] * 4, "there are gradients in .grad"
+    assert found.keys() == expected.keys()
+    pairs = [(found[name], expected[name]) for name in found]
+    for actual, value in (*pairs, *zip(roots, wanted, strict=True)):
+        torch.testing.assert_close(actual.detach(), value.detach(), rtol=1e-9, atol=1e-9)

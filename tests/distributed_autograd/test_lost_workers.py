@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import _thread
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -23,23 +27,18 @@ from dataparallel.distributed_autograd import (
     get_gradients,
     rpc_sync,
 )
-from tests.cluster import Cluster, RankDied
 from tests.distributed_autograd.rpc_workers import (
     World,
     expect_clean,
     gated,
     leaf,
+    ones,
     open_gate,
     pass_gate,
-    rpc_world,
 )
 
 #: Seconds within which a lost worker has to be noticed.
 SOON = 8.0
-
-
-def ones() -> Tensor:
-    return torch.ones(3, dtype=torch.float64, requires_grad=True)
 
 
 class Ends(torch.autograd.Function):
@@ -81,30 +80,30 @@ def others_still_work() -> None:
         torch_rpc.rpc_sync(name, expect_clean)
 
 
-# The last of four workers is lost: the others keep their places.
+# --- the last of four workers is lost ------------------------------------------------------------
 
 
-def killed_in_forward(names: list[str]) -> None:
+def killed_in_forward() -> None:
     x = ones()
     with context() as context_id:
         before = rpc_sync("worker1", torch.mul, (x, 2.0))
         with pytest.raises(RuntimeError, match="worker3"):
-            relayed(x, names, ends)
+            relayed(x, ["worker1", "worker3"], ends)
         # What the others have done is there.
         backward(context_id, [before.sum()])
         assert get_gradients(context_id)[x].tolist() == [2] * 3
 
 
-def killed_in_backward(names: list[str]) -> None:
+def killed_in_backward() -> None:
     x = ones()
     with context() as context_id:
-        loss = relayed(x, names, ends_in_backward).sum()
+        loss = relayed(x, ["worker1", "worker3"], ends_in_backward).sum()
         with pytest.raises(RuntimeError, match="worker3"):
             backward(context_id, [loss])
         assert x.grad is None
 
 
-def killed_while_another_computes(names: list[str]) -> None:
+def killed_while_another_computes() -> None:
     """The worker is lost before a gradient gets there: nobody has a connection that breaks."""
     x = ones()
     pid = torch_rpc.rpc_sync("worker3", os.getpid)
@@ -124,73 +123,66 @@ def killed_while_another_computes(names: list[str]) -> None:
     torch_rpc.rpc_sync("worker1", open_gate, ("slow",))
 
 
-def stopped(names: list[str]) -> None:
+def stopped() -> None:
     """A worker that neither ends nor answers: the time limit names it."""
     x = ones()
     pid = torch_rpc.rpc_sync("worker3", os.getpid)
     with context() as context_id:
-        loss = relayed(x, names, torch.sin).sum()
+        loss = relayed(x, ["worker1", "worker3"], torch.sin).sum()
         os.kill(pid, signal.SIGSTOP)
         # Who notices first: the caller, or the worker whose gradients are not accepted.
         with pytest.raises((TimeoutError, WorkerError), match="'worker3'"):
-            backward(context_id, [loss], timeout=1.5)
+            backward(context_id, [loss], timeout=1.0)
     os.kill(pid, signal.SIGKILL)
 
 
-def _losing(rank: int, world_size: int, case: Callable[[list[str]], None], names: Any) -> None:
-    if rank == 0:
-        started = time.monotonic()
-        case(names)
-        assert time.monotonic() - started < SOON
+def runs_backward() -> None:
+    with context() as context_id:
+        loss = relayed(ones(), ["worker1", "worker2"], gated, "root").sum()
+        backward(context_id, [loss], timeout=2.0)
+
+
+def the_root_is_killed() -> None:
+    """The worker whose context and pass the others take part in."""
+    torch_rpc.rpc_async("worker3", runs_backward)
+    torch_rpc.rpc_sync("worker2", pass_gate, ("root entered",))
+    deadline = time.monotonic() + SOON
+    os.kill(torch_rpc.rpc_sync("worker3", os.getpid), signal.SIGKILL)
+    torch_rpc.rpc_sync("worker2", open_gate, ("root",))
+    # Their time is over by then: nothing of the pass is left.
+    for name in ("worker1", "worker2"):
+        while torch_rpc.rpc_sync(name, debug_info)["num_current_backward_passes"]:
+            assert time.monotonic() < deadline
+
+
+def losing(case: Callable[[], None]) -> None:
+    started = time.monotonic()
+    case()
+    assert time.monotonic() - started < SOON
+    if case is not the_root_is_killed:
         others_still_work()
 
 
-def expect_lost(cluster: Cluster, function: Callable[..., None], *args: object) -> None:
-    """Run a function on four workers, of which the last does not come back."""
-    results = rpc_world(cluster, function, 4, *args, lost=(3,), expect_errors=True, timeout=40)
-    for result in results[:3]:
-        if isinstance(result, BaseException):
-            raise result
-    assert isinstance(results[3], RankDied)
-
-
 @pytest.mark.parametrize(
-    ("case", "names"),
+    "case",
     [
-        (killed_in_forward, ["worker1", "worker3"]),
-        (killed_in_backward, ["worker1", "worker3"]),
-        (killed_while_another_computes, []),
-        (stopped, ["worker1", "worker3"]),
+        killed_in_forward,
+        killed_in_backward,
+        killed_while_another_computes,
+        stopped,
+        the_root_is_killed,
     ],
 )
-def test_a_worker_is_lost(
-    cluster: Cluster, case: Callable[[list[str]], None], names: list[str]
-) -> None:
-    expect_lost(cluster, _losing, case, names)
+def test_a_worker_is_lost(case: Callable[[], None]) -> None:
+    with World() as world:
+        world.run(losing, case, clean=False)
 
 
-def root_is_killed(rank: int, world_size: int) -> None:
-    """The worker whose contexts and passes the others take part in is lost."""
-    if rank == 3:
-        with context() as context_id:
-            loss = relayed(ones(), ["worker1", "worker2"], gated, "root").sum()
-            backward(context_id, [loss], timeout=2.0)
-    if rank == 0:
-        torch_rpc.rpc_sync("worker2", pass_gate, ("root entered",))
-        deadline = time.monotonic() + SOON
-        os.kill(torch_rpc.rpc_sync("worker3", os.getpid), signal.SIGKILL)
-        torch_rpc.rpc_sync("worker2", open_gate, ("root",))
-        # Their time is over by then: nothing of the pass is left.
-        for name in ("worker1", "worker2"):
-            while torch_rpc.rpc_sync(name, debug_info)["num_current_backward_passes"]:
-                assert time.monotonic() < deadline
+# --- interrupts ----------------------------------------------------------------------------------
 
 
-def test_the_root_is_lost(cluster: Cluster) -> None:
-    expect_lost(cluster, root_is_killed)
-
-
-def interrupted() -> None:
+@pytest.mark.on_worker0
+def test_interrupts() -> None:
     x = ones()
     for name in ("worker1", "worker0"):
         with context() as context_id:
@@ -217,5 +209,43 @@ def interrupted() -> None:
     others_still_work()
 
 
-def test_interrupts(world: World) -> None:
-    world.run(interrupted)
+def test_the_end_of_a_process_while_a_hook_runs(tmp_path: pathlib.Path) -> None:
+    """A thread that wants the interpreter when it is gone would abort the process."""
+    script = """
+        import sys, threading, time, torch
+        import torch.distributed.rpc as torch_rpc
+        from dataparallel.distributed_autograd import backward, context, rpc_sync
+
+        torch_rpc.init_rpc(
+            "main",
+            rank=0,
+            world_size=1,
+            rpc_backend_options=torch_rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[1]),
+        )
+        entered = threading.Event()
+
+        def slow(gradient):
+            entered.set()
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                time.sleep(0.001)
+
+        w = torch.ones(2, requires_grad=True)
+        with context() as context_id:
+            y = w * 2
+            y.register_hook(slow)
+            loss = rpc_sync("main", torch.mul, (y, 2)).sum()
+            try:
+                backward(context_id, [loss], timeout=0.1)
+            except TimeoutError:
+                assert entered.is_set()
+                print("leaving")
+    """
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), f"file://{tmp_path}/store"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "leaving\n"), ended.stderr

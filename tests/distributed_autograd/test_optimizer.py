@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import threading
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.autograd as torch_autograd
 import torch.distributed.rpc as torch_rpc
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel.distributed_autograd import (
     DistributedOptimizer,
@@ -26,222 +22,128 @@ from dataparallel.distributed_autograd import (
     remote,
     rpc_sync,
 )
-from tests.distributed_autograd.rpc_workers import World, note, take_notes
+from tests.distributed_autograd.rpc_workers import (
+    everywhere,
+    leaf,
+    note,
+    own_gradients,
+    take_notes,
+)
 
-OWNERS = ("worker1", "worker2")
+pytestmark = pytest.mark.on_worker0
+
+OWNERS = ("worker0", "worker1", "worker1", "worker2")
 STEPS = 4
 
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adam": (torch.optim.Adam, {"lr": 0.05}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.05, "foreach": False}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
-}
+
+def parameters(make: Callable[..., Any] = remote) -> list[Any]:
+    """References to parameters, which begin with the same values at all of their workers."""
+    return [make(owner, leaf, (f"leaf {i}",)) for i, owner in enumerate(OWNERS)]
 
 
-class Part:
-    """A layer of the model, on the worker that owns it."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.layer = nn.Linear(4, 4)
-        with torch.no_grad():
-            for parameter in self.layer.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
-
-    def rrefs(self, kind: Any = RRef) -> list[Any]:
-        return [kind(parameter) for parameter in self.layer.parameters()]
-
-    def torchs_rrefs(self) -> list[Any]:
-        return self.rrefs(torch_rpc.RRef)
-
-    def values(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.layer.parameters()]
-
-    def set_grads(self, value: float) -> None:
-        for parameter in self.layer.parameters():
-            parameter.grad = torch.full_like(parameter, value)
-
-    def grads(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.layer.parameters()]
-
-    def use_other_memory(self) -> None:
-        for parameter in self.layer.parameters():
-            parameter.data = parameter.data.clone()
+def loss_of(values: Sequence[Tensor], step: int) -> Tensor:
+    a, b, c, d = values
+    x = torch.linspace(-1, step, 3, dtype=torch.float64)
+    return (torch.tanh(a * x + b) * c + d).square().sum()
 
 
-def inputs(step: int) -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 + step))
+def train(optimizer: DistributedOptimizer, references: Sequence[Any], steps: range) -> None:
+    for step in steps:
+        with context() as context_id:
+            values = [rpc_sync(each.owner(), value_of, (each,)) for each in references]
+            backward(context_id, [loss_of(values, step)])
+            optimizer.step(context_id)
 
 
-Group = Callable[[list[Any]], Any]
+def value_of(reference: Any) -> Tensor:
+    value: Tensor = reference.local_value()
+    return value
 
 
-def trained_in_one_process(kind: Any, options: dict[str, Any], group: Group = list) -> list[Any]:
-    parts = [Part(seed) for seed in range(3)]
-    optimizer = kind(group([p for part in parts for p in part.layer.parameters()]), **options)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        functools.reduce(lambda x, part: part.forward(x), parts, inputs(step)).sum().backward()
-        optimizer.step()
-    return [part.values() for part in parts]
+def values_of(references: Sequence[Any]) -> list[Tensor]:
+    return [reference.to_here().detach() for reference in references]
 
 
-class Model:
-    """Three layers: of this worker and of the two owners."""
-
-    def __init__(self) -> None:
-        self.here = Part(0)
-        self.there = [remote(owner, Part, (seed,)) for seed, owner in enumerate(OWNERS, start=1)]
-
-    def parameters(self, method: str = "rrefs") -> list[Any]:
-        rrefs = [getattr(part.rpc_sync(), method)() for part in self.there]
-        return [*self.here.layer.parameters(), *rrefs[0], *rrefs[1]]
-
-    def train(self, optimizer: DistributedOptimizer, steps: Any = range(STEPS)) -> None:
-        for step in steps:
-            with context() as context_id:
-                x = self.here.forward(inputs(step))
-                for part in self.there:
-                    x = part.rpc_sync().forward(x)
-                backward(context_id, [x.sum()])
-                optimizer.step(context_id)
-
-    def on_all(self, method: str, *args: Any) -> list[Any]:
-        rest = [getattr(part.rpc_sync(), method)(*args) for part in self.there]
-        return [getattr(self.here, method)(*args), *rest]
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+def change_outside() -> None:
+    """Set ``.grad``, and move the parameters to other memory."""
+    for i in range(len(OWNERS)):
+        parameter = leaf(f"leaf {i}")
+        parameter.grad = torch.full_like(parameter, 7.0)
+        parameter.data = parameter.data.clone()
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
-def trains_as_in_one_process() -> None:
-    """By references of this package or of torch, after a step that failed, with `.grad` set."""
-    for kind, options in OPTIMIZERS.values():
-        for method in ("rrefs", "torchs_rrefs"):
-            model = Model()
-            optimizer = DistributedOptimizer(kind, model.parameters(method), **options)
-            model.on_all("set_grads", 7.0)
-            model.train(optimizer, range(2))
-            model.on_all("use_other_memory")
-            model.train(optimizer, range(2, STEPS))
-            close(model.on_all("values"), trained_in_one_process(kind, options))
-            for grads in model.on_all("grads"):
-                assert all(grad is not None and (grad == 7).all() for grad in grads)
+def two_groups(members: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": members[::2], "lr": 0.1}, {"params": members[1::2]}]
 
 
-class Plain(torch.optim.Adagrad):
-    """One that torch's optimizer does not compile, which would warn."""
-
-
-def import_torchs() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("torch.distributed.optim")
-
-
-def trains_as_torchs() -> None:
-    kind, options = Plain, {"lr": 0.1}
-    model = Model()
-    model.train(DistributedOptimizer(kind, model.parameters(), **options))
-    parts = [torch_rpc.remote(owner, Part, (seed,)) for seed, owner in enumerate(OWNERS, start=1)]
-    here = Part(0)
-    rrefs = [rref for part in parts for rref in part.rpc_sync().torchs_rrefs()]
-    for owner in OWNERS:
-        torch_rpc.rpc_sync(owner, import_torchs)
-    import_torchs()
-    from torch.distributed.optim import DistributedOptimizer as TorchDistributedOptimizer
-
-    theirs = TorchDistributedOptimizer(kind, [*here.torchs_rrefs(), *rrefs], **options)
+@pytest.mark.parametrize(
+    ("kind", "options", "group"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, list),
+        (torch.optim.SGD, {"lr": 0.01}, two_groups),
+        (torch.optim.Adam, {"lr": 0.05}, list),
+        (torch.optim.AdamW, {"lr": 0.05, "foreach": False}, list),
+    ],
+)
+@pytest.mark.parametrize("make", [remote, torch_rpc.remote])
+def test_it_trains_as_in_one_process(kind: Any, options: Any, group: Any, make: Any) -> None:
+    """By references of this package or of torch, and ``.grad`` stays as it is."""
+    references = parameters(make)
+    alone = [value.clone().requires_grad_() for value in values_of(references)]
+    expected = kind(group(alone), **options)
     for step in range(STEPS):
-        with torch_autograd.context() as context_id:
-            x = here.forward(inputs(step))
-            for part in parts:
-                x = part.rpc_sync().forward(x)
-            torch_autograd.backward(context_id, [x.sum()])  # type: ignore[attr-defined]
-            theirs.step(context_id)
-    close(model.on_all("values"), [here.values(), *(part.rpc_sync().values() for part in parts)])
-
-
-def two_groups(parameters: list[Any]) -> list[dict[str, Any]]:
-    return [{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2]}]
-
-
-def groups_have_their_options() -> None:
-    model = Model()
-    groups = two_groups(model.parameters())
-    model.train(DistributedOptimizer(torch.optim.SGD, groups, lr=0.01))
-    expected = trained_in_one_process(torch.optim.SGD, {"lr": 0.01}, two_groups)
-    close(model.on_all("values"), expected)
-
-
-def continues_from_a_state() -> None:
-    kind, options = OPTIMIZERS["adam"]
-    model = Model()
-    first = DistributedOptimizer(kind, model.parameters(), **options)
-    model.train(first, range(2))
-    state = first.state_dict()
-    assert set(state) == {"worker0", *OWNERS}
-    second = DistributedOptimizer(kind, model.parameters(), lr=9.0)
-    second.load_state_dict(state)
-    model.train(second, range(2, STEPS))
-    close(model.on_all("values"), trained_in_one_process(kind, options))
-    other = DistributedOptimizer(kind, [leaf()])
-    with pytest.raises(ValueError, match=r"for the workers .*worker1.* belong to \['worker0'\]"):
-        other.load_state_dict(state)
+        expected.zero_grad()
+        loss_of(alone, step).backward()
+        expected.step()
+    # Parameters of this worker need no reference.
+    members = [leaf("leaf 0"), *references[1:]]
+    optimizer = DistributedOptimizer(kind, group(members), **options)
+    train(optimizer, references, range(2))
+    everywhere(change_outside)
+    train(optimizer, references, range(2, STEPS))
+    torch.testing.assert_close(values_of(references), [value.detach() for value in alone])
+    for found in everywhere(own_gradients, None):
+        assert all((gradient == 7).all() for gradient in found.values())
 
 
 def embedding_rows(weight: RRef[Tensor], indices: Tensor) -> Tensor:
-    return nn.functional.embedding(indices, weight.local_value(), sparse=True)
+    return torch.nn.functional.embedding(indices, weight.local_value(), sparse=True)
 
 
 def table() -> Tensor:
     return torch.arange(20.0).reshape(5, 4).requires_grad_()
 
 
-def sparse_gradients() -> None:
-    kinds: tuple[Any, ...] = (torch.optim.SparseAdam, torch.optim.SGD)
-    for kind in kinds:
-        weight, alone = remote("worker1", table), table()
-        optimizer, expected = DistributedOptimizer(kind, [weight], lr=0.1), kind([alone], lr=0.1)
-        for step in range(STEPS):
-            indices = torch.tensor([0, step % 5, step % 5])
-            with context() as context_id:
-                rows = rpc_sync("worker1", embedding_rows, (weight, indices))
-                backward(context_id, [rows.sin().sum()])
-                optimizer.step(context_id)
-            expected.zero_grad()
-            nn.functional.embedding(indices, alone, sparse=True).sin().sum().backward()
-            assert alone.grad is not None and alone.grad.is_sparse
-            expected.step()
-        close(weight.to_here(), alone)
-
-
-def leaf() -> Tensor:
-    return torch.ones(3, requires_grad=True)
-
-
-def leaves_alone_what_has_no_gradient() -> None:
-    used, idle = remote("worker1", leaf), remote("worker1", leaf)
-    absent = remote("worker2", leaf)
-    kind, options = OPTIMIZERS["sgd"]
-    optimizer = DistributedOptimizer(kind, [used, idle, absent], **options)
-    for rrefs in ([used, idle, absent], [used]):
+def test_sparse_gradients() -> None:
+    weight, alone = remote("worker1", table), table()
+    optimizer = DistributedOptimizer(torch.optim.SparseAdam, [weight], lr=0.1)
+    expected = torch.optim.SparseAdam([alone], lr=0.1)
+    for step in range(STEPS):
+        indices = torch.tensor([0, step % 5, step % 5])
         with context() as context_id:
-            backward(context_id, [sum(rref.to_here().sum() for rref in rrefs)])
-            before = [rref.to_here().detach() for rref in (used, idle, absent)]
+            rows = rpc_sync("worker1", embedding_rows, (weight, indices))
+            backward(context_id, [rows.sin().sum()])
             optimizer.step(context_id)
-    same = [
-        rref.to_here().equal(old) for rref, old in zip((used, idle, absent), before, strict=True)
-    ]
-    assert same == [False, True, True]
+        expected.zero_grad()
+        torch.nn.functional.embedding(indices, alone, sparse=True).sin().sum().backward()
+        expected.step()
+    torch.testing.assert_close(weight.to_here(), alone)
+
+
+def test_it_leaves_alone_what_has_no_gradient() -> None:
+    """Which would else change by momentum."""
+    references = parameters()
+    optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.1, momentum=0.9)
+    train(optimizer, references, range(1))
+    before = values_of(references)
+    with context() as context_id:
+        backward(context_id, [references[1].to_here().sum()])
+        optimizer.step(context_id)
+        assert not get_gradients(context_id)
+    assert list(map(torch.equal, before, values_of(references))) == [True, False, True, True]
 
 
 # --- several at once -----------------------------------------------------------------------------
@@ -262,12 +164,13 @@ class Alone(torch.optim.SGD):
             Alone.inside.release()
 
 
-def threads_and_optimizers_take_turns() -> None:
+def test_threads_and_optimizers_take_turns() -> None:
     """The sum of all gradients arrives, whatever the order: one step is one subtraction."""
-    shared = [remote(owner, leaf) for owner in OWNERS]
+    shared = parameters()[1:]
+    before = values_of(shared)
     optimizers = [DistributedOptimizer(Alone, shared, lr=1.0) for _ in range(2)]
 
-    def train(number: int) -> None:
+    def run(number: int) -> None:
         for _ in range(6):
             with context() as context_id:
                 loss = sum((rref.to_here() * (number + 1)).sum() for rref in shared)
@@ -275,10 +178,9 @@ def threads_and_optimizers_take_turns() -> None:
                 optimizers[number % 2].step(context_id)
 
     with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(train, number) for number in range(4)]:
-            future.result(50)
-    for rref in shared:
-        close(rref.to_here().detach(), torch.full((3,), 1.0 - 6 * (1 + 2 + 3 + 4)))
+        list(pool.map(run, range(4), timeout=50))
+    expected = [value - 6 * (1 + 2 + 3 + 4) for value in before]
+    torch.testing.assert_close(values_of(shared), expected)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -293,63 +195,35 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def errors_of_steps_name_their_workers() -> None:
-    model = Model()
-    optimizer = DistributedOptimizer(Failing, model.parameters(), lr=0.1)
+def test_errors_of_steps_name_their_workers() -> None:
+    references = parameters()
+    optimizer = DistributedOptimizer(Failing, references, lr=0.1)
+    second = r"worker 'worker2': .*ArithmeticError: broken, tensor"
     for owners, text in (
-        (OWNERS, r"(?s)^step\(\) .* failed on worker 'worker1': .*on worker 'worker2': "),
-        (
-            OWNERS[1:],
-            r"(?s)^step\(\) .* failed on worker 'worker2': .*ArithmeticError: broken, ten",
-        ),
+        (["worker1", "worker2"], rf"(?s)^step\(\) .* failed on worker 'worker1': .*on {second}"),
+        (["worker2"], rf"(?s)^step\(\) .* failed on {second}"),
     ):
         for owner in owners:
             rpc_sync(owner, note, ("broken",))
         with pytest.raises(RuntimeError, match=text):
-            model.train(optimizer, [0])
-    assert model.on_all("grads") == [[None, None]] * 3
-    # The next one works.
-    model = Model()
-    model.train(DistributedOptimizer(Failing, model.parameters(), lr=0.1))
-    close(model.on_all("values"), trained_in_one_process(torch.optim.SGD, {"lr": 0.1}))
+            train(optimizer, references, range(1))
+    assert everywhere(own_gradients, None) == [{}] * 4
+    train(optimizer, references, range(1))
 
 
-def bad_input() -> None:
-    rrefs: Any = [remote(owner, leaf) for owner in OWNERS]
+def test_bad_input() -> None:
+    references: Any = parameters()[1:]
     sgd: Any = torch.optim.SGD
     failed_on_both = r"(?s)could not be made on worker 'worker1': .*Inv.*on worker 'worker2': .*Inv"
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, r"no parameters", lambda: DistributedOptimizer(sgd, [])),
-        (TypeError, r"write \[rref\]", lambda: DistributedOptimizer(sgd, rrefs[0])),
+        (TypeError, r"write \[rref\]", lambda: DistributedOptimizer(sgd, references[0])),
         (TypeError, r"type int: it must be an RRef", lambda: DistributedOptimizer(sgd, [3])),
-        (TypeError, "optimize Tensors", lambda: DistributedOptimizer(sgd, [RRef(Part(0))])),
-        (ValueError, "a non-leaf Tensor", lambda: DistributedOptimizer(sgd, [RRef(leaf() * 2)])),
-        (ValueError, failed_on_both, lambda: DistributedOptimizer(sgd, rrefs, lr=-1.0)),
-        (ValueError, "context 12345", lambda: DistributedOptimizer(sgd, rrefs).step(12345)),
+        (TypeError, "optimize Tensors", lambda: DistributedOptimizer(sgd, [RRef(sgd)])),
+        (ValueError, "a non-leaf", lambda: DistributedOptimizer(sgd, [RRef(leaf("w") * 2)])),
+        (ValueError, failed_on_both, lambda: DistributedOptimizer(sgd, references, lr=-1.0)),
+        (ValueError, "context 12345", lambda: DistributedOptimizer(sgd, references).step(12345)),
     ]
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
             call()
-    with context() as context_id:
-        optimizer = DistributedOptimizer(sgd, rrefs)
-        backward(context_id, [rrefs[0].to_here().sum()])
-        optimizer.step(context_id)
-        assert not get_gradients(context_id)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        trains_as_in_one_process,
-        trains_as_torchs,
-        groups_have_their_options,
-        continues_from_a_state,
-        sparse_gradients,
-        leaves_alone_what_has_no_gradient,
-        threads_and_optimizers_take_turns,
-        errors_of_steps_name_their_workers,
-        bad_input,
-    ],
-)
-def test_optimizer(world: World, case: Callable[[], None]) -> None:
-    world.run(case)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import itertools
 import pathlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import dataparallel as dp
 from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_sync
@@ -33,6 +30,11 @@ Grads = list[Tensor | None]
 class Net(nn.Module):
     """Two layers and a scale that are used, and one layer that is used if a test says so."""
 
+    #: What the next forward leaves in the graph: its backward calls it.
+    call: Callable[[], None] | None = None
+    #: A tensor from outside.
+    factor: Tensor | float = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -45,11 +47,13 @@ class Net(nn.Module):
         hidden = self.first(x).tanh()
         if use_rare:
             hidden = hidden + self.rare(x)
-        output: Tensor = self.last(hidden) * self.scale
+        if (call := Net.call) is not None:
+            hidden.register_hook(lambda _: call())
+        output: Tensor = self.last(hidden) * self.scale * Net.factor
         return output
 
 
-NO_GRADS: Grads = [None] * len(list(Net().parameters()))
+NO_GRADS: Grads = [None] * 7
 
 
 def words(step: int, rank: int = 0) -> Tensor:
@@ -77,8 +81,7 @@ def look_up(indices: Tensor, sparse: bool = False) -> Tensor:
 def table_gradient(context_id: int) -> Tensor:
     """The gradient that the worker with the table has in a context."""
     assert _table.grad is None
-    gradients: Mapping[Tensor, Tensor] = get_gradients(context_id)
-    return gradients[_table].to_dense()
+    return get_gradients(context_id)[_table].to_dense()
 
 
 def wrap(net: nn.Module, replicas: int, **options: Any) -> Any:
@@ -134,7 +137,17 @@ def loss_of(model: nn.Module, rank: int, step: int, **kwargs: Any) -> Tensor:
     return loss
 
 
-def _as_trainer(rank: int, path: str, case: Callable[..., Any], *args: Any) -> None:
+def check_step(
+    rank: int, model: Any, net: nn.Module, step: int, expected: Grads | None = None, **kwargs: Any
+) -> None:
+    """A step in a context of its own has the expected gradients; those of all by default."""
+    with context() as context_id:
+        backward(context_id, [loss_of(model, rank, step, **kwargs)])
+        wanted = bare_gradients(step) if expected is None else expected
+        expect(in_context(context_id, net), wanted, step)
+
+
+def as_trainer(rank: int, path: str, case: Callable[..., Any], args: Sequence[Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=TRAINERS)
     try:
         case(rank, *args)
@@ -142,10 +155,10 @@ def _as_trainer(rank: int, path: str, case: Callable[..., Any], *args: Any) -> N
         dist.destroy_process_group()
 
 
-def _train(path: str, case: Callable[..., Any], *args: Any) -> None:
+def train(path: str, case: Callable[..., Any], args: Sequence[Any]) -> None:
     """Run ``case(rank, *args)`` on two workers, that are one process group."""
-    other = torch_rpc.rpc_async("worker1", _as_trainer, (1, path, case, *args), timeout=60)
-    _as_trainer(0, path, case, *args)
+    other = torch_rpc.rpc_async("worker1", as_trainer, (1, path, case, args), timeout=60)
+    as_trainer(0, path, case, args)
     other.wait()
 
 
@@ -157,7 +170,7 @@ def one_step_in_each_context(rank: int, replicas: int) -> None:
         kept = [torch.full_like(p, 5.0) for p in net.parameters()]
         for parameter, grad in zip(net.parameters(), kept, strict=True):
             parameter.grad = grad
-        for step in range(3):
+        for step in range(2):
             table = fresh_table()
             Net()(table[words(step, rank)]).pow(2).mean().backward()
             with context() as context_id:
@@ -171,7 +184,7 @@ def one_step_in_each_context(rank: int, replicas: int) -> None:
         model.close()
 
 
-class _Block:
+class Block:
     """A context that is open beside others, as blocks of several threads are."""
 
     def __init__(self) -> None:
@@ -184,7 +197,7 @@ class _Block:
 
 
 #: Whether a step is reduced over processes; and in which context, or None for an ordinary backward.
-_STEPS: list[tuple[bool, int | None]] = [
+STEPS: list[tuple[bool, int | None]] = [
     (True, None),
     (True, 0),
     (False, 0),
@@ -204,10 +217,10 @@ _STEPS: list[tuple[bool, int | None]] = [
 def each_context_accumulates_for_itself(rank: int, replicas: int, view: bool) -> None:
     net = Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-    blocks = {number: _Block() for number in (0, 1, 2)}
+    blocks = {number: Block() for number in (0, 1, 2)}
     expected: dict[int | None, Grads] = dict.fromkeys((None, 0, 1, 2), NO_GRADS)
     seen = dict(expected)
-    for step, (reduced, number) in enumerate(_STEPS):
+    for step, (reduced, number) in enumerate(STEPS):
         expected[number] = sum_of(expected[number], bare_gradients(step))
         with contextlib.nullcontext() if reduced else model.no_sync():
             loss = model(vectors(step, rank)).pow(2).mean()
@@ -235,9 +248,7 @@ def sums_are_not_accumulated(rank: int, reduced: bool) -> None:
             backward(context_id, [loss_of(model, rank, 0)])
         with pytest.raises(RuntimeError, match="have changed since they were reduced"):
             backward(context_id, [loss_of(model, rank, 1)])
-    with context() as context_id:
-        backward(context_id, [loss_of(model, rank, 2)])
-        expect(in_context(context_id, net), bare_gradients(2, 1.0), "the next context")
+    check_step(rank, model, net, 2, bare_gradients(2, 1.0))
     model.close()
 
 
@@ -247,78 +258,44 @@ def some_or_all_do_not_use_parameters(
     net = Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view, find_unused_parameters=find)
     for step, unused_in in enumerate([(), (0,), (0, 1), ()]):
-        with context() as context_id:
-            backward(context_id, [loss_of(model, rank, step, use_rare=rank not in unused_in)])
-            expect(in_context(context_id, net), bare_gradients(step, unused_in=unused_in), step)
+        expected = bare_gradients(step, unused_in=unused_in)
+        check_step(rank, model, net, step, expected, use_rare=rank not in unused_in)
     model.close()
 
 
 def flags_that_do_not_hold_are_errors(rank: int, options: dict[str, Any], message: str) -> None:
     net = Net()
     model = wrap(net, 1, **options)
-    with context() as context_id:
-        backward(context_id, [loss_of(model, rank, 0)])
+    check_step(rank, model, net, 0)
     with context() as context_id:
         with pytest.raises(RuntimeError, match=message):
             backward(context_id, [loss_of(model, rank, 1, use_rare=False)])
         assert in_context(context_id, net) == NO_GRADS
-    with context() as context_id:
-        backward(context_id, [loss_of(model, rank, 2)])
-        expect(in_context(context_id, net), bare_gradients(2), "afterwards")
+    check_step(rank, model, net, 2)
     model.close()
 
 
-class _Calls(torch.autograd.Function):
-    """Calls a function in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return grad, None
-
-
-class Calling(Net):
-    """A net whose backward calls a function, if there is one."""
-
-    call: Callable[[], None] | None = None
-
-    def forward(self, x: Tensor, use_rare: bool = True) -> Tensor:
-        y = super().forward(x, use_rare)
-        call = type(self).call
-        result: Tensor = y if call is None else _Calls.apply(y, call)
-        return result
-
-
-def _fail() -> None:
+def fail() -> None:
     raise ZeroDivisionError("on purpose")
 
 
 def a_failure_in_one_trainer_reaches_all(rank: int, replicas: int, view: bool) -> None:
-    net = Calling()
+    net = Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-    for step in range(3):
-        fails = step == 1 and rank == 0
-        Calling.call = _fail if fails else None
-        with context() as context_id:
-            loss = loss_of(model, rank, step)
-            Calling.call = None
-            if step != 1:
-                backward(context_id, [loss])
-                expect(in_context(context_id, net), bare_gradients(step), step)
-                continue
-            message = "on purpose" if fails else "rank 0 .* failed in backward"
-            with pytest.raises((ZeroDivisionError, RuntimeError), match=message):
-                backward(context_id, [loss])
-            assert in_context(context_id, net) == NO_GRADS
+    check_step(rank, model, net, 0)
+    with context() as context_id:
+        Net.call = fail if rank == 0 else None
+        loss = loss_of(model, rank, 1)
+        Net.call = None
+        message = "on purpose" if rank == 0 else "rank 0 .* failed in backward"
+        with pytest.raises((ZeroDivisionError, RuntimeError), match=message):
+            backward(context_id, [loss])
+        assert in_context(context_id, net) == NO_GRADS
+    check_step(rank, model, net, 2)
     model.close()
 
 
-def _triple(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+def triple(state: Any, bucket: Any) -> torch.futures.Future[Any]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     future: torch.futures.Future[Any] = work.get_future()
@@ -328,11 +305,9 @@ def _triple(state: Any, bucket: Any) -> torch.futures.Future[Any]:
 def communication_hooks(rank: int, view: bool) -> None:
     net = Net()
     model = wrap(net, 1, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-    model.register_comm_hook(3.0 / TRAINERS, _triple)
+    model.register_comm_hook(3.0 / TRAINERS, triple)
     for step in range(2):
-        with context() as context_id:
-            backward(context_id, [loss_of(model, rank, step)])
-            expect(in_context(context_id, net), bare_gradients(step, 3.0 / TRAINERS), step)
+        check_step(rank, model, net, step, bare_gradients(step, 3.0 / TRAINERS))
     model.close()
 
 
@@ -341,39 +316,14 @@ def a_trainer_without_data_takes_part(rank: int, view: bool) -> None:
     model = wrap(net, 2, gradient_as_bucket_view=view)
     with model.join():
         for step in range(2 + 2 * rank):
-            with context() as context_id:
-                backward(context_id, [loss_of(model, rank, step)])
-                active = [0, 1] if step < 2 else [1]
-                expected = bare_gradients(step, ranks=active)
-                expect(in_context(context_id, net), expected, step)
+            active = [0, 1] if step < 2 else [1]
+            check_step(rank, model, net, step, bare_gradients(step, ranks=active))
     assert grads(net) == NO_GRADS
     model.close()
 
 
-def as_torchs_wrapper_in_torchs_contexts(rank: int, options: dict[str, Any]) -> None:
-    net, torchs = Net(), Net()
-    own = wrap(net, 1, **options)
-    other = nn.parallel.DistributedDataParallel(torchs, **options)
-    if options.get("gradient_as_bucket_view"):
-        # Rounding on the way has to be the same, too.
-        own.register_comm_hook(None, fp16_compress_hook)
-        other.register_comm_hook(None, fp16_compress_hook)
-    torch_autograd: Any = torch.distributed.autograd
-    for step in range(3):
-        with torch_autograd.context() as context_id:
-            found = torch_rpc.rpc_sync(SERVER, look_up, (words(step, rank),))
-            torch_autograd.backward(context_id, [other(found).pow(2).mean()])
-            theirs = torch_autograd.get_gradients(context_id)
-            expected = [theirs[parameter].clone() for parameter in torchs.parameters()]
-        with context() as context_id:
-            backward(context_id, [loss_of(own, rank, step)])
-            expect(in_context(context_id, net), expected, step)
-        assert grads(torchs) == grads(net) == NO_GRADS
-    own.close()
-
-
 CHANGED = "training graph has changed in this iteration"
-_TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (one_step_in_each_context, (1,)),
     (one_step_in_each_context, (2,)),
     (each_context_accumulates_for_itself, (1, True)),
@@ -389,37 +339,34 @@ _TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (a_failure_in_one_trainer_reaches_all, (2, False)),
     (communication_hooks, (False,)),
     (communication_hooks, (True,)),
-    (a_trainer_without_data_takes_part, (False,)),
     (a_trainer_without_data_takes_part, (True,)),
-    (as_torchs_wrapper_in_torchs_contexts, ({},)),
-    (as_torchs_wrapper_in_torchs_contexts, ({"gradient_as_bucket_view": True},)),
-    (as_torchs_wrapper_in_torchs_contexts, ({"find_unused_parameters": True},)),
 ]
 
 
-@pytest.mark.parametrize(("case", "args"), _TRAINERS_CASES)
+@pytest.mark.parametrize(("case", "args"), TRAINERS_CASES)
 def test_trainers(
     world: World, tmp_path: pathlib.Path, case: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
-    world.run(_train, str(tmp_path / "trainers"), case, *args)
+    world.run(train, str(tmp_path / "trainers"), case, args)
 
 
 # --- a single process: as the bare module outside of contexts ------------------------------------
 
 
-def batch(seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(6, WIDTH, dtype=torch.double, generator=generator)
+PLACES = (["cpu"], ["cpu"] * 3, ["virtual:0"], ["virtual:1", "virtual:0"])
 
 
-def parameters_and_inputs(devices: list[str], view: bool | None) -> None:
+@pytest.mark.on_worker0
+@pytest.mark.parametrize("view", [False, True, None])
+@pytest.mark.parametrize("devices", PLACES, ids="-".join)
+def test_gradients_of_parameters_and_inputs(devices: list[str], view: bool | None) -> None:
     """Of ``DistributedDataParallel``, and of ``DataParallel`` where there is no ``view``."""
     net, bare = Net().to(devices[0]), Net()
     if view is None:
         model: Any = dp.DataParallel(net, devices)
     else:
         model = dp.DistributedDataParallel(net, devices, gradient_as_bucket_view=view)
-    for step in range(3):
+    for step in range(2):
         bare.zero_grad()
         table = fresh_table()
         (bare(table[words(step)]).pow(2).sum() + bare.scale.sin()).backward()
@@ -434,101 +381,63 @@ def parameters_and_inputs(devices: list[str], view: bool | None) -> None:
     model.close()
 
 
-PLACES = (["cpu"], ["cpu"] * 2, ["cpu"] * 3, ["virtual:0"], ["virtual:1", "virtual:0"])
-
-
-@pytest.mark.parametrize("devices", PLACES, ids="-".join)
-def test_gradients_of_parameters_and_inputs(world: World, devices: list[str]) -> None:
-    for view in (False, True, None):
-        world.run(parameters_and_inputs, devices, view)
-
-
-def several_backwards(replicas: int, view: bool) -> None:
+@pytest.mark.on_worker0
+@pytest.mark.parametrize(("replicas", "view"), [(1, True), (2, False)])
+def test_several_backwards(replicas: int, view: bool) -> None:
     """Over a retained graph, and over several forwards; views in ``.grad`` stay as they are."""
-    net, bare = Net(), Net()
+    net, bare, fresh = Net(), Net(), Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view)
-    for step in range(2):
-        model(batch(step)).sum().backward()
-        bare(batch(step)).sum().backward()
+    for module in (model, bare):
+        module(vectors(0)).sum().backward()
     before = grads(net)
-    total = [
-        lambda module: module(batch(1)).pow(2).sum(),
-        lambda module: module(batch(2), use_rare=False).sin().sum(),
-    ]
-    fresh = Net()
-    sum(each(fresh) for each in total).backward()
+
+    def total(module: Any) -> Any:
+        return module(vectors(1)).pow(2).sum() + module(vectors(2), use_rare=False).sin().sum()
+
+    total(fresh).backward()
     with context() as context_id:
-        loss = sum(each(model) for each in total)
+        loss = total(model)
         for times in (1, 2):
             backward(context_id, [loss], retain_graph=times == 1)
             expect(in_context(context_id, net), sum_of(NO_GRADS, grads(fresh), times), times)
         expect(grads(net), before, "in the context")
-    model(batch(3)).sum().backward()
-    bare(batch(3)).sum().backward()
+    for module in (model, bare):
+        module(vectors(3)).sum().backward()
     expect(grads(net), grads(bare), "after the context")
     model.close()
 
 
-def hooks_on_parameters(replicas: int, view: bool) -> None:
+@pytest.mark.on_worker0
+@pytest.mark.parametrize(("replicas", "view"), [(1, True), (2, False)])
+def test_hooks_on_tensors(replicas: int, view: bool) -> None:
+    """On parameters, one of which is used in one step, and on a tensor from outside."""
     net, bare = Net(), Net()
     model = wrap(net, replicas, gradient_as_bucket_view=view)
-    seen: dict[nn.Module, list[Tensor]] = {net: [], bare: []}
+    seen: dict[nn.Module, list[float]] = {net: [], bare: []}
+    factor = torch.full((), 0.7, dtype=torch.double, requires_grad=True)
+    Net.factor = factor
     for module in (net, bare):
 
-        def before(grad: Tensor, kept: list[Tensor] = seen[module]) -> Tensor:
-            kept.append(grad.clone())
+        def triples(grad: Tensor, kept: list[float] = seen[module]) -> Tensor:
+            kept.append(round(float(grad.sum()), 6))
             return grad * 3
 
         for parameter in (module.scale, module.rare.weight):
             register: Any = parameter.register_hook
-            register(before)
+            register(triples)
+    factor.register_hook(lambda grad: grad * 2)
     for step in range(3):
         bare.zero_grad()
-        bare(batch(step), use_rare=step == 1).pow(2).sum().backward()
+        factor.grad = None
+        (bare(vectors(step), use_rare=step == 1).pow(2).sum() + factor).backward()
+        expected, factor.grad = factor.grad, None
         with context() as context_id:
-            backward(context_id, [model(batch(step), use_rare=step == 1).pow(2).sum()])
+            output = model(vectors(step), use_rare=step == 1)
+            backward(context_id, [output.pow(2).sum() + factor])
             expect(in_context(context_id, net), grads(bare), step)
-    found, expected = (sorted(seen[module], key=_size) for module in (net, bare))
-    expect(found, expected, "hooks")
-    model.close()
-
-
-def _size(tensor: Tensor) -> tuple[int, float]:
-    return tensor.numel(), float(tensor.sum())
-
-
-class Scaled(Net):
-    factor: Tensor
-
-    def forward(self, x: Tensor, use_rare: bool = True) -> Tensor:
-        output: Tensor = super().forward(x, use_rare) * type(self).factor
-        return output
-
-
-def a_tensor_from_outside_gets_its_gradient_once() -> None:
-    seen: list[Tensor] = []
-
-    def double(grad: Tensor) -> Tensor:
-        seen.append(grad.clone())
-        return grad * 2
-
-    def fresh() -> tuple[Tensor, Net]:
-        factor = torch.full((), 0.7, dtype=torch.double, requires_grad=True)
-        factor.register_hook(double)
-        Scaled.factor = factor
-        return factor, Scaled()
-
-    factor, net = fresh()
-    (net(batch()).pow(2).sum() + factor).backward()
-    expected = [factor.grad, *grads(net)]
-    factor, net = fresh()
-    model = wrap(net, 2)
-    with context() as context_id:
-        backward(context_id, [model(batch()).pow(2).sum() + factor])
-        found = [get_gradients(context_id)[factor], *in_context(context_id, net)]
-        assert factor.grad is None
-    expect(found, expected, "the factor and the net")
-    torch.testing.assert_close(*seen)
+            expect([get_gradients(context_id)[factor], factor.grad], [expected, None], step)
+    assert sorted(seen[net]) == sorted(seen[bare])
+    Net.factor = 1.0
     model.close()
 
 
@@ -547,7 +456,9 @@ class Caller(nn.Module):
         return output
 
 
-def calls_in_forward_are_refused(replicas: int, nonfinite: str) -> None:
+@pytest.mark.on_worker0
+@pytest.mark.parametrize(("replicas", "nonfinite"), [(1, "raise"), (3, "skip")])
+def test_calls_in_forward_are_refused(replicas: int, nonfinite: str) -> None:
     module, bare = Caller(), Caller()
     model = wrap(module, replicas, nonfinite=nonfinite)
     for step in range(2):
@@ -567,16 +478,19 @@ def calls_in_forward_are_refused(replicas: int, nonfinite: str) -> None:
     model.close()
 
 
-def results_that_are_no_arguments_are_refused() -> None:
-    model = wrap(Scaled(), 2)
+@pytest.mark.on_worker0
+def test_results_that_are_no_arguments_are_refused() -> None:
+    model = wrap(Net(), 2)
     with context():
-        Scaled.factor = rpc_sync(SERVER, look_up, (words(1),)).mean()
+        Net.factor = rpc_sync(SERVER, look_up, (words(1),)).mean()
         with pytest.raises(RuntimeError, match="results of such calls that are not among its arg"):
             model(vectors(0))
+    Net.factor = 1.0
     model.close()
 
 
-def one_replica_in_one_process_is_the_bare_module() -> None:
+@pytest.mark.on_worker0
+def test_one_replica_in_one_process_is_the_bare_module() -> None:
     module, table, bare = Caller(), fresh_table(), Net()
     model = wrap(module, 1)
     bare(table[words(0)]).pow(2).mean().backward()
@@ -587,95 +501,54 @@ def one_replica_in_one_process_is_the_bare_module() -> None:
     model.close()
 
 
-def an_optimizer_in_backward_is_refused() -> None:
+@pytest.mark.on_worker0
+def test_an_optimizer_in_backward_is_refused() -> None:
     net = Net()
     apply_torchs(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     model = wrap(net, 2)
     before = [p.detach().clone() for p in net.parameters()]
     with context() as context_id:
         with pytest.raises(RuntimeError, match=r"distributed autograd .*"):
-            backward(context_id, [model(batch()).sum()])
+            backward(context_id, [model(vectors(0)).sum()])
         assert in_context(context_id, net) == NO_GRADS
     expect([p.detach() for p in net.parameters()], before, "nothing was stepped")
-    model(batch()).sum().backward()
+    model(vectors(0)).sum().backward()
     assert not any(map(torch.equal, before[:2], net.parameters()))
     model.close()
 
 
-def backwards_of_two_contexts_at_the_same_time() -> None:
+@pytest.mark.on_worker0
+def test_backwards_of_two_contexts_at_the_same_time() -> None:
     """An error in the second."""
-    net, bare = Calling(), Net()
+    net, bare = Net(), Net()
     model = wrap(net, 1, nonfinite="raise")
     errors: list[str] = []
 
     def other() -> None:
         with context() as context_id:
             try:
-                backward(context_id, [model(batch(1)).sum()])
+                backward(context_id, [model(vectors(1)).sum()])
             except RuntimeError as error:
                 errors.append(str(error))
 
     def pause() -> None:
-        Calling.call = None
+        Net.call = None
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(20)
 
-    bare(batch()).pow(2).sum().backward()
+    bare(vectors(0)).pow(2).sum().backward()
     with context() as context_id:
-        Calling.call = pause
-        backward(context_id, [model(batch()).pow(2).sum()])
+        Net.call = pause
+        backward(context_id, [model(vectors(0)).pow(2).sum()])
         expect(in_context(context_id, net), grads(bare), "the first")
     (error,) = errors
     assert "another backward of the same wrapper is running" in error
     model.close()
 
 
-def contexts_of_threads_take_turns() -> None:
-    net, bare = Net(), Net()
-    model = wrap(net, 2, gradient_as_bucket_view=True)
-    turn, results = threading.Lock(), {}
-    barrier = threading.Barrier(2)
-
-    def train(number: int) -> None:
-        with context() as context_id:
-            for step in range(3):
-                with turn:
-                    backward(context_id, [model(batch(10 * number + step)).pow(2).sum()])
-                barrier.wait(20)
-            results[number] = in_context(context_id, net)
-
-    threads = [threading.Thread(target=train, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for number in range(2):
-        bare.zero_grad()
-        for step in range(3):
-            bare(batch(10 * number + step)).pow(2).sum().backward()
-        expect(results[number], grads(bare), f"thread {number}")
-    model.close()
-
-
-def an_error_in_backward_leaves_the_wrapper_usable() -> None:
-    net, bare = Calling(), Net()
-    model = wrap(net, 2, gradient_as_bucket_view=True)
-    with context() as context_id:
-        Calling.call = _fail
-        loss = model(batch())
-        Calling.call = None
-        with pytest.raises(ZeroDivisionError, match="on purpose"):
-            backward(context_id, [loss.sum()])
-        assert in_context(context_id, net) == NO_GRADS
-    bare(batch(1)).pow(2).sum().backward()
-    with context() as context_id:
-        backward(context_id, [model(batch(1)).pow(2).sum()])
-        expect(in_context(context_id, net), grads(bare), "the next one")
-    model.close()
-
-
-def gradients_that_are_not_finite_leave_nothing() -> None:
+@pytest.mark.on_worker0
+def test_gradients_that_are_not_finite_leave_nothing() -> None:
     model = wrap(nn.Linear(3, 1), 2, nonfinite="skip")
     with context() as context_id:
         with model.no_sync():
@@ -686,26 +559,3 @@ def gradients_that_are_not_finite_leave_nothing() -> None:
         assert all(bool(grad.isfinite().all()) for grad in found.values())
     assert model.num_skipped == 1
     model.close()
-
-
-_OPTIONS = list(itertools.product((1, 2), (False, True)))
-_SINGLE_CASES: list[Callable[[], None]] = [
-    *(functools.partial(several_backwards, *each) for each in _OPTIONS),
-    *(functools.partial(hooks_on_parameters, *each) for each in _OPTIONS),
-    functools.partial(calls_in_forward_are_refused, 1, "raise"),
-    functools.partial(calls_in_forward_are_refused, 2, "ignore"),
-    functools.partial(calls_in_forward_are_refused, 3, "skip"),
-    a_tensor_from_outside_gets_its_gradient_once,
-    results_that_are_no_arguments_are_refused,
-    one_replica_in_one_process_is_the_bare_module,
-    an_optimizer_in_backward_is_refused,
-    backwards_of_two_contexts_at_the_same_time,
-    contexts_of_threads_take_turns,
-    an_error_in_backward_leaves_the_wrapper_usable,
-    gradients_that_are_not_finite_leave_nothing,
-]
-
-
-@pytest.mark.parametrize("case", _SINGLE_CASES)
-def test_a_single_process(world: World, case: Callable[[], None]) -> None:
-    world.run(case)

@@ -22,8 +22,7 @@ from dataparallel.distributed_autograd import (
     rpc_sync,
 )
 from dataparallel.distributed_autograd.calls import current_endpoint
-from tests.cluster import Cluster, RankDied
-from tests.distributed_autograd.rpc_workers import expect_clean, rpc_world
+from tests.distributed_autograd.rpc_workers import World, expect_clean, workers
 from tests.faults.harness import Figures
 
 
@@ -48,10 +47,10 @@ def fails_in_backward(x: Tensor) -> Tensor:
     return y
 
 
-def hears_errors(rank: int, world_size: int, count: int) -> list[float]:
+def hears_errors(count: int) -> list[float]:
     """Seconds that it took to hear of each fault, in the worker that runs backward."""
     took: list[float] = []
-    for number in range(count if rank == 0 else 0):
+    for number in range(count):
         begin = time.monotonic()
         x = torch.ones(3, requires_grad=True)
         with context() as context_id:
@@ -83,10 +82,11 @@ def release(context_id: int) -> None:
     endpoint.worker.release(context_id, 20.0)
 
 
-def test_errors(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
+def test_errors(repeats: Callable[..., int], figures: Figures) -> None:
     """Goal 20: something unused, a remote error, a context that was released."""
     count = repeats(quick=6, long=60)
-    took = rpc_world(cluster, hears_errors, 3, count)[0]
+    with World(3) as world:
+        took = world.run(hears_errors, count)
     _record(figures, "unused send, remote error, released context, p100", max(took), 5.0, count)
 
 
@@ -106,9 +106,7 @@ def _record(figures: Figures, what: str, value: float, limit: float, count: int)
 # --- a worker that is lost -------------------------------------------------------------------
 
 
-def peer_is_killed(rank: int, world_size: int) -> float:
-    if rank != 0:
-        return 0.0
+def peer_is_killed() -> float:
     x = torch.ones(3, requires_grad=True)
     pid = torch_rpc.rpc_sync("worker2", os.getpid)
     with context() as context_id:
@@ -123,29 +121,21 @@ def peer_is_killed(rank: int, world_size: int) -> float:
     return seconds
 
 
-def test_a_peer_that_is_killed(
-    cluster: Cluster, repeats: Callable[..., int], figures: Figures
-) -> None:
+def test_a_peer_that_is_killed(repeats: Callable[..., int], figures: Figures) -> None:
     count, took = repeats(quick=1, long=20), []
     for _ in range(count):
-        results = rpc_world(cluster, peer_is_killed, 3, lost=(2,), expect_errors=True, timeout=40)
-        for result in results[:2]:
-            if isinstance(result, BaseException):
-                raise result
-        assert isinstance(results[2], RankDied)
-        took.append(results[0])
+        with World(3) as world:
+            took.append(world.run(peer_is_killed, clean=False))
     _record(figures, "a peer that is killed before backward, p100", max(took), 5.0, count)
 
 
 # --- many cycles -----------------------------------------------------------------------------
 
 
-def cycles(rank: int, world_size: int, count: int) -> list[float]:
+def cycles(count: int) -> list[float]:
     """By how much of itself the memory of each worker grew."""
-    if rank != 0:
-        return []
     weight = torch.randn(64, 64, requires_grad=True)
-    names = [f"worker{i}" for i in range(world_size)]
+    names = workers()
     before: list[int] = []
     for number in range(count + count // 2):
         if number == count // 2:
@@ -163,9 +153,10 @@ def memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_memory(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
+def test_memory(repeats: Callable[..., int], figures: Figures) -> None:
     count = repeats(quick=60, long=500)
-    grown = rpc_world(cluster, cycles, 2, count, timeout=55)[0]
+    with World(2) as world:
+        grown = world.run(cycles, count)
     figures.record(
         goal=20,
         what=f"memory growth over {count} backward passes, largest of all workers",

@@ -8,7 +8,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from dataparallel.kernels.backend import Backend
 from dataparallel.kernels.native import cache_directory
 
 _HEADERS = Path(__file__).parent / "host"
-_MARK = re.compile(r"@kernel (\w+) ([^@]+)@")
 
 # Products and sums are rounded one by one, as with the options for NVIDIA's compilers. What C++
 # does not define, above all an address that is not a multiple of what it has to be, ends the
@@ -161,20 +159,3 @@ def _compile(text: str, name: str, path: Path) -> None:
         command = ["g++", *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         os.replace(made, path)
-
-
-@functools.cache
-def kernels_of(source: str) -> dict[str, str]:
-    """The structs that the kernels of a source take, by the name of the kernel."""
-    text = "#define KERNELS_ON_HOST\n#define KERNEL(name, Parameters) @kernel name Parameters@\n"
-    done = subprocess.run(
-        ["g++", "-E", "-P", "-x", "c++", "-"],
-        input=text + compiler.source_text(source),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    found = _MARK.findall(done.stdout)
-    assert len(found) == len(dict(found)), f"{source}.cu has two kernels of one name"
-    return dict(found)

@@ -62,12 +62,16 @@ def cases(draw: st.DrawFn) -> Case:
     terms = [at_offset(values_of(dtype, size), draw(place)) for _ in range(count)]
     out = draw(st.sampled_from([None, *range(min(count, 3))]))
     total = at_offset(torch.zeros(size, dtype=dtype), draw(place)) if out is None else terms[out]
+    if out is not None and draw(st.booleans()):
+        # One tensor twice.
+        terms[-1] = terms[0]
+        total = terms[min(out, count - 1)]
     host = HostBackend(draw(st.sampled_from([0, 1, 5])), draw(st.integers(1, 4)))
     return terms, total, scale if dtype.is_floating_point else 1.0, host
 
 
 @given(cases())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=350, deadline=None)
 def test_kernel_and_reference_give_the_sum_in_order(case: Case) -> None:
     terms, out, scale, host = case
     expected = sum_in_order(terms, scale)
@@ -86,107 +90,10 @@ def test_kernel_and_reference_give_the_sum_in_order(case: Case) -> None:
     assert host.launches == [kernel_name(out.dtype, len(terms))] * served
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
-def test_every_alignment(dtype: torch.dtype, count: int) -> None:
-    pack = 16 // dtype.itemsize
-    host = HostBackend()
-    for place in range(pack):
-        for other in range(pack):
-            values = [values_of(dtype, 300 + place) for _ in range(count)]
-            terms = [at_offset(term, other) for term in values]
-            # The last one lies differently: all sources count, not the first alone.
-            terms[-1] = at_offset(values[-1], (other + count - 1) % pack)
-            out = at_offset(torch.zeros_like(values[0]), place)
-            with backend.registered([host]):
-                kernels.reduce_add(terms, out=out)
-            assert_same_bits(out, sum_in_order(values))
-            assert_rest_is_untouched(out)
-    assert host.launches == [kernel_name(dtype, count)] * pack**2
-
-
-def test_terms_are_added_in_their_order_and_rounded_once(either: str) -> None:
-    big = [1e8, 1.0, -1e8, 1.0, 0.0, 0.0, 0.0, 0.0, 1e8, 1.0, -1e8, 1.0]
-    total = kernels.reduce_add([torch.full((40,), x) for x in big])
-    assert total.tolist() == [1.0] * 40
-    # In half precision each sum on the way would be 2048.
-    halves = [torch.full((40,), x, dtype=torch.float16) for x in (2048.0, 1.0, 1.0)]
-    assert kernels.reduce_add(halves).tolist() == [2050.0] * 40
-    # The sum is infinite as a half, its quarter is not; and it is scaled last.
-    largest = [torch.full((40,), 65504.0, dtype=torch.float16)] * 4
-    assert kernels.reduce_add(largest, 0.25).tolist() == [65504.0] * 40
-    assert kernels.reduce_add([torch.full((40,), -0.0)] * 3).signbit().all()
-    wrapped = [torch.full((40,), 2**31 - 1, dtype=torch.int32)] * 3
-    assert kernels.reduce_add(wrapped).tolist() == [2**31 - 3] * 40
-
-
 def test_long_sums_of_small_floats_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_CHUNK", 7)
     terms = [values_of(torch.bfloat16, 30).view(5, 6).t() for _ in range(3)]
     assert_same_bits(kernels.reduce_add(terms, 0.3), sum_in_order(terms, 0.3))
-
-
-# --- layouts and types -----------------------------------------------------------------------
-
-LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
-    "contiguous": (lambda x: x, True),
-    "transposed": (lambda x: x.transpose(0, 1), True),
-    "permuted": (lambda x: x.permute(2, 0, 1), True),
-    "of no dimension": (lambda x: x[1, 1, 1], True),
-    "every other": (lambda x: x[::2], False),
-    "a column": (lambda x: x[:, :, 1], False),
-    "expanded": (lambda x: x[:1].expand(4, 5, 6), False),
-}
-
-
-def _terms(count: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(4, 5, 6).to(dtype) for _ in range(count)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dense_tensors_alike_are_added_by_the_kernel(
-    layout: str, host_kernels: HostBackend
-) -> None:
-    lay, is_dense = LAYOUTS[layout]
-    terms = [lay(term) for term in _terms()]
-    total = kernels.reduce_add(terms, 0.5)
-    assert_same_bits(total, sum_in_order(terms, 0.5))
-    if is_dense:
-        assert total.stride() == terms[0].stride()
-    out = torch.zeros(4, 5, 6) if layout == "expanded" else lay(torch.zeros(4, 5, 6))
-    assert kernels.reduce_add(terms, 0.5, out) is out
-    assert_same_bits(out, total)
-    assert host_kernels.launches == [kernel_name(torch.float32, 3)] * 2 * is_dense
-
-
-def test_inputs_of_different_strides_are_added_by_the_reference(host_kernels: HostBackend) -> None:
-    first, second = torch.randn(6, 6), torch.randn(6, 6).t()
-    for terms in ([first, second], [second, first], [first, first, second]):
-        assert_same_bits(kernels.reduce_add(terms), sum_in_order(terms))
-    out = torch.zeros(6, 6).t()
-    kernels.reduce_add([first, first], out=out)
-    assert_same_bits(out, sum_in_order([first, first]))
-    assert host_kernels.launches == []
-
-
-def test_the_stride_of_one_element_says_nothing(host_kernels: HostBackend) -> None:
-    first = torch.randn(7, 1, 2)
-    second = torch.randn(14).as_strided((7, 1, 2), (2, 999, 1))
-    total = kernels.reduce_add([first, second])
-    assert_same_bits(total, sum_in_order([first, second]))
-    assert kernels.reduce_add([second, first], out=second) is second
-    assert_same_bits(second, total)
-    assert host_kernels.launches == [kernel_name(torch.float32, 2)] * 2
-
-
-def test_an_input_may_be_given_twice_and_be_out(either: str) -> None:
-    for lay in (lambda term: term, lambda term: term[::2]):
-        first, second = map(lay, _terms(2))
-        for terms in ([first, first], [first, second, first], [second, first, second, second]):
-            for place in range(len(terms)):
-                out = terms[place].clone()
-                same = [out if term is terms[place] else term for term in terms]
-                assert_same_bits(kernels.reduce_add(same, out=out), sum_in_order(terms))
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -199,34 +106,54 @@ def test_a_launch_has_as_many_blocks_as_it_can_use(most: int) -> None:
     assert host.grids == [1, 1, min(2, most), most]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.uint8, torch.int16, torch.complex64, torch.complex128, torch.bool]
-)
-def test_other_dtypes_are_added_by_the_reference(
-    dtype: torch.dtype, host_kernels: HostBackend
-) -> None:
-    terms = [(torch.randn(9) * 300).to(torch.int64).to(dtype) for _ in range(5)]
-    expected = terms[0]
-    for term in terms[1:]:
-        expected = expected + term
-    assert torch.equal(kernels.reduce_add(terms), expected)
-    assert host_kernels.launches == []
+# --- layouts and types -----------------------------------------------------------------------
+
+Lay = Callable[[torch.Tensor], torch.Tensor]
+#: And whether the kernel serves it.
+LAYOUTS: dict[str, tuple[Lay, bool]] = {
+    "contiguous": (lambda x: x, True),
+    "permuted": (lambda x: x.permute(2, 0, 1), True),
+    "of no dimension": (lambda x: x[1, 1, 1], True),
+    "every other": (lambda x: x[::2], False),
+    "a column": (lambda x: x[:, :, 1], False),
+    "expanded": (lambda x: x[:1].expand(4, 5, 6), False),
+    "complex": (lambda x: x.to(torch.complex64), False),
+    "conjugate": (lambda x: x.to(torch.complex64).conj(), False),
+    "negative": (lambda x: torch.complex(x, x).conj().imag, False),
+    "bytes": (lambda x: (x * 100).to(torch.int64).to(torch.uint8), False),
+    "truth values": (lambda x: x > 0, False),
+}
 
 
-def test_what_is_not_in_memory_as_it_is_is_added_by_the_reference(
-    host_kernels: HostBackend,
-) -> None:
-    values = torch.tensor([1 + 2j, 3 - 1j])
-    assert torch.equal(kernels.reduce_add([values.conj()] * 3), 3 * values.conj())
-    negative = values.conj().imag
-    assert negative.is_neg()
-    assert kernels.reduce_add([negative, negative, negative]).tolist() == [-6.0, 3.0]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_types(layout: str, host_kernels: HostBackend) -> None:
+    lay, is_served = LAYOUTS[layout]
+    terms = [lay(torch.randn(4, 5, 6)) for _ in range(3)]
+    expected = terms[0] + terms[1] + terms[2]
+    total = kernels.reduce_add(terms)
+    assert_same_bits(total, expected)
+    if is_served:
+        assert total.stride() == terms[0].stride()
+    out = torch.zeros_like(expected)
+    assert kernels.reduce_add(terms, out=out) is out
+    assert_same_bits(out, expected)
+    assert host_kernels.launches == [kernel_name(torch.float32, 3)] * 2 * is_served
+
+
+def test_inputs_of_different_strides(host_kernels: HostBackend) -> None:
+    first, second = torch.randn(6, 6), torch.randn(6, 6).t()
+    for terms in ([first, second], [second, first], [first, first, second]):
+        assert_same_bits(kernels.reduce_add(terms), sum_in_order(terms))
     askew = torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1)
     assert kernels.reduce_add([askew, torch.ones(2)]).tolist() == [1.0, 1.0]
     batch = torch.arange(6.0).view(2, 3)
     transformed = torch.func.vmap(lambda x: kernels.reduce_add([x, x, x]))(batch)
     assert torch.equal(transformed, 3 * batch)
     assert host_kernels.launches == []
+    # The stride of one element says nothing.
+    first, second = torch.randn(7, 1, 2), torch.randn(14).as_strided((7, 1, 2), (2, 999, 1))
+    assert_same_bits(kernels.reduce_add([first, second]), sum_in_order([first, second]))
+    assert len(host_kernels.launches) == 1
 
 
 # --- autograd --------------------------------------------------------------------------------
@@ -238,27 +165,15 @@ def test_autograd_sees_what_is_written_and_records_nothing(
 ) -> None:
     terms = [torch.ones(6 * step, requires_grad=True)[::step] for _ in range(2)]
     assert not kernels.reduce_add(terms).requires_grad
-    parameter = torch.nn.Parameter(torch.zeros(6))
-    kernels.reduce_add(terms, out=parameter)
-    assert parameter.requires_grad and parameter.is_leaf
     saved = torch.ones(6)
     loss = (terms[0] * saved).sum()
     kernels.reduce_add(terms, out=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    assert len(host_kernels.launches) == (3 if step == 1 else 0)
-
-
-def test_in_inference_mode(host_kernels: HostBackend) -> None:
-    ordinary = _terms()
     with torch.inference_mode():
-        terms = _terms()
-        total = kernels.reduce_add(terms)
-        kernels.reduce_add(ordinary, out=ordinary[0])
-    assert total.is_inference()
-    assert_same_bits(total, sum_in_order(terms))
-    assert_same_bits(kernels.reduce_add(terms), total)
-    assert len(host_kernels.launches) == 3
+        total = kernels.reduce_add([torch.ones(3 * step)[::step]] * 2)
+    assert total.is_inference() and total.tolist() == [2] * 3
+    assert len(host_kernels.launches) == (3 if step == 1 else 0)
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -291,12 +206,8 @@ def test_what_does_not_fit_is_refused(
         kernels.reduce_add(inputs, **others)
     assert host_kernels.launches == []
     assert not ROOM.any()
-    assert kernels.reduce_add([ONES, TWOS]).tolist() == [3.0] * 4
-
-
-def test_neighbors_do_not_overlap(host_kernels: HostBackend) -> None:
+    # Neighbors do not overlap.
     room = torch.arange(12.0)
     out = kernels.reduce_add([room[:4], room[8:]], out=room[4:8])
     assert out.tolist() == [8.0, 10.0, 12.0, 14.0]
-    assert room[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert kernels.reduce_add([room[:0]] * 2, out=room[3:3]).shape == (0,)
