@@ -1,4 +1,4 @@
-"""Equal modules, of which one has a plain optimizer and the other one of ours."""
+"""Optimizers, and equal modules of which one is stepped in backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dataparallel import DataParallel, ShardedOptimizer
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
-from tests.models import placed
 
 with warnings.catch_warnings():
     # Its package has functions that it compiles with TorchScript.
@@ -42,41 +40,6 @@ def build() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2)
     )
-
-
-class Twins:
-    """A bare module with a plain optimizer, and an equal one with a sharded optimizer."""
-
-    def __init__(
-        self,
-        slots: Sequence[str],
-        optimizer_class: type[Optimizer] = ADAMW,
-        build: Callable[[], nn.Module] = build,
-        **arguments: Any,
-    ) -> None:
-        self.bare = placed(build, slots[0], torch.float)
-        self.module = copy.deepcopy(self.bare)
-        self.model = DataParallel(self.module, list(slots))
-        self.plain = optimizer_class(self.bare.parameters(), **arguments)
-        self.sharded = ShardedOptimizer(optimizer_class, self.model, **arguments)
-
-    def set_gradients(self, scale: float = 1.0) -> None:
-        for p, q in self.pairs():
-            p.grad = torch.randn_like(p) * scale
-            q.grad = p.grad.clone()
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.set_gradients()
-            self.plain.step()
-            self.sharded.step()
-
-    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(self.bare.parameters(), self.module.parameters(), strict=True)
-
-    def assert_equal(self) -> None:
-        assert_same([p for p, _ in self.pairs()], [q for _, q in self.pairs()])
-        assert_same(self.plain.state_dict(), self.sharded.state_dict())
 
 
 def assert_same(left: Any, right: Any) -> None:

@@ -3,17 +3,463 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
 
-CLASSES = 4
+CLASSES = 5
+CLASS_WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+
+Criterion = Callable[..., Any]
+
+
+class Apply(nn.Module):
+    """A module that computes a function, the identity for example."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def applied(function: Callable[..., Any], replicas: int) -> DataParallel[Apply]:
+    return DataParallel(Apply(function), ["cpu"] * replicas)
+
+
+def assert_same(
+    model: DataParallel[Any],
+    criterion: Criterion,
+    x: Any,
+    targets: Any,
+    *,
+    again: bool = False,
+    **options: Any,
+) -> None:
+    """Value, gradients and perhaps second derivatives are those on the whole output."""
+    args, kwargs = (targets, {}) if isinstance(targets, tuple) else ((), targets)
+    given = [x, *args, *kwargs.values(), *model.module.parameters()]
+    if isinstance(criterion, nn.Module):
+        given += criterion.parameters()
+    wanted = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = criterion(model.module(x), *args, **kwargs)
+    found = model.loss(criterion, x, targets, **options)
+    assert found.dtype == expected.dtype
+    # 0/0, where nothing in the batch has weight.
+    undefined = bool(expected.isnan().any())
+    assert not (undefined and found.isfinite().all())
+    if not undefined:
+        torch.testing.assert_close(found, expected)
+    seed = torch.rand_like(expected)
+    results = []
+    for loss in (expected, found):
+        grads = torch.autograd.grad(loss, wanted, seed, create_graph=again)
+        results.append(list(grads))
+        if again:
+            penalty = torch.stack([grad.square().sum().cpu() for grad in grads]).sum()
+            # Of a bias it may be zero by absence or by value.
+            second = torch.autograd.grad(penalty, wanted, materialize_grads=True)
+            results[-1] += second
+    for right, grad in zip(*results, strict=True):
+        if not (undefined and right.isnan().any()):
+            torch.testing.assert_close(grad, right)
+
+
+# --- torch's own criteria --------------------------------------------------------------------
+
+
+def logits(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def unit(*shape: int, learns: bool = False) -> Tensor:
+    found = torch.rand(*shape, dtype=torch.float64).mul(0.9).add(0.05)
+    return found.requires_grad_(learns)
+
+
+def signs(*shape: int) -> Tensor:
+    return torch.randint(0, 2, shape).double() * 2 - 1
+
+
+def labels(*shape: int, low: int = 0, high: int = CLASSES, ignored: int | None = None) -> Tensor:
+    found = torch.randint(low, high, shape)
+    if ignored is not None:
+        found[torch.rand(shape) < 0.4] = ignored
+    return found
+
+
+def log_probabilities(n: int) -> Tensor:
+    return logits(n, 12, CLASSES).log_softmax(-1).detach().requires_grad_()
+
+
+def many_labels(n: int) -> Tensor:
+    found = torch.stack([torch.randperm(CLASSES) for _ in range(n)])
+    found[:, 2] = -1
+    return found
+
+
+def distance(left: Tensor, right: Tensor) -> Tensor:
+    return (left - right).abs().amax(-1)
+
+
+def of(make: Callable[..., Tensor], *shape: int, **options: Any) -> Callable[[int], Tensor]:
+    """Makes a batch of some samples."""
+    return lambda n: make(n, *shape, **options)
+
+
+weighted: dict[str, Any] = {"weight": CLASS_WEIGHT}
+C = CLASSES
+
+#: A criterion, its settings, the output, and the targets.
+CASES: dict[str, tuple[Any, ...]] = {
+    "cross_entropy": (nn.CrossEntropyLoss, {}, of(logits, C), of(labels, ignored=-100)),
+    "cross_entropy_weight": (
+        nn.CrossEntropyLoss,
+        {**weighted, "ignore_index": 3, "label_smoothing": 0.2},
+        of(logits, C, 3),
+        of(labels, 3, ignored=3),
+    ),
+    "cross_entropy_probabilities": (
+        nn.CrossEntropyLoss,
+        {**weighted, "label_smoothing": 0.1},
+        of(logits, C, 2),
+        of(unit, C, 2),
+    ),
+    "nll": (nn.NLLLoss, weighted, of(logits, C, 2, 2), of(labels, 2, 2, ignored=-100)),
+    "mse": (nn.MSELoss, {}, of(logits, 3), of(logits, 3)),
+    "l1": (nn.L1Loss, {}, of(logits), of(logits)),
+    "smooth_l1": (nn.SmoothL1Loss, {"beta": 0.3}, of(logits, 2), of(logits, 2)),
+    "huber": (nn.HuberLoss, {"delta": 0.7}, of(logits, 2, 2), of(logits, 2, 2)),
+    "bce": (nn.BCELoss, {"weight": unit(3)}, of(unit, 3, learns=True), of(unit, 3)),
+    "bce_with_logits": (
+        nn.BCEWithLogitsLoss,
+        {"weight": unit(1, 3), "pos_weight": unit(3)},
+        of(logits, 3),
+        of(unit, 3),
+    ),
+    "kl_div": (nn.KLDivLoss, {}, of(logits, 3), of(unit, 3)),
+    "kl_div_log_target": (nn.KLDivLoss, {"log_target": True}, of(logits, 3), of(logits, 3)),
+    "poisson_nll": (nn.PoissonNLLLoss, {"full": True}, of(logits, 3), of(unit, 3)),
+    "gaussian_nll": (
+        nn.GaussianNLLLoss,
+        {"full": True},
+        of(logits, 3),
+        of(logits, 3),
+        of(unit, learns=True),
+    ),
+    "gaussian_nll_one_variance": (nn.GaussianNLLLoss, {}, of(logits, 3), of(logits, 3), 0.5),
+    "hinge_embedding": (nn.HingeEmbeddingLoss, {}, of(logits, 2), of(signs, 2)),
+    "multilabel_margin": (nn.MultiLabelMarginLoss, {}, of(logits, C), many_labels),
+    "multilabel_soft_margin": (
+        nn.MultiLabelSoftMarginLoss,
+        {"weight": unit(3)},
+        of(logits, 2, 3),
+        of(unit, 2, 3),
+    ),
+    "multi_margin": (nn.MultiMarginLoss, {**weighted, "p": 2}, of(logits, C), of(labels)),
+    "cosine_embedding": (
+        nn.CosineEmbeddingLoss,
+        {"margin": 0.1},
+        of(logits, 3),
+        of(logits, 3),
+        of(signs),
+    ),
+    "margin_ranking": (
+        nn.MarginRankingLoss,
+        {"margin": 0.1},
+        of(logits, 2),
+        of(logits, 2),
+        of(signs, 2),
+    ),
+    "soft_margin": (nn.SoftMarginLoss, {}, of(logits, 2), of(signs, 2)),
+    "triplet_margin": (
+        nn.TripletMarginLoss,
+        {"swap": True},
+        of(logits, 2, 3),
+        of(logits, 2, 3),
+        of(logits, 2, 3),
+    ),
+    "triplet_margin_with_distance": (
+        nn.TripletMarginWithDistanceLoss,
+        {"distance_function": distance},
+        of(logits, 3),
+        {"positive": of(logits, 3), "negative": of(logits, 3)},
+    ),
+    "ctc": (
+        nn.CTCLoss,
+        {"zero_infinity": True},
+        log_probabilities,
+        of(labels, 6, low=1),
+        of(labels, low=8, high=13),
+        of(labels),
+    ),
+    # The functions, with the settings that only they have.
+    "F.cross_entropy": (
+        F.cross_entropy,
+        {**weighted, "ignore_index": 1},
+        of(logits, C),
+        {"target": of(labels)},
+    ),
+    "F.mse_loss(weight)": (
+        F.mse_loss,
+        {},
+        of(logits, 3),
+        {"target": of(logits, 3), "weight": of(unit, 3, learns=True)},
+    ),
+    "F.binary_cross_entropy(weight)": (
+        F.binary_cross_entropy,
+        {},
+        of(unit, 3, learns=True),
+        of(unit, 3),
+        of(unit, 1),
+    ),
+}
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    criterion = functools.partial(nn.LinearCrossEntropyLoss, 3, C, dtype=torch.float64)
+    table_options = {**weighted, "ignore_index": 1}
+    CASES["linear_cross_entropy"] = (criterion, table_options, of(logits, 3), of(labels))
+
+
+def made(name: str, reduction: str) -> Criterion:
+    criterion, options, *_ = CASES[name]
+    result: Criterion = functools.partial(criterion, **options, reduction=reduction)
+    return result if name.startswith("F.") else result()  # type: ignore[no-any-return]
+
+
+def batch(name: str, samples: int) -> tuple[Tensor, Any]:
+    """The output and the targets."""
+    x, *targets = CASES[name][2:]
+    if isinstance(targets[0], dict):
+        return x(samples), {key: make(samples) for key, make in targets[0].items()}
+    return x(samples), tuple(make(samples) if callable(make) else make for make in targets)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=6, deadline=None)
+@given(total=st.integers(1, 9), replicas=st.integers(2, 4), draw=st.integers(0, 2**31))
+def test_criteria_of_torch(name: str, reduction: str, total: int, replicas: int, draw: int) -> None:
+    torch.manual_seed(draw)
+    # Time comes first in what the criterion gets; the batch does in everything else.
+    time_first = name == "ctc"
+    model = applied((lambda x: x.transpose(0, 1)) if time_first else same, replicas)
+    assert_same(model, made(name, reduction), *batch(name, total))
+
+
+def test_every_loss_module_of_torch_is_known_or_refused_by_name() -> None:
+    public = {
+        module
+        for module in vars(nn).values()
+        if isinstance(module, type) and issubclass(module, nn.modules.loss._Loss)
+    }
+    tested = {type(made(name, "mean")) for name in CASES}
+    assert public - {nn.modules.loss._Loss, nn.NLLLoss2d} <= tested
+    refused = nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2])
+    with pytest.raises(ValueError, match="what AdaptiveLogSoftmaxWithLoss divides"):
+        applied(same, 2).loss(refused, torch.ones(2, 4), torch.ones(2).long())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHT])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [3, 6])
+def test_ignored_targets_leave_no_trace(
+    ignored: int, reduction: str, weight: Tensor | None, smoothing: float
+) -> None:
+    """Those of a chunk, and those of the whole batch, where it is what the criterion gives."""
+    criterion = nn.CrossEntropyLoss(weight, reduction=reduction, label_smoothing=smoothing)
+    target = torch.tensor([4, 1, 4, 1, 4, 0])
+    target[:ignored] = -100
+    x = logits(6, CLASSES)
+    assert_same(applied(same, 3), criterion, x, (target,))
+    loss = applied(same, 3).loss(criterion, x, target)
+    assert bool(loss.isfinite()) == (ignored < 6 or reduction == "sum")
+    (grad,) = torch.autograd.grad(loss, x)
+    assert not grad[:ignored].any()
+
+
+@pytest.mark.parametrize("log_target", [False, True])
+def test_batchmean_divides_by_all_samples(log_target: bool) -> None:
+    criterion = nn.KLDivLoss(reduction="batchmean", log_target=log_target)
+    assert_same(applied(same, 3), criterion, logits(7, 2, 3), (unit(7, 2, 3),))
+    with pytest.raises(ValueError, match="the batch is dimension 1"):
+        DataParallel(Apply(same), ["cpu"], dim=1).loss(criterion, unit(2, 3), unit(2, 3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_empty_batch(reduction: str) -> None:
+    criterion = nn.MSELoss(reduction=reduction)
+    assert_same(applied(same, 2), criterion, logits(0, 3), (logits(0, 3),))
+
+
+def test_the_sum_of_a_half_precision_batch_does_not_overflow() -> None:
+    x = torch.full((64, 4096), 3.0, dtype=torch.float16)
+    found = applied(same, 2).loss(nn.MSELoss(), x, torch.zeros_like(x))
+    assert found.dtype == torch.float16
+    assert found == 9.0
+
+
+# --- criteria of the user's own --------------------------------------------------------------
+
+
+class Renamed(nn.CrossEntropyLoss):
+    """Keeps torch's forward, so its denominator is known."""
+
+
+class Called(nn.MSELoss):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
+class Scaled(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) * 2
+
+
+class Tempered(nn.Module):
+    """A criterion that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output / self.temperature, target)
+
+
+def masked(output: Any, target: Tensor) -> Tensor:
+    losses: Tensor = (output["y"] if isinstance(output, dict) else output).square().mean(-1)
+    return (losses * (target >= 0)).sum() / (target >= 0).sum()
+
+
+def kept(output: Any, target: Tensor) -> Tensor:
+    return (target >= 0).sum()
+
+
+def test_the_users_criterion_is_not_changed() -> None:
+    criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHT)
+    before = dict(vars(criterion))
+    assert_same(applied(same, 2), criterion, logits(4, CLASSES), (labels(4),))
+    assert vars(criterion) == before
+    assert criterion.weight is CLASS_WEIGHT
+
+
+def test_a_subclass_is_known_as_long_as_it_keeps_the_forward() -> None:
+    model, x, y = applied(same, 2), logits(7, CLASSES), labels(7, ignored=-100)
+    assert_same(model, Renamed(), x, (y,))
+    patched = nn.MSELoss()
+    patched.forward = lambda input, target: input.sum()  # type: ignore[method-assign]
+    for other in (Scaled(), Called(), patched):
+        name = type(other).__name__
+        with pytest.raises(ValueError, match=f"what {name} divides its loss by is not known"):
+            model.loss(other, x, y)
+
+
+def test_a_chunk_that_weighs_nothing_is_left_out() -> None:
+    model, x = applied(same, 3), torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.tensor([-1, -1, 2, 3, -1, 0])
+    assert_same(model, masked, x, (target,), weight=kept)
+    with pytest.raises(ValueError, match="weight= is zero for every chunk"):
+        model.loss(masked, x, torch.full((6,), -1), weight=kept)
+
+
+NOT_WEIGHTS: list[tuple[Any, type[Exception], str]] = [
+    (None, ValueError, "what masked divides its loss by is not known"),
+    (3, ValueError, "cannot be weighted with weight=3; pass weight="),
+    (lambda output, target: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
+    (lambda output, target: float("nan"), ValueError, "not negative, but that of .* is nan"),
+    (lambda output, target: target, TypeError, "a weight is a number, but that of weight= is not"),
+]
+
+
+@pytest.mark.parametrize(("weight", "error", "message"), NOT_WEIGHTS)
+def test_weights_that_make_no_sense(weight: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        applied(same, 2).loss(masked, logits(4, 3), torch.arange(4), weight=weight)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+ONES = torch.ones(2)
+
+#: The criterion, the output, the targets, and how it is refused.
+REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
+    (nn.MSELoss(), torch.ones(2, 1), ONES, ValueError, r"shape \(2, 1\) with every target"),
+    (nn.MSELoss(), lambda x: x[0], (ONES,), ValueError, r"shape \(\) with every target"),
+    (nn.MSELoss(), lambda x: x[0], torch.ones(()), ValueError, "it needs a batch"),
+    (nn.TripletMarginLoss(), ONES, (ONES, ONES), ValueError, r"shape \(2,\): it needs a batch"),
+    (nn.MultiLabelMarginLoss(), ONES, torch.tensor([0, 1]), ValueError, "it needs a batch"),
+    (nn.MultiLabelSoftMarginLoss(), ONES, ONES, ValueError, "it needs a batch"),
+    (nn.CrossEntropyLoss(reduction="sum"), ONES, ONES, ValueError, "it needs a batch"),
+    (nn.NLLLoss(), ONES, labels(2), ValueError, "(?s)For 1D input, 1D target must.*in replica 0"),
+    (
+        nn.BCELoss(weight=torch.ones(4, 1)),
+        torch.rand(2, 3),
+        torch.rand(2, 3),
+        RuntimeError,
+        "broadcast a dimension of length 4",
+    ),
+    (
+        nn.BCEWithLogitsLoss(weight=torch.ones(4, 1), reduction="sum"),
+        torch.rand(1, 3),
+        torch.rand(1, 3),
+        RuntimeError,
+        "doesn't match the broadcast shape",
+    ),
+    (F.mse_loss, ONES, {"target": ONES, "reduction": "sum"}, TypeError, "multiple values"),
+    (nn.MSELoss(), ONES, {"target": ONES, "reduction": "sum"}, TypeError, "unexpected keyword"),
+    (F.mse_loss, ONES, (ONES, False), ValueError, "reduce= are not supported"),
+    (F.mse_loss, ONES, {"target": ONES, "reduce": False}, ValueError, "use functools.partial"),
+    (
+        functools.partial(F.mse_loss, size_average=False),
+        ONES,
+        ONES,
+        ValueError,
+        "and size_average= and reduce= are not supported",
+    ),
+    (nn.MSELoss(), ONES, (), TypeError, "missing a required argument: 'target'"),
+    (nn.MSELoss(), lambda x: {"y": x}, ONES, TypeError, "but the module returned dict"),
+    (nn.MSELoss(reduction="avg"), ONES, ONES, ValueError, r"one of .*, but is 'avg'"),
+    (functools.partial(F.mse_loss, ONES), ONES, (), ValueError, "mse_loss divides .* not known"),
+    ("mse", ONES, ONES, ValueError, "what str divides its loss by is not known"),
+]
+
+
+@pytest.mark.parametrize(("criterion", "output", "targets", "error", "message"), REFUSED)
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+def test_what_is_refused(
+    criterion: Any, output: Any, targets: Any, error: type[Exception], message: str
+) -> None:
+    x, function = (output, same) if isinstance(output, Tensor) else (ONES, output)
+    with pytest.raises(error, match=message):
+        applied(function, 1).loss(criterion, x, targets)
+
+
+def test_weights_and_results_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="MSELoss knows its denominator itself"):
+        applied(same, 1).loss(nn.MSELoss(), ONES, ONES, weight="samples")
+    with pytest.raises(TypeError, match=r"must return a 0-d tensor, but returned shape \(2,\)"):
+        applied(same, 1).loss(same, ONES, (), weight="samples")
+
+
+# --- in a model ------------------------------------------------------------------------------
 
 
 def network(device: str) -> nn.Sequential:
@@ -21,184 +467,64 @@ def network(device: str) -> nn.Sequential:
     return net.to(device, torch.float64)
 
 
-def inputs(device: str, samples: int) -> Tensor:
-    return torch.randn(samples, 3, dtype=torch.float64, device=device)
-
-
-def labels(device: str, samples: int, ignored: int | None = None) -> Tensor:
-    found = torch.randint(0, CLASSES, (samples,), device=device)
-    if ignored is not None:
-        found[: samples // 2] = ignored
-    return found
-
-
-def assert_same(
-    model: DataParallel[Any],
-    loss: Callable[[], Tensor],
-    expected: Callable[[], Tensor],
-    *others: Tensor,
-) -> None:
-    """Value and gradients, second derivatives included."""
-    leaves = [*model.module.parameters(), *others]
-    results = []
-    for function in (expected, loss):
-        value = function().sum()
-        first = torch.autograd.grad(value, leaves, create_graph=True)
-        penalty = torch.stack([grad.square().sum().cpu() for grad in first]).sum()
-        second = torch.autograd.grad(penalty, leaves, allow_unused=True)
-        # The second derivative of a bias may be zero by absence or by value.
-        results.append(
-            [
-                value,
-                *first,
-                *(zero_if(grad, leaf) for grad, leaf in zip(second, leaves, strict=True)),
-            ]
-        )
-    torch.testing.assert_close(results[1], results[0])
-
-
-def zero_if(grad: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if grad is None else grad
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("samples", [1, 3, 4, 9, 13])
-def test_class_weights_and_ignored_targets(slots: list[str], samples: int, reduction: str) -> None:
+@pytest.mark.parametrize("samples", [3, 11])
+def test_derivatives_over_devices(slots: list[str], samples: int) -> None:
     model = DataParallel(network(slots[0]), slots)
-    weight = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64, device=slots[0])
-    criterion = nn.CrossEntropyLoss(weight, ignore_index=-1, reduction=reduction)
-    x, y = inputs(slots[0], samples), labels(slots[0], samples, -1)
-    assert_same(model, lambda: model.loss(criterion, x, y), lambda: criterion(model.module(x), y))
-
-
-def test_functions_keep_their_tensors(slots: list[str]) -> None:
-    model = DataParallel(network(slots[0]), slots)
-    weight = torch.rand(CLASSES, dtype=torch.float64, device=slots[0])
-    criterion = functools.partial(F.cross_entropy, weight=weight, label_smoothing=0.1)
-    x, y = inputs(slots[0], 11), labels(slots[0], 11)
-    assert_same(model, lambda: model.loss(criterion, x, y), lambda: criterion(model.module(x), y))
-
-
-def test_a_criterion_that_learns(slots: list[str]) -> None:
-    class Tempered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(output / self.temperature, target)
-
-    model = DataParallel(network(slots[0]), slots)
-    criterion = Tempered().to(slots[0])
-    x, y = inputs(slots[0], 11), labels(slots[0], 11)
-    assert_same(
-        model,
-        lambda: model.loss(criterion, x, y, weight="samples"),
-        lambda: criterion(model.module(x), y),
-        criterion.temperature,
-    )
-
-
-def test_several_targets(slots: list[str]) -> None:
-    class Embed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 5)
-
-        def forward(self, a: Tensor, *, shift: Tensor) -> Any:
-            return self.linear(a) + shift
-
-    net = Embed().to(slots[0], torch.float64)
-    model = DataParallel(net, slots)
-    a, shift = inputs(slots[0], 7), torch.randn(7, 1, dtype=torch.float64, device=slots[0])
-    positive = torch.randn(7, 5, dtype=torch.float64, device=slots[0])
-    negative = torch.randn(7, 5, dtype=torch.float64, device=slots[0])
-    criterion = nn.TripletMarginLoss()
-    expected = criterion(net(a, shift=shift), positive, negative)
-    named = {"positive": positive, "negative": negative}
-    for targets in ((positive, negative), named):
-        found = model.loss(criterion, {"a": a, "shift": shift}, targets)
-        torch.testing.assert_close(found, expected)
-
-
-def test_element_weights_come_with_the_targets(slots: list[str]) -> None:
-    model = DataParallel(network(slots[0]), slots)
-    x, y = inputs(slots[0], 7), torch.randn(7, CLASSES, dtype=torch.float64, device=slots[0])
-    weight = torch.rand(7, CLASSES, dtype=torch.float64, device=slots[0])
-    criterion: Callable[..., Tensor] = F.mse_loss
-    assert_same(
-        model,
-        lambda: model.loss(criterion, x, {"target": y, "weight": weight}),
-        lambda: criterion(model.module(x), y, weight=weight),
-    )
-
-
-def test_an_own_criterion_on_a_structured_output(slots: list[str]) -> None:
-    class Structured(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return {"logits": super().forward(x), "extra": (x,)}
-
-    def masked(output: Any, target: Tensor) -> Tensor:
-        losses: Tensor = output["logits"].square().mean(-1)
-        return (losses * (target >= 0)).sum() / (target >= 0).sum()
-
-    model = DataParallel(Structured(3, 2).to(slots[0], torch.float64), slots)
-    x, y = inputs(slots[0], 10), labels(slots[0], 10, -1)  # two chunks weigh nothing
-    assert_same(
-        model,
-        lambda: model.loss(masked, x, y, weight=lambda output, target: (target >= 0).sum()),
-        lambda: masked(model.module(x), y),
-    )
+    x = torch.randn(samples, 3, dtype=torch.float64, device=slots[0])
+    y = labels(samples, ignored=-1).to(slots[0])
+    y[0] = 0
+    weight = (CLASS_WEIGHT + 1).to(slots[0])
+    known: list[Criterion] = [
+        functools.partial(F.cross_entropy, weight=weight, ignore_index=-1),
+        *(nn.CrossEntropyLoss(weight, ignore_index=-1, reduction=r) for r in ("mean", "none")),
+    ]
+    for criterion in known:
+        assert_same(model, criterion, x, (y,), again=True)
+    assert_same(model, masked, x, (y,), again=True, weight=kept)
+    tempered = Tempered().to(slots[0])
+    assert_same(model, tempered, x, (y.clamp(0),), again=True, weight="samples")
+    with pytest.raises(ValueError, match="what <lambda> divides its loss by is not known"):
+        model.loss(lambda output, target: output.sum(), x, y)
+    with torch.no_grad():
+        assert not model.loss(known[0], x, y).requires_grad
+    assert_same(model, known[0], x, (y,))
 
 
 @pytest.mark.parametrize("position", [None, 1, -1])
 def test_the_loss_is_on_the_output_device(slots: list[str], position: int | None) -> None:
     where = -1 if position == -1 else None if position is None else slots[position]
     model = DataParallel(network(slots[0]), slots, output_device=where)
-    x, y = inputs(slots[0], 9), labels(slots[0], 9)
+    x = torch.randn(9, 3, dtype=torch.float64, device=slots[0])
+    y = labels(9).to(slots[0])
     found = model.loss(F.cross_entropy, x, y)
-    wanted = {None: slots[0], 1: slots[1], -1: "cpu"}[position]
-    assert found.device == torch.device(wanted)
+    assert str(found.device) == {None: slots[0], 1: slots[1], -1: "cpu"}[position]
     torch.testing.assert_close(found.cpu(), F.cross_entropy(model.module(x), y).cpu())
 
 
-def test_no_grad_and_training_after_an_error(slots: list[str]) -> None:
-    class Flattened(nn.Sequential):
-        flat = False
-
-        def forward(self, x: Tensor) -> Any:
-            for layer in self:
-                x = layer(x)
-            return x.flatten() if self.flat else x
-
-    net = Flattened(*network(slots[0]))
-    model = DataParallel(net, slots)
-    x, y = inputs(slots[0], 9), labels(slots[0], 9)
-    with pytest.raises(ValueError, match="what <lambda> divides its loss by is not known"):
-        model.loss(lambda output, target: output.sum(), x, y)
-    net.flat = True
-    with pytest.raises(ValueError, match=r"(?s)For 1D input, 1D target.*in replica 0"):
-        model.loss(nn.NLLLoss(), x, y)
-    net.flat = False
-    with torch.no_grad():
-        assert not model.loss(F.cross_entropy, x, y).requires_grad
-    torch.testing.assert_close(
-        model.loss(F.cross_entropy, x, y), F.cross_entropy(model.module(x), y)
-    )
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_batch_as_the_second_dimension(slots: list[str], reduction: str) -> None:
-    net = nn.Linear(3, 2).to(slots[0], torch.float64)
-    model = DataParallel(net, slots, dim=1)
-    x = torch.randn(5, 7, 3, dtype=torch.float64, device=slots[0])
-    y = torch.randn(5, 7, 2, dtype=torch.float64, device=slots[0])
-    criterion = nn.L1Loss(reduction=reduction)
-    torch.testing.assert_close(model.loss(criterion, x, y), criterion(net(x), y))
+@pytest.mark.parametrize("dim", [1, -1])
+def test_the_batch_in_another_dimension(slots: list[str], reduction: str, dim: int) -> None:
+    model = DataParallel(Apply(torch.sin), slots, dim=dim)
+    x = torch.randn(5, 7, 6, dtype=torch.float64, device=slots[0], requires_grad=True)
+    assert_same(model, nn.L1Loss(reduction=reduction), x, (torch.randn_like(x),))
 
 
-def test_batchmean_needs_the_batch_first(slots: list[str]) -> None:
-    model = DataParallel(nn.LogSoftmax(-1), slots, dim=1)
-    x = torch.randn(5, 7, 3, device=slots[0])
-    with pytest.raises(ValueError, match="the batch is dimension 1"):
-        model.loss(nn.KLDivLoss(reduction="batchmean"), x, x.softmax(-1))
+def test_what_is_unpacked_and_what_is_one_argument() -> None:
+    seen: list[Any] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((args, kwargs))
+        return x
+
+    x = torch.ones(1)
+    named = torch.return_types.max((x, x))
+    inputs: list[tuple[Any, Any]] = [
+        (x, ((x,), {})),
+        ((x, 2), ((x, 2), {})),
+        ({"target": x}, ((), {"target": x})),
+        ([x, x], (([x, x],), {})),
+        (named, ((named,), {})),
+    ]
+    for value, expected in inputs:
+        applied(forward, 1).loss(nn.MSELoss(), value, x)
+        assert seen.pop() == expected

@@ -1,352 +1,367 @@
-"""The guard against gradients that are not finite, in one process."""
+"""The guard against gradients that are not finite, in one process and over processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from dataparallel import current_replica
 from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from dataparallel.virtual import counters
-from tests.nonfinite_cases import INF, NAN, Net, Spoil, make_net, same, spoils, state_of
+from tests.cluster import Cluster
+from tests.comm_hook_cases import completed, keep_group
+from tests.faults.harness import Figures
+
+NAN, INF = float("nan"), float("inf")
+LARGEST = torch.finfo(torch.float).max
+SUM = "a sum of finite ones (too large for its dtype, or returned by a hook, or from elsewhere)"
+
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+# --- gradients that are spoiled on purpose ---------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _unspoiled() -> Any:
-    spoils.clear()
-    yield
-    spoils.clear()
+@dataclasses.dataclass
+class Spoil:
+    """Which gradient is spoiled: that of one parameter on one replica."""
+
+    name: str
+    value: float = NAN
+    replica: int = 0
 
 
-def _make(
-    slots: list[str], replicas: int, **options: Any
-) -> tuple[DistributedDataParallel[Net], torch.optim.Optimizer]:
-    net = make_net(slots[0])
-    model = DistributedDataParallel(net, slots[:replicas], **options)
-    return model, torch.optim.AdamW(net.parameters(), lr=0.1)
+#: What is spoiled in the forwards that come now.
+spoils: list[Spoil] = []
 
 
-def _backward(model: nn.Module, seed: int = 0, device: str = "cpu", scale: float = 1.0) -> None:
+class Net(nn.Module):
+    """Uses each parameter through something that can be spoiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b):
+            weight, bias = (self._used(p) for p in (layer.weight, layer.bias))
+            x = nn.functional.linear(x, weight, bias).tanh()
+        return x * self._used(self.scale)
+
+    def _used(self, parameter: Tensor) -> Tensor:
+        used = parameter * 1
+        found = current_replica()
+        replica = 0 if found is None else found.index
+        names = {id(p): name for name, p in self.named_parameters()}
+        for spoil in spoils:
+            if spoil.name == names[id(parameter)] and spoil.replica == replica:
+                used.register_hook(_spoiler(spoil.value))
+        return used
+
+
+NAMES = [name for name, _ in Net().named_parameters()]
+
+
+def _spoiler(value: float) -> Callable[[Tensor], Tensor]:
+    def hook(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[-1] = value
+        return grad
+
+    return hook
+
+
+def wrapped(slots: Sequence[str] = ("cpu",), **options: Any) -> DistributedDataParallel[Net]:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Net().to(slots[0]), list(slots), **options)
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def told(model: DistributedDataParallel[Any], backward: Callable[[], object]) -> str:
+    """What a backward says about gradients that are not finite, of which it leaves none."""
+    log, logger = _Log(), logging.getLogger("dataparallel")
+    logger.addHandler(log)
+    try:
+        backward()
+    except NonFiniteGradients as error:
+        assert isinstance(error, FloatingPointError)
+        log.texts.append(str(error))
+    finally:
+        logger.removeHandler(log)
+        spoils.clear()
+    text = "".join(log.texts)
+    assert [p.grad is None for p in model.parameters()] == [bool(text)] * len([*model.parameters()])
+    return text
+
+
+def trained(
+    model: DistributedDataParallel[Net], *bad: Spoil, seed: int = 0, scale: float = 1.0
+) -> str:
+    """What is told of a forward and backward in which something is spoiled."""
+    spoils[:] = bad
     torch.manual_seed(seed)
-    (model(torch.randn(8, 4, device=device)).square().sum() * scale).backward()
+    x = torch.randn(8, 4, device=model.module.scale.device)
+    return told(model, lambda: (model(x).square().sum() * scale).backward())
 
 
-def test_hooks_that_run_after_accumulation_do_not_see_a_skipped_step() -> None:
-    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
-    calls: list[torch.Tensor] = []
-    next(model.module.parameters()).register_post_accumulate_grad_hook(calls.append)
-    for scale, count in ((INF, 0), (1.0, 1)):
-        model.zero_grad()
-        _backward(model, scale=scale)
-        assert len(calls) == count
+def run(cluster: Cluster, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The function in each process; one process is this one."""
+    return cluster.run(function, world, *args) if world > 1 else [function(0, 1, *args)]
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
+def place(rank: int, world: int, replica: int = 0, slot: str = "cpu") -> str:
+    """How a replica is named."""
+    of_rank = f"rank {rank} of {world}, " if world > 1 else ""
+    return f"{of_rank}replica {replica} ({slot})"
+
+
+# --- injections ------------------------------------------------------------------------------
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of all that a step changes, as bytes."""
+    tensors = list(model.state_dict().values())
+    for state in optimizer.state.values():
+        tensors += state.values()
+    return [tensor.detach().cpu().clone().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def _same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def _inject(
+    rank: int, world: int, slots: list[str], times: int, options: dict[str, Any]
+) -> tuple[int, int]:
+    """How many injections changed a weight or the state, and how many were not named."""
+    options = {"bucket_cap_mb": 1e-4, **options}
+    model, plain = wrapped(slots, **options), wrapped(slots, **{**options, "nonfinite": "ignore"})
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain))
+    plan = random.Random(5)
+    contaminated = unnamed = 0
+    for step in range(times):
+        victim, value = plan.randrange(world), plan.choice([NAN, INF, -INF])
+        spoil = Spoil(plan.choice(NAMES), value, plan.randrange(len(slots)))
+        before = _state(model, optimizer)
+        text = trained(model, *[spoil] * (rank == victim), seed=world * step + rank)
+        optimizer.step()
+        contaminated += not _same(before, _state(model, optimizer))
+        where = place(victim, world, spoil.replica, slots[spoil.replica])
+        kind = "NaN" if value != value else "infinity"
+        unnamed += f"not finite on {where}: {spoil.name} ({kind})." not in text
+        # As if nothing had happened.
+        for each, steps in ((model, optimizer), (plain, other)):
+            steps.zero_grad()
+            trained(each, seed=world * step + rank)
+            steps.step()
+            steps.zero_grad()
+        contaminated += not _same(_state(model, optimizer), _state(plain, other))
+    assert model.num_skipped == (times if options["nonfinite"] == "skip" else 0)
+    model.close(), plain.close()
+    return contaminated, unnamed
+
+
+@VIEWS
+@pytest.mark.parametrize("action", ["skip", "raise"])
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("value", [NAN, -INF], ids=["nan", "-inf"])
-def test_a_skipped_step_changes_nothing(
-    slots: list[str],
-    caplog: pytest.LogCaptureFixture,
-    replicas: int,
-    view: bool,
-    value: float,
+def test_injections_in_one_process(
+    slots: list[str], replicas: int, action: str, view: bool
 ) -> None:
-    model, optimizer = _make(slots, replicas, nonfinite="skip", gradient_as_bucket_view=view)
-    bare = make_net(slots[0])
-    reference = torch.optim.AdamW(bare.parameters(), lr=0.1)
-    caplog.set_level(logging.WARNING, "dataparallel")
-    names = [name for name, _ in bare.named_parameters()]
-    for step in range(2 * len(names)):
-        before = state_of(model.module, optimizer)
-        if step % 2:
-            spoils[:] = [Spoil(names[step // 2], value, replicas - 1)]
-        _backward(model, step, slots[0])
-        spoils.clear()
-        if not step % 2:
-            _backward(bare, step, slots[0])
-            reference.step()
-        optimizer.step()
-        if step % 2:
-            assert all(p.grad is None for p in model.parameters())
-            assert same(before, state_of(model.module, optimizer))
-            (record,) = caplog.records
-            kind = "NaN" if value != value else "infinity"
-            place = f"replica {replicas - 1} ({slots[replicas - 1]})"
-            assert f"not finite on {place}: {names[step // 2]} ({kind})." in record.message
-            caplog.clear()
-        optimizer.zero_grad()
-        reference.zero_grad()
-    assert model.num_skipped == len(names)
-    for ours, theirs in zip(model.module.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    model.close()
+    options = {"nonfinite": action, "gradient_as_bucket_view": view}
+    assert _inject(0, 1, slots[:replicas], 8, options) == (0, 0)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_error_leaves_no_gradient(replicas: int, view: bool) -> None:
-    options = {"nonfinite": "raise", "gradient_as_bucket_view": view}
-    model, optimizer = _make(["cpu"] * 4, replicas, **options)
-    for _ in range(2):
-        spoils[:] = [Spoil("b.bias", INF), Spoil("scale", NAN)]
-        before = state_of(model.module, optimizer)
-        text = r"not finite on replica 0 \(cpu\): .*b.bias \(infinity\)"
-        with pytest.raises(NonFiniteGradients, match=text) as caught:
-            _backward(model)
-        assert isinstance(caught.value, FloatingPointError)
-        assert "scale (NaN)" in str(caught.value)
-        optimizer.step()
-        assert same(before, state_of(model.module, optimizer))
-        spoils.clear()
-        _backward(model)
-        bare = make_net()
-        bare.load_state_dict(model.module.state_dict())
-        _backward(bare)
-        for ours, theirs in zip(model.module.parameters(), bare.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-        optimizer.zero_grad()
-    assert model.num_skipped == 0
-    model.close()
-
-
-def test_nobody_looks_by_default() -> None:
-    model, _ = _make(["cpu"] * 2, 2)
-    spoils[:] = [Spoil("scale")]
-    _backward(model)
-    assert model.module.scale.grad is not None
-    assert model.module.scale.grad.isnan()
-    model.close()
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-def test_a_sum_that_overflows_is_found(caplog: pytest.LogCaptureFixture, view: bool) -> None:
-    """Each replica's gradient is finite."""
-    net = nn.Linear(1, 1, bias=False)
-    options: dict[str, Any] = {"nonfinite": "skip", "gradient_as_bucket_view": view}
-    model = DistributedDataParallel(net, ["cpu", "cpu"], **options)
-    largest = torch.finfo(torch.float).max
-    for part, skipped in ((0.4, 0), (0.9, 1), (0.4, 1)):
-        model(torch.full((2, 1), largest * part)).sum().backward()
-        assert model.num_skipped == skipped
-        assert (net.weight.grad is None) == (part == 0.9)
-        net.zero_grad()
-    (record,) = caplog.records
-    assert "not finite on a sum of finite ones (too large for its dtype, or ret" in record.message
-    assert "from elsewhere): weight (infinity). The step is skipped" in record.message
-    model.close()
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-def test_sums_over_backwards_that_overflow_are_found(view: bool) -> None:
-    net = nn.Linear(1, 1, bias=False)
-    options: dict[str, Any] = {"nonfinite": "skip", "gradient_as_bucket_view": view}
-    model = DistributedDataParallel(net, ["cpu"], **options)
-    for _ in range(2):
-        model(torch.full((1, 1), torch.finfo(torch.float).max * 0.7)).sum().backward()
-    assert net.weight.grad is None
-    assert model.num_skipped == 1
-    model.close()
-
-
-def test_gradients_whose_squares_overflow_are_finite() -> None:
-    net = nn.Linear(2, 1, bias=False)
-    model = DistributedDataParallel(net, ["cpu"], nonfinite="raise")
-    model(torch.full((1, 2), 1e30)).sum().backward()
-    assert net.weight.grad is not None
-    torch.testing.assert_close(net.weight.grad, torch.full((1, 2), 1e30))
-    model.close()
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_earlier_gradients_are_dropped_too(accumulated: bool) -> None:
-    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
-    if accumulated:
-        _backward(model)
-    spoils[:] = [Spoil("a.weight")]
-    _backward(model)
-    assert all(p.grad is None for p in model.parameters())
-    spoils.clear()
-    _backward(model)
-    assert all(p.grad is not None for p in model.parameters())
-    model.close()
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_it_is_decided_at_the_end_of_a_step(
-    caplog: pytest.LogCaptureFixture, replicas: int, view: bool
+@VIEWS
+@pytest.mark.parametrize("action", ["skip", "raise"])
+def test_injections(
+    cluster: Cluster, repeats: Callable[..., int], figures: Figures, action: str, view: bool
 ) -> None:
-    """What ``no_sync()`` leaves is a part of the step, with other processes or without."""
-    options = {"nonfinite": "skip", "gradient_as_bucket_view": view}
-    model, _ = _make(["cpu"] * 2, replicas, **options)
+    times = repeats(quick=10, long=250)
+    options = {"nonfinite": action, "gradient_as_bucket_view": view}
+    limit = 60 if times == 10 else 600
+    found = cluster.run(_inject, 2, ["cpu"] * 2, times, options, timeout=limit)
+    for what, number in (
+        ("contaminated weights", max(c for c, _ in found)),
+        ("injections not named (rank, replica, parameter)", max(u for _, u in found)),
+    ):
+        figures.record(
+            goal=10,
+            what=f"{what}, {action}, {'views' if view else 'stolen'}",
+            value=number,
+            unit="",
+            limit=0,
+            repeats=times,
+            baseline="all weights NaN, on all ranks",
+        )
+
+
+# --- what is decided when, and what is named -------------------------------------------------
+
+
+def _accumulate(rank: int, world: int, replicas: int, view: bool, action: str) -> None:
+    options: dict[str, Any] = {"nonfinite": action, "gradient_as_bucket_view": view}
+    model = wrapped(["cpu"] * replicas, **options)
+    last = rank == world - 1
+    bad = [Spoil("b.weight", replica=replicas - 1)] * last
     for zeroed in (False, True):
         with model.no_sync():
-            _backward(model)
-            spoils[:] = [Spoil("a.weight", NAN, replicas - 1)]
-            _backward(model)
-        spoils.clear()
-        assert (model.num_skipped, caplog.records) == (0, [])
+            trained(model)
+            # Nobody else could know.
+            assert trained(model, *bad) == ""
         if zeroed:
             model.zero_grad()
-        _backward(model)
-        assert all((p.grad is None) != zeroed for p in model.parameters())
-        assert model.num_skipped == (not zeroed)
-        if not zeroed:
-            assert f"replica {replicas - 1} (cpu): a.weight (NaN)" in caplog.messages[0]
-        model.zero_grad()
-        model.options.nonfinite.num_skipped = 0
-        caplog.clear()
+        text = trained(model)
+        assert bool(text) != zeroed
+        if text:
+            assert f"{place(world - 1, world, replicas - 1)}: b.weight (NaN)" in text
+        # What earlier backwards have left is dropped, too.
+        assert trained(model, seed=1) == ""
+        assert trained(model, *bad) != ""
+    # Nothing is left of it for the next step.
+    with model.no_sync():
+        trained(model)
+    assert trained(model) == ""
     model.close()
+
+
+@WORLDS
+@VIEWS
+@pytest.mark.parametrize("action", ["skip", "raise"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_is_decided_at_the_end_of_a_step(
+    cluster: Cluster, world: int, replicas: int, view: bool, action: str
+) -> None:
+    run(cluster, world, _accumulate, replicas, view, action)
+
+
+def _outside(rank: int, world: int, view: bool) -> None:
+    net = nn.Linear(3, 1)
+    model = DistributedDataParallel(net, ["cpu"], nonfinite="raise", gradient_as_bucket_view=view)
+    x = torch.ones(2, 3)
+    text = "finite on rank 1 of 2, what .grad held before the backward: weight (NaN). No"
+    for _ in range(2):
+        with model.no_sync():
+            (model(x).sum() + net.weight.sum() * (NAN if rank else 1.0)).backward()
+        assert text in told(model, lambda: model(x).sum().backward())
+    model.close()
+
+
+@VIEWS
+def test_what_others_add_under_no_sync(cluster: Cluster, view: bool) -> None:
+    cluster.run(_outside, 2, view)
 
 
 @pytest.mark.parametrize(("to_none", "name"), [(True, "a.weight"), (False, "b.bias")])
-def test_what_was_zeroed_is_not_named(
-    caplog: pytest.LogCaptureFixture, to_none: bool, name: str
-) -> None:
-    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
-    spoils[:] = [Spoil("a.weight", NAN, 1)]
+def test_what_was_zeroed_is_not_named(to_none: bool, name: str) -> None:
+    model = wrapped(["cpu"] * 2, nonfinite="skip")
     with model.no_sync():
-        _backward(model)
+        trained(model, Spoil("a.weight", replica=1))
     for parameter in model.parameters():
         parameter.grad = None if to_none else torch.zeros_like(parameter)
-    spoils[:] = [Spoil(name, NAN, 0)]
-    _backward(model)
-    assert f"not finite on replica 0 (cpu): {name} (NaN). The" in caplog.messages[0]
+    assert f"not finite on replica 0 (cpu): {name} (NaN). The" in trained(model, Spoil(name))
     model.close()
 
 
-def test_the_end_of_a_step_raises() -> None:
-    model, _ = _make(["cpu"] * 2, 2, nonfinite="raise")
-    spoils[:] = [Spoil("a.weight")]
-    with model.no_sync():
-        _backward(model)
-    spoils.clear()
-    with pytest.raises(NonFiniteGradients, match=r"replica 0 \(cpu\): a.weight \(NaN\)"):
-        _backward(model)
-    _backward(model)
-    assert all(p.grad is not None for p in model.parameters())
+def _all_of_them(rank: int, world: int) -> str:
+    model = wrapped(nonfinite="raise")
+    text = trained(model, Spoil("a.bias", NAN if rank else INF), Spoil("scale"))
+    model.close()
+    return text
+
+
+def test_all_raise_the_same_text_with_all_of_them(cluster: Cluster) -> None:
+    first, second = cluster.run(_all_of_them, 2)
+    assert first == second
+    assert "on rank 0 of 2, replica 0 (cpu): " in first and "a.bias (infinity)" in first
+    assert "scale (NaN)" in first and "on rank 1 of 2, replica 0 (cpu): " in first
+
+
+def test_several_forwards_and_a_copy() -> None:
+    model = wrapped(["cpu"] * 2, nonfinite="skip")
+    copy: DistributedDataParallel[Net] = pickle.loads(pickle.dumps(model))
+    for each in (model, copy, wrapped(["cpu"] * 2)):
+        x = torch.randn(4, 4)
+        backward = (each(x).sum() + each(x * NAN).sum()).backward
+        # By default nobody looks.
+        skips = int(each in (model, copy))
+        assert bool(told(each, backward)) == each.num_skipped == skips
+        each.close()
+
+
+# --- sums, and kinds of gradients ------------------------------------------------------------
+
+
+def _overflow(rank: int, world: int, replicas: int, options: dict[str, Any]) -> None:
+    """Each replica's gradient is finite, and so is each process's."""
+    net = nn.Linear(1, 1, bias=False)
+    model = DistributedDataParallel(net, ["cpu"] * replicas, nonfinite="skip", **options)
+    for part in (0.4, 0.9, 0.4):
+        x = torch.full((replicas, 1), LARGEST * part)
+        text = told(model, lambda x=x: model(x).sum().backward())
+        assert bool(text) == (part == 0.9)
+        if text:
+            assert f"{SUM}: weight (infinity). The step is skipped" in text
+        net.zero_grad()
     model.close()
 
 
-def test_statistics_can_be_put_back() -> None:
-    """A step that is skipped has changed what forward changes; see docs."""
-    norm = nn.BatchNorm1d(4)
-    net = nn.Sequential(nn.Linear(3, 4), norm)
-    model = DistributedDataParallel(net, ["cpu"] * 2, nonfinite="skip")
-    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    model(torch.full((4, 3), NAN)).sum().backward()
-    assert model.num_skipped == 1
-    assert norm.running_mean is not None
-    assert norm.running_mean.isnan().all()
-    for name, buffer in net.named_buffers():
-        buffer.copy_(kept[name])
-    model(torch.randn(4, 3)).sum().backward()
-    assert model.eval()(torch.randn(4, 3)).isfinite().all()
-    model.close()
+@WORLDS
+@pytest.mark.parametrize("name", ["gradient_as_bucket_view", "deterministic"])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_sum_that_overflows_is_found(
+    cluster: Cluster, world: int, name: str, value: bool
+) -> None:
+    run(cluster, world, _overflow, 3 - world, {"average": "none", name: value})
 
 
-def test_a_hook_runs_again_after_a_backward_that_failed() -> None:
-    net = nn.Linear(2, 1)
-    model = DistributedDataParallel(net, ["cpu"] * 2, nonfinite="raise")
-    calls: list[torch.Tensor] = []
-    net.weight.register_hook(calls.append)
-    with pytest.raises(NonFiniteGradients):
-        model(torch.full((2, 2), NAN)).sum().backward()
-    assert len(calls) == 1
-    net(torch.ones(2, 2)).sum().backward()
-    assert len(calls) == 2
-    model(torch.ones(2, 2)).sum().backward()
-    assert len(calls) == 3
-    model.close()
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_hooks_have_the_last_word(replicas: int) -> None:
-    model, _ = _make(["cpu"] * 2, replicas, nonfinite="raise")
-    bias = model.module.b.bias
-    handle = bias.register_hook(torch.nan_to_num)
-    spoils[:] = [Spoil("b.bias", NAN, replicas - 1)]
-    _backward(model)
-    assert bias.grad is not None
-    assert bias.grad.isfinite().all()
-    spoils.clear()
-    handle.remove()
-    bias.register_hook(lambda grad: grad / 0)
-    with pytest.raises(NonFiniteGradients, match=r"from elsewhere\): b.bias \(infinity\)\. "):
-        _backward(model)
+@VIEWS
+def test_sums_over_backwards_that_overflow_and_squares_that_do(view: bool) -> None:
+    net = nn.Linear(2, 1, bias=False)
+    model = DistributedDataParallel(net, ["cpu"], nonfinite="skip", gradient_as_bucket_view=view)
+    for size, found in ((1e30, False), (LARGEST * 0.7, False), (LARGEST * 0.7, True)):
+        text = told(model, model(torch.full((1, 2), size)).sum().backward)
+        assert bool(text) == found
     model.close()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_sparse_gradients(replicas: int) -> None:
     net = nn.EmbeddingBag(6, 3, mode="sum", sparse=True)
-    model = DistributedDataParallel(net, ["cpu"] * replicas, nonfinite="raise")
-    x = torch.tensor([[0, 1], [2, 2]])
-    model(x).sum().backward()
-    assert net.weight.grad is not None
-    assert net.weight.grad.is_sparse
-    with pytest.raises(NonFiniteGradients, match=rf"replica {replicas - 1} .*weight \(NaN\)"):
-        (model(x) * torch.tensor([[1.0], [NAN]])).sum().backward()
-    assert net.weight.grad is None
-    model.close()
-
-
-def test_a_sparse_gradient_without_rows() -> None:
-    """It has no largest element, and is finite."""
-    net = nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)])
-    net.forward = lambda first, second: net[0](first).sum() + net[1](second).sum()
-    model = DistributedDataParallel(net, ["cpu"], nonfinite="raise")
-    empty, full = torch.zeros(0, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    model(empty, full).backward()
-    assert [each.weight.grad is not None for each in net] == [True, True]
-    with pytest.raises(NonFiniteGradients, match=r"\(cpu\): 1.weight \(NaN\)\. No"):
-        (model(empty, full) * NAN).backward()
-    model.close()
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_sparse_gradients_whose_sum_overflows(replicas: int) -> None:
-    """Each of the values is small, but all of them belong to one row."""
-    net = nn.Embedding(4, 2, sparse=True)
     model = DistributedDataParallel(net, ["cpu"] * replicas, nonfinite="skip")
-    for number, skipped in ((100, 0), (10_000, 1)):
-        (model(torch.zeros(number, dtype=torch.long)) * 1e36).sum().backward()
-        assert model.num_skipped == skipped
-        assert (net.weight.grad is None) == bool(skipped)
+    x = torch.tensor([[0, 1], [2, 2]])
+    assert told(model, model(x).sum().backward) == ""
+    assert net.weight.grad is not None and net.weight.grad.is_sparse
+    text = told(model, (model(x) * torch.tensor([[1.0], [NAN]])).sum().backward)
+    assert f"replica {replicas - 1} (cpu): weight (NaN)" in text
+    # Each of the values is small, but all of them belong to one row.
+    for rows, found in ((100, False), (10_000, True)):
+        loss = (model(torch.zeros(rows, 1, dtype=torch.long)) * 1e36).sum()
+        assert bool(told(model, loss.backward)) == found
         net.zero_grad()
-    model.close()
-
-
-def test_several_forwards_and_a_copy() -> None:
-    model, _ = _make(["cpu"] * 2, 2, nonfinite="skip")
-    copy: DistributedDataParallel[Net] = pickle.loads(pickle.dumps(model))
-    for each in (model, copy):
-        x = torch.randn(4, 4)
-        (each(x).sum() + each(x * NAN).sum()).backward()
-        assert each.num_skipped == 1
-        assert all(p.grad is None for p in each.parameters())
-        each.close()
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="nonfinite must be 'ignore', 'skip' or 'raise', but got"):
-        DistributedDataParallel(nn.Linear(1, 1), ["cpu"], nonfinite="stop")  # type: ignore[arg-type]
-    model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"], nonfinite="skip")
-    with pytest.raises(ValueError, match="nonfinite='skip' and optimizers in backward do not go"):
-        model.step_in_backward(torch.optim.SGD, lr=0.1)
-    model(torch.ones(1, 1)).sum().backward()
-    model.close()
-    model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"], average="samples")
-    for weight in (INF, NAN, -1.0):
-        with pytest.raises(
-            ValueError, match=f"finite and not negative, but that of .* is {weight}"
-        ):
-            model.set_weight(weight)
+    # Without rows there is no largest element, and it is finite.
+    empty = torch.zeros(0, 1, dtype=torch.long)
+    assert told(model, model(empty).sum().backward) == ""
     model.close()
 
 
@@ -358,42 +373,181 @@ class Given(nn.Module):
         self.given = nn.Parameter(torch.zeros(7, dtype=dtype, device=device))
         self.other = nn.Parameter(torch.zeros(2, dtype=torch.double, device=device))
 
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+    def forward(self, gradient: Tensor) -> Tensor:
         return (self.given * gradient).sum().real + self.other.sum().to(gradient.real.dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.half, torch.bfloat16, torch.float, torch.double, torch.cfloat]
-)
-def test_kinds(slots: list[str], dtype: torch.dtype) -> None:
+DTYPES = [torch.half, torch.bfloat16, torch.float, torch.double, torch.cfloat]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(slots: list[str], dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max if not dtype.is_complex else 1e18
     model = DistributedDataParallel(Given(dtype, slots[0]), slots[:1], nonfinite="raise")
-    for value, kind in ((0.0, None), (largest, None), (NAN, "NaN"), (INF, "infinity")):
+    for value, kind in ((0.0, ""), (largest, ""), (NAN, "NaN"), (INF, "infinity")):
         gradient = torch.ones(7, dtype=dtype, device=slots[0])
         gradient[3] = value
         # Complex numbers are multiplied by parts, and infinity times zero is NaN.
         kind = "NaN" if kind and dtype.is_complex else kind
         model.zero_grad()
-        backward = model(gradient).backward
-        if kind is None:
-            backward()
-        else:
-            with pytest.raises(NonFiniteGradients, match=rf"\): given \({kind}\)\. No"):
-                backward()
-        assert (model.module.other.grad is None) == (kind is not None)
+        text = told(model, model(gradient).backward)
+        assert f"({slots[0]}): given ({kind}). No" in text if kind else text == ""
     model.close()
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_hooks_have_the_last_word(replicas: int) -> None:
+    model = wrapped(["cpu"] * replicas, nonfinite="raise")
+    bias, bad = model.module.b.bias, Spoil("b.bias", NAN, replicas - 1)
+    handle = bias.register_hook(torch.nan_to_num)
+    assert trained(model, bad) == ""
+    handle.remove()
+    bias.register_hook(lambda grad: grad / 0)
+    assert f"{SUM}: b.bias (infinity). " in trained(model)
+    model.close()
+
+
+def test_hooks_after_a_backward_whose_gradients_were_dropped() -> None:
+    model = wrapped(["cpu"] * 2, nonfinite="skip")
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    model.module.scale.register_hook(before.append)
+    model.module.scale.register_post_accumulate_grad_hook(after.append)
+    for scale, counts in ((INF, (1, 0)), (1.0, (2, 1))):
+        model.zero_grad()
+        trained(model, scale=scale)
+        assert (len(before), len(after)) == counts
+    model.module(torch.ones(2, 4)).sum().backward()
+    assert len(before) == 3
+    model.close()
+
+
+def _times(state: float, bucket: Any) -> torch.futures.Future[Tensor]:
+    return completed((bucket if isinstance(bucket, Tensor) else bucket.buffer()) * state)
+
+
+def _swallow(state: float, bucket: Any) -> torch.futures.Future[Tensor]:
+    return completed(bucket.buffer().nan_to_num_() * state)
+
+
+def _hook(rank: int, world: int, name: str) -> None:
+    keep_group()
+    model = wrapped(nonfinite="skip", bucket_cap_mb=1e-4)
+    for hook in (powerSGD_hook, fp16_compress_wrapper(powerSGD_hook)):
+        with pytest.raises(ValueError, match="nonfinite='skip' does not go with PowerSGD"):
+            model.register_comm_hook(PowerSGDState(None), hook)
+    hooks: dict[str, tuple[Any, Any]] = {
+        "torch's": (None, "fp16_compress"),
+        "swallows a NaN": (1.0, _swallow),
+        "infinite in one process": (INF if rank else 1.0, _times),
+    }
+    model.register_comm_hook(*hooks[name])
+    bad = [Spoil("b.weight")] * rank
+    if name == "infinite in one process":
+        # The other one has to know.
+        assert f"not finite on rank 1 of 2, {SUM}" in trained(model)
+        return model.close()
+    assert "on rank 1 of 2, replica 0 (cpu): b.weight (NaN)" in trained(model, *bad)
+    assert trained(model, seed=rank) == ""
+    if name == "torch's":
+        # Not too large for float32, but for what is sent.
+        assert f"on rank 0 of 2, {SUM}" in trained(model, scale=1e6)
+        # A gradient that comes after its bucket was sent does not go through the hook.
+        outside = model.module.b.weight.sum() * (NAN if rank else 1.0)
+        model.zero_grad()
+        assert told(model, (model(torch.randn(6, 4)).square().sum() + outside).backward)
+    return model.close()
+
+
+@pytest.mark.parametrize("name", ["torch's", "swallows a NaN", "infinite in one process"])
+def test_communication_hooks(cluster: Cluster, name: str) -> None:
+    cluster.run(_hook, 2, name)
+
+
+# --- what else it goes together with, and costs ----------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="nonfinite must be 'ignore', 'skip' or 'raise', but got"):
+        wrapped(nonfinite="stop")
+    model = wrapped(nonfinite="skip")
+    with pytest.raises(ValueError, match="nonfinite='skip' and optimizers in backward do not go"):
+        model.step_in_backward(torch.optim.SGD, lr=0.1)
+    assert trained(model) == ""
+    model.close()
+    model = wrapped(average="samples")
+    for weight in (INF, NAN, -1.0):
+        text = f"finite and not negative, but that of .* is {weight}"
+        with pytest.raises(ValueError, match=text):
+            model.set_weight(weight)
+    model.close()
+
+
+def _join(rank: int, world: int) -> int:
+    model = wrapped(nonfinite="skip")
+    with model.join():
+        for step in range(2 + 2 * rank):
+            text = trained(model, *[Spoil("scale")] * (rank and step % 2), seed=step)
+            assert bool(text) == step % 2
+            model.zero_grad()
+    model.close()
+    return model.num_skipped
+
+
+def test_join(cluster: Cluster) -> None:
+    assert cluster.run(_join, 2) == [2, 2]
+
+
+def _ignored(rank: int, world: int, action: str) -> None:
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["a.weight"]  # type: ignore[assignment]
+    model: Any = DistributedDataParallel(net, ["cpu"], nonfinite=action)  # type: ignore[arg-type]
+    bad = [Spoil("a.weight")] * rank
+    place = "rank 1 of 2, replica 0 (cpu): a.weight"
+    assert place in trained(model, *bad)
+    with model.no_sync():
+        trained(model, *bad)
+    assert place in trained(model)
+    assert trained(model) == ""
+    model.close()
+
+
+@pytest.mark.parametrize("action", ["skip", "raise"])
+def test_parameters_that_stay_local(cluster: Cluster, action: str) -> None:
+    cluster.run(_ignored, 2, action)
+
+
+def _launched(rank: int, world: int, action: str) -> list[int]:
+    model = wrapped(nonfinite=action)
+    processes = model._training.processes
+    assert processes is not None
+    counts = []
+    for step in range(3):
+        if step == 2:
+            with model.no_sync():
+                trained(model)
+        trained(model)
+        counts.append(sum((processes.control.launched + processes.buckets.launched).values()))
+    model.close()
+    return counts
+
+
+def test_no_further_collective(cluster: Cluster) -> None:
+    """As long as nothing is found."""
+    assert cluster.run(_launched, 2, "skip") == cluster.run(_launched, 2, "ignore")
 
 
 @pytest.mark.parametrize("action", ["ignore", "skip"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_host_waits_once_in_a_step(replicas: int, action: Any) -> None:
+def test_the_host_waits_once_in_a_step(replicas: int, action: str) -> None:
     """To know that all gradients are finite, it has to."""
-    slots = [f"virtual:{i}" for i in range(replicas)]
-    model, optimizer = _make(slots, replicas, nonfinite=action)
+    model = wrapped([f"virtual:{i}" for i in range(replicas)], nonfinite=action)
     waits = []
-    for step in range(6):
-        optimizer.zero_grad()
-        torch.manual_seed(step)
+    for _ in range(6):
+        model.zero_grad()
         loss = model(torch.randn(8, 4, device="virtual:0")).square().sum()
         before = counters()["host_waits"]
         loss.backward()

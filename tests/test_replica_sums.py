@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from dataparallel.reducer.buckets import local_sum
-from tests.comm_cases import in_order, sparse
-
-CPU = torch.device("cpu")
+from tests.comm_cases import in_order
 
 
 class SometimesUsed(nn.Module):
@@ -87,50 +84,50 @@ def test_gradients_are_kept_in_float32_until_all_are_added(
     model.close()
 
 
-def test_sums_take_the_memory_of_the_first_replica() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        rows: list[list[torch.Tensor | None]] = [
-            [torch.randn(5).to(dtype), None, torch.randn(3).to(dtype)],
-            [torch.randn(5).to(dtype), torch.randn(4).to(dtype), None],
-            [torch.randn(5).to(dtype), torch.randn(4).to(dtype), torch.randn(3).to(dtype)],
-            [None, torch.randn(4).to(dtype), None],
-        ]
-        columns = [[g for g in column if g is not None] for column in zip(*rows, strict=True)]
-        expected = [in_order(column) for column in columns]
-        sums = local_sum(rows, CPU)
-        for total, column, wanted in zip(sums, columns, expected, strict=True):
-            assert total is column[0]
-            assert torch.equal(total, wanted)
+class Tables(nn.Module):
+    """Two tables, of which some replicas have sparse gradients, and others dense ones or none."""
+
+    def __init__(self, kinds: list[list[str]]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(5, 1) for _ in kinds[0])
+        self.kinds = kinds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replica = dp.current_replica()
+        kinds = self.kinds[0 if replica is None else replica.index]
+        total = torch.zeros(len(x))
+        for table, kind in zip(self.tables, kinds, strict=True):
+            if kind != "unused":
+                sparse = kind == "sparse"
+                total = total + nn.functional.embedding(x, table.weight, sparse=sparse).sum((1, 2))
+        return total
 
 
-def test_sparse_and_dense_gradients_are_added() -> None:
-    rows: list[list[torch.Tensor | None]] = [
-        [sparse([1.0], [2]), sparse([1.0, 2.0], [0, 3]), torch.ones(5), None],
-        [sparse([2.0], [2]), torch.ones(5), sparse([5.0], [1]), None],
-        [None, sparse([4.0], [4]), torch.ones(5), sparse([5.0], [1])],
-    ]
-    both, first, second, alone = local_sum(rows, CPU)
-    assert both is not None and first is not None and second is not None and alone is not None
-    assert both.is_sparse and both.to_dense().tolist() == [0, 0, 3, 0, 0]
-    assert first.tolist() == [2, 1, 1, 3, 5]
-    assert second.tolist() == [2, 7, 2, 2, 2]
-    assert alone is rows[2][3]
-    # Nothing is written over a sparse term.
-    kept = rows[0][0]
-    assert kept is not None and kept.to_dense().tolist() == [0, 0, 1, 0, 0]
-
-
-def test_every_replica_has_a_gradient_and_some_are_sparse() -> None:
-    def rows() -> list[list[Any]]:
-        return [
-            [sparse([1.0], [2]), sparse([1.0], [0]), torch.ones(5)],
-            [sparse([2.0], [3]), torch.ones(5), sparse([5.0], [1])],
-        ]
-
-    kept = rows()
-    for both, first, second in (local_sum(kept, CPU), dp.comm.reduce_add_coalesced(rows())):
-        assert both is not None and first is not None and second is not None
-        assert both.is_sparse and both.to_dense().tolist() == [0, 0, 1, 2, 0]
-        assert first.tolist() == [2, 1, 1, 1, 1]
-        assert second.tolist() == [1, 6, 1, 1, 1]
-    assert kept[0][0].to_dense().tolist() == [0, 0, 1, 0, 0]
+@pytest.mark.parametrize("wrapper", ["DataParallel", "DistributedDataParallel"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [["sparse", "sparse"], ["sparse", "sparse"], ["sparse", "unused"]],
+        [["sparse", "dense"], ["dense", "sparse"], ["dense", "dense"]],
+        [["unused", "sparse"], ["unused", "sparse"], ["sparse", "dense"]],
+    ],
+)
+def test_sparse_and_dense_gradients_are_added(
+    wrapper: str, batch: int, kinds: list[list[str]]
+) -> None:
+    net = Tables(kinds)
+    model = WRAPPERS[wrapper](net, ["cpu"] * 3)
+    x = torch.randint(5, (batch, 4))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        for table, *column in zip(net.tables, *kinds[:batch], strict=True):
+            used = [row for row, kind in zip(x, column, strict=False) if kind != "unused"]
+            if not used:
+                continue
+            is_sparse = {kind for kind in column if kind != "unused"} == {"sparse"}
+            assert table.weight.grad.is_sparse == is_sparse
+            counts = torch.cat(used).bincount(minlength=5)
+            assert table.weight.grad.to_dense().flatten().tolist() == counts.tolist()
+    model.close()

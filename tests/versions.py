@@ -45,7 +45,7 @@ QUICK = (
     "tests/test_collectives_process.py",
     "tests/test_collectives_tracing.py",
     # Compiled code, which has its own tests beside these of collectives.
-    "tests/compiled",
+    "tests/test_compiled.py",
     # Checkpoints.
     "tests/checkpoint/test_load.py",
     "tests/checkpoint/test_save.py",
@@ -58,7 +58,7 @@ EXAMPLES = """examples:
   python -m tests.versions                                      the quick part, oldest and newest
   python -m tests.versions --python 3.12 --torch oldest         one combination
   python -m tests.versions --torch 2.11.0,2.13.0,newest --python 3.10,3.13 --part all
-  python -m tests.versions --part tests/test_comm.py tests/compiled --keep environments
+  python -m tests.versions --part tests/test_comm.py tests/test_compiled.py --keep environments
   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \\
     python -m tests.versions --torch 2.15.0+cpu                 without CUDA: 0.2 GB, not 3"""
 

@@ -138,6 +138,10 @@ class ReduceAddCoalesced(Function):
         ctx.origins = [None if grad is None else grad.device for grad in grads]
         rows = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
         sums: list[_MaybeTensor] = sums_of(rows, target)
+        for i, total in enumerate(sums):
+            # Torch makes a view of an input that is returned, and has none of sparse ones.
+            if total is not None and total.is_sparse:
+                sums[i] = total.detach()
         needed = ctx.needs_input_grad[2:]
         if not all(needed):
             constant = [t for i, t in enumerate(sums) if not any(needed[i::num_inputs])]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel as dp
+from tests.cluster import Cluster
 from tests.random_programs.program import Program
 from tests.random_programs.runs import Averaged, Run, Seen, run
 
@@ -42,48 +44,48 @@ EXACT_UP_TO = 2.0**44
 _REFUSED = re.compile("|".join(REFUSALS))
 
 
+#: Seconds that a program may take, and that a collective of it waits with our wrapper and with
+#: torch's: one rank may raise in the latter and leave the others waiting.
+HANGS, WAITS = 40.0, (15.0, 3.0)
+
+
 @dataclass
 class Report:
-    """How a program went in one rank.
-
-    Args:
-        verdict: Of `MEANINGS`.
-        text: What was different, or what was raised.
-    """
+    """How a program went, and what was different or was raised."""
 
     verdict: Verdict
     text: str = ""
 
 
-@dataclass
-class _Rank:
-    """What the ranks tell each other about a program."""
+def run_programs(cluster: Cluster, programs: Sequence[Program]) -> list[Report]:
+    """Run programs with all wrappers, one after the other."""
+    reports = []
+    for program in programs:
+        try:
+            options: dict[str, Any] = {"timeout": HANGS, "virtual": program.virtual}
+            reports.append(
+                _together(program, cluster.run(_in_rank, program.processes, program, **options))
+            )
+        except Exception as error:
+            text = f"the processes hang or end: {error}\n{error.__cause__}"
+            reports.append(Report("failed", text))
+    return reports
 
-    report: Report
-    raised: bool
-    ours: list[dict[str, bytes]] = field(default_factory=list)
-    theirs: list[dict[str, bytes]] = field(default_factory=list)
-    right: list[dict[str, bytes]] = field(default_factory=list)
+
+# --- in one rank -------------------------------------------------------------------------------
 
 
-def judge(program: Program, rank: int, groups: Sequence[Any]) -> tuple[Report, bool]:
-    """Run a program with all wrappers.
-
-    Args:
-        program: What to run.
-        rank: Of this process.
-        groups: Of the processes, for our wrapper and for torch's; empty: this process alone.
-
-    Returns:
-        The report, and whether any rank has raised anything, which leaves the groups in disorder.
-    """
-    options = dict(program.options)
-    group, others = groups or (None, None)
+def _in_rank(rank: int, world_size: int, program: Program) -> tuple[Run, Run, Run | None]:
+    """The runs with our wrapper, with what is right, and with torch's."""
+    groups: list[Any] = [None, None]
+    if world_size > 1:
+        limits = [datetime.timedelta(seconds=seconds) for seconds in WAITS]
+        groups = [dist.new_group(timeout=limit) for limit in limits]
     made: list[Any] = []
 
-    def wrap(net: nn.Module) -> nn.Module:
-        made.append(_ours(program, net, group))
-        return made[0]  # type: ignore[no-any-return]
+    def wrap(net: nn.Module) -> Any:
+        made.append(_ours(program, net, groups[0]))
+        return made[0]
 
     try:
         ours = run(program, wrap, rank, program.devices[0])
@@ -91,23 +93,15 @@ def judge(program: Program, rank: int, groups: Sequence[Any]) -> tuple[Report, b
         for model in made:
             # Groups of its own, with threads of theirs, would else wait for the garbage collection.
             model.close()
-    right = run(program, lambda net: _right(net, group, options), rank)
-    theirs = None
-    if groups:
-        theirs = run(program, lambda net: _theirs(program, net, others), rank)
-    report = _compare(program, ours, theirs, right)
-    if theirs is None:
-        return report, False
-    raised = any(each.error is not None for each in (ours, right, theirs))
-    found = _Rank(report, raised, ours.digests(), theirs.digests(), right.digests())
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, found)
-    return _together(everybody), any(each.raised for each in everybody)
+    if world_size == 1:
+        return ours, run(program, lambda net: net, rank), None
+    right = run(program, lambda net: Averaged(net, groups[0]), rank)
+    return ours, right, run(program, lambda net: _theirs(program, net, groups[1]), rank)
 
 
 def _ours(program: Program, net: nn.Module, group: Any) -> nn.Module:
     if program.wrapper == "DataParallel":
-        return dp.DataParallel(net, program.devices)
+        return dp.DataParallel(net, program.devices, **dict(program.ours))
     options = {**dict(program.options), **dict(program.ours)}
     return dp.DistributedDataParallel(net, program.devices, process_group=group, **options)
 
@@ -117,16 +111,10 @@ def _theirs(program: Program, net: nn.Module, group: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net, process_group=group, **options)
 
 
-def _right(net: nn.Module, group: Any, options: dict[str, Any]) -> nn.Module:
-    if group is None:
-        return net
-    return Averaged(net, group, options.get("broadcast_buffers", True))
+# --- what it has shown ---------------------------------------------------------------------------
 
 
-# --- in one rank -------------------------------------------------------------------------------
-
-
-def _compare(program: Program, ours: Run, theirs: Run | None, right: Run) -> Report:
+def _compare(program: Program, ours: Run, right: Run, theirs: Run | None) -> Report:
     if ours.error is not None and _REFUSED.search(ours.error):
         return Report("refused", ours.error)
     if ours.error is not None:
@@ -186,7 +174,7 @@ def _alike(left: Any, right: Any, largest: float) -> tuple[bool, bool]:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False, False
     close = torch.allclose(left, right, rtol=1e-9, atol=1e-12 * largest, equal_nan=True)
-    return torch.equal(left, right), close
+    return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True), close
 
 
 def _largest(value: Any) -> float:
@@ -202,31 +190,30 @@ def _is_small(seen: Seen) -> bool:
 # --- over the ranks ------------------------------------------------------------------------------
 
 
-def _together(everybody: list[_Rank]) -> Report:
+def _together(program: Program, ranks: Sequence[tuple[Run, Run, Run | None]]) -> Report:
     """The worst report, or that ranks disagree where those of the reference agree."""
-    report = max((each.report for each in everybody), key=lambda each: ORDER.index(each.verdict))
+    reports = [_compare(program, *runs) for runs in ranks]
+    report = max(reports, key=lambda each: ORDER.index(each.verdict))
     if report.verdict == "failed":
-        texts = [f"rank {i}: {each.report.text}" for i, each in enumerate(everybody)]
-        return Report("failed", "\n".join(texts))
-    if report.verdict in ("refused", "raised", "lenient"):
+        return Report("failed", "\n".join(f"rank {i}: {r.text}" for i, r in enumerate(reports)))
+    if report.verdict in ("refused", "raised", "lenient") or program.processes == 1:
         return report
-    mine = _disagreements([each.ours for each in everybody])
-    theirs = _disagreements([each.theirs for each in everybody])
+    ours, right, theirs = (_disagreements(runs) for runs in zip(*ranks, strict=True))
     better = report.verdict == "better"
-    others = _disagreements([each.right for each in everybody]) if better else theirs
-    for number, name in mine:
-        if (number, name) not in others:
+    for number, name in ours:
+        if (number, name) not in (right if better else theirs):
             return Report("failed", f"after step {number - 1}, ranks disagree on {name}")
     if better and report.text.startswith("against torch") and not theirs:
         return Report("apart", report.text)
     return report
 
 
-def _disagreements(ranks: list[list[dict[str, bytes]]]) -> list[tuple[int, str]]:
-    """Steps and names of which two ranks have different values."""
+def _disagreements(runs: Sequence[Any]) -> list[tuple[int, str]]:
+    """Steps, and names of parameters and gradients, for which two ranks have different values."""
     return [
         (number, name)
-        for number, seen in enumerate(zip(*ranks, strict=False))
-        for name in seen[0]
-        if any(each.get(name) != seen[0][name] for each in seen)
+        for number, (first, *others) in enumerate(zip(*(each.seen for each in runs), strict=False))
+        for name, value in first.items()
+        if name.startswith(("grad of ", "value of "))
+        and not all(_alike(other[name], value, 1.0)[0] for other in others)
     ]

@@ -8,53 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-#: What programs can be made without, and what it stands for.
-FEATURES = {
-    "buffers": "buffers that the forward changes",
-    "checkpoint": "activation checkpointing",
-    "clear": "a gradient that is set to None by hand",
-    "create_graph": "gradient penalties, which need the graph of a gradient (one process)",
-    "deterministic": "sums in the order of the ranks",
-    "dicts": "a module that returns a dict",
-    "edits": "parameters that are changed by hand, or loaded",
-    "eval": "forwards and backwards in evaluation mode",
-    "grad": "torch.autograd.grad",
-    "hooks": "hooks of parameters",
-    "inner_inplace": "in-place operations in the module",
-    "inplace": "a module that writes into its input first",
-    "inputs": "backward(inputs=...)",
-    "kept": "backwards that come after other forwards and backwards",
-    "loss": "model.loss",
-    "no_grad": "forwards without gradients",
-    "no_sync": "accumulation without a reduction",
-    "norm": "batch norm (one replica)",
-    "outside": "gradients from outside of the wrapper's forward",
-    "reentrant": "activation checkpointing of the older kind",
-    "retain": "several backwards of one graph",
-    "scaled": "gradients that are multiplied between backwards",
-    "several": "several forwards before one backward",
-    "side": "a module that returns a tuple",
-    "static": "static_graph=True",
-    "thrown": "forwards whose output is thrown away",
-    "tied": "parameters that layers share",
-    "unused": "parameters that some steps or some ranks do not use",
-    "views": "gradient_as_bucket_view=True",
-    "written": "gradients written by hand before backward",
-}
+#: Options of the optimizers.
+RATES = {"lr": 0.5, "momentum": 0.5}
 
 Wrapper = Literal["DistributedDataParallel", "DataParallel"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Some lines of the module.
+    """Some lines of the module: of `__init__`, and of `forward`, from `h` to `h`."""
 
-    Args:
-        kind: Of `LAYERS`.
-        init: Lines of `__init__`.
-        forward: Lines of `forward`, from `h` to `h`.
-    """
-
+    #: Of `LAYERS`.
     kind: str
     init: tuple[str, ...]
     forward: tuple[str, ...]
@@ -62,37 +26,32 @@ class Layer:
 
 @dataclass(frozen=True)
 class Program:
-    """A module, its wrapper and what is done with both.
+    """A module, its wrapper and what is done with both."""
 
-    Args:
-        seed: From which it was made, and from which its numbers are.
-        exact: Whether its values are small whole numbers, so that every sum is exact.
-        width: Of the layers.
-        returns: What the module returns.
-        setup: Lines that run once, with the wrapper made.
-        before: Lines that run once, before that.
-        options: Of both wrappers.
-        ours: Options of our wrapper alone.
-        theirs: Options of torch's alone.
-        steps: Lines each; after each step everything is compared.
-        virtual: Whether our replicas are on virtual devices.
-    """
-
+    #: From which it was made, and from which its numbers are.
     seed: int
     processes: int
     replicas: int
     wrapper: Wrapper
+    #: Whether its values are small whole numbers, so that every sum is exact.
     exact: bool
     width: int
     layers: tuple[Layer, ...]
+    #: What the module returns.
     returns: str
+    #: Lines that run once, before the wrapper is made and after it.
     before: tuple[str, ...]
     setup: tuple[str, ...]
+    #: Of both wrappers, of ours alone, and of torch's alone.
     options: tuple[tuple[str, Any], ...]
     ours: tuple[tuple[str, Any], ...]
     theirs: tuple[tuple[str, Any], ...]
+    #: Lines each; after each step everything is compared.
     steps: tuple[tuple[str, ...], ...]
-    virtual: bool = False
+    #: Whether the optimizer of our wrapper has its state on all devices.
+    sharded: bool
+    #: Whether our replicas are on virtual devices.
+    virtual: bool
 
     @property
     def devices(self) -> list[str]:
@@ -133,7 +92,7 @@ class Program:
             wrap,
             *([f"# torch's: {dict((*self.options, *self.theirs))}"] if self.processes > 1 else []),
             f"S = {self.scale()}",
-            "optimizer = SGD([*net.parameters(), *encoder.parameters()], lr=0.5, momentum=0.5)",
+            f"optimizer = {'sharded ' * self.sharded}SGD(parameters of net and encoder, {RATES})",
             *self.setup,
         ]
         for number, step in enumerate(self.steps):
@@ -169,73 +128,44 @@ def _indented(lines: Iterable[str], spaces: int) -> list[str]:
 # --- parts -----------------------------------------------------------------------------------
 
 _LINEAR = "self.{n} = nn.Linear({w}, {w})"
+_PAIR = (_LINEAR, "self.{n}b = nn.Linear({w}, {w})")
 
-#: The feature that a layer belongs to, how often it is chosen, its `__init__` and its `forward`.
-LAYERS: dict[str, tuple[str, int, tuple[str, ...], tuple[str, ...]]] = {
-    "linear": ("", 4, (_LINEAR,), ("h = self.{n}(h)",)),
-    "bent": ("", 3, (_LINEAR,), ("h = self.{n}(h).{act}()",)),
-    "residual": ("", 3, (_LINEAR,), ("h = h + self.{n}(h).{act}()",)),
-    "twice": ("", 1, (_LINEAR,), ("h = self.{n}(self.{n}(h).{act}())",)),
-    "vector": ("", 1, ("self.{n} = nn.Parameter(torch.ones({w}))",), ("h = h * self.{n}",)),
-    "matrix": (
-        "",
-        1,
-        ("self.{n} = nn.Linear({w}, {w}, bias=False)",),
-        ("h = h @ self.{n}.weight.T",),
-    ),
-    "weighed": ("", 1, (_LINEAR,), ("h = self.{n}(h) + self.{n}.weight.pow(2).sum()",)),
-    "frozen": ("", 1, (_LINEAR + ".requires_grad_(False)",), ("h = self.{n}(h)",)),
-    "half_frozen": (
-        "",
-        1,
-        (_LINEAR, "self.{n}.bias.requires_grad_(False)"),
-        ("h = self.{n}(h)",),
-    ),
-    "detached": ("", 1, (_LINEAR,), ("h = h + self.{n}(h.detach())",)),
+#: How often a layer is chosen, its `__init__` and its `forward`.
+LAYERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (4, (_LINEAR,), ("h = self.{n}(h)",)),
+    "bent": (3, (_LINEAR,), ("h = self.{n}(h).{act}()",)),
+    "residual": (3, (_LINEAR,), ("h = h + self.{n}(h).{act}()",)),
+    "twice": (1, (_LINEAR,), ("h = self.{n}(self.{n}(h).{act}())",)),
+    "vector": (1, ("self.{n} = nn.Parameter(torch.ones({w}))",), ("h = h * self.{n}",)),
+    "matrix": (1, ("self.{n} = nn.Linear({w}, {w}, bias=False)",), ("h = h @ self.{n}.weight.T",)),
+    "weighed": (1, (_LINEAR,), ("h = self.{n}(h) + self.{n}.weight.pow(2).sum()",)),
+    "frozen": (1, (_LINEAR + ".requires_grad_(False)",), ("h = self.{n}(h)",)),
+    "half_frozen": (1, (_LINEAR, "self.{n}.bias.requires_grad_(False)"), ("h = self.{n}(h)",)),
+    "detached": (1, (_LINEAR,), ("h = h + self.{n}(h.detach())",)),
     "hooked": (
-        "",
         1,
         (_LINEAR,),
         ("h = self.{n}(h)", "if h.requires_grad:\n    h.register_hook(lambda g: g * 2)"),
     ),
-    "function": ("", 1, (), ("h = Twice.apply(h)",)),
-    "tied": (
-        "tied",
-        2,
-        (_LINEAR, "self.{n}b = nn.Linear({w}, {w})", "self.{n}b.weight = self.{n}.weight"),
-        ("h = self.{n}b(self.{n}(h))",),
-    ),
-    "unused": ("unused", 1, (_LINEAR,), ()),
-    "sometimes": ("unused", 2, (_LINEAR,), ("if use:\n    h = h + self.{n}(h)",)),
-    "either": (
-        "unused",
-        1,
-        (_LINEAR, "self.{n}b = nn.Linear({w}, {w})"),
-        ("h = self.{n}(h) if use else self.{n}b(h)",),
-    ),
-    "written": ("inner_inplace", 1, (_LINEAR,), ("h = self.{n}(h)", "h.{act}_()")),
-    "added": ("inner_inplace", 1, (_LINEAR,), ("g = self.{n}(h)", "g += h", "h = g")),
-    "sliced": ("inner_inplace", 1, (_LINEAR,), ("h = self.{n}(h)", "h[:, :1] *= 2")),
+    "function": (1, (), ("h = Twice.apply(h)",)),
+    "tied": (2, (*_PAIR, "self.{n}b.weight = self.{n}.weight"), ("h = self.{n}b(self.{n}(h))",)),
+    "unused": (1, (_LINEAR,), ()),
+    "sometimes": (2, (_LINEAR,), ("if use:\n    h = h + self.{n}(h)",)),
+    "either": (1, _PAIR, ("h = self.{n}(h) if use else self.{n}b(h)",)),
+    "written": (1, (_LINEAR,), ("h = self.{n}(h)", "h.{act}_()")),
+    "added": (1, (_LINEAR,), ("g = self.{n}(h)", "g += h", "h = g")),
+    "sliced": (1, (_LINEAR,), ("h = self.{n}(h)", "h[:, :1] *= 2")),
     "counted": (
-        "buffers",
         1,
         ('self.register_buffer("{n}", torch.zeros(1))',),
         ("h = h + self.{n}", "if self.training:\n    self.{n}.add_(1)"),
     ),
-    "norm": ("norm", 2, ("self.{n} = nn.BatchNorm1d({w})",), ("h = self.{n}(h)",)),
-    "checkpoint": (
-        "checkpoint",
-        2,
-        (_LINEAR,),
-        ("h = checkpoint(self.{n}, h, use_reentrant=False)",),
-    ),
-    "reentrant": (
-        "reentrant",
-        2,
-        (_LINEAR,),
-        ("h = checkpoint(self.{n}, h, use_reentrant=True)",),
-    ),
+    "norm": (2, ("self.{n} = nn.BatchNorm1d({w})",), ("h = self.{n}(h)",)),
+    "checkpoint": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=False)",)),
+    "reentrant": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=True)",)),
 }
+#: Some forwards or some ranks do not use them.
+UNUSED = {"unused", "sometimes", "either"}
 
 #: What may stand before the first layer that has parameters.
 FIRST = ("h = h.add_(1)", "h = F.relu(h, inplace=True)", "h += 1", "h[:, :1] *= 2")
@@ -253,7 +183,6 @@ class _Generator:
     random: random.Random
     processes: int
     replicas: int
-    without: frozenset[str]
     exact: bool
     static: bool = False
     side: bool = False
@@ -266,55 +195,55 @@ class _Generator:
     hooked: list[str] = field(default_factory=list)
     number: int = 0
 
-    def has(self, feature: str, chance: float) -> bool:
-        """Whether something is to be there; the same draws whatever is left out."""
-        return self.random.random() < chance and feature not in self.without
+    def has(self, chance: float) -> bool:
+        return self.random.random() < chance
 
     def one(self, options: Sequence[str]) -> str:
         return self.random.choice(options)
 
     def layer(self, index: int, kind: str, width: int) -> None:
-        _, _, init, forward = LAYERS[kind]
+        _, init, forward = LAYERS[kind]
         name = "abcdefgh"[index]
         values = {"n": name, "w": width, "act": "relu" if self.exact else "tanh"}
         lines = [tuple(line.format(**values) for line in part) for part in (init, forward)]
-        if index == 0 and self.has("inplace", 0.2):
+        if index == 0 and self.has(0.2):
             lines[1] = (self.one(FIRST), *lines[1])
         self.layers.append(Layer(kind, *lines))
         if kind in ("frozen", "counted", "function"):
             return
         self.hooked.append(f"net.{name}" + ("" if kind == "vector" else ".weight"))
-        if kind not in ("unused", "sometimes", "either"):
+        if kind not in UNUSED:
             self.trained.append(self.hooked[-1])
 
     def module(self) -> tuple[int, str]:
         """Make the layers; their width, and what the module returns."""
         width = self.random.randint(3, 4 if self.exact else 8)
         self.layer(0, self.one(["linear", "bent"]), width)
-        self.static = self.has("static", 0.15)
-        left_out = set(self.without)
-        left_out |= {"norm"} if self.exact or self.replicas > 1 else set()
-        left_out |= {"unused"} if self.static else set()
-        kinds = [kind for kind in LAYERS if LAYERS[kind][0] not in left_out]
-        weights = [LAYERS[kind][1] for kind in kinds]
+        self.static = self.has(0.15)
+        left_out = {"norm"} if self.exact else set()
+        left_out |= UNUSED if self.static else set()
+        kinds = [kind for kind in LAYERS if kind not in left_out]
+        weights = [LAYERS[kind][0] for kind in kinds]
         for index in range(1, self.random.randint(1, 4) + 1):
             self.layer(index, self.random.choices(kinds, weights)[0], width)
-        if not self.static and self.has("outside", 0.3):
+        if not self.static and self.has(0.3):
             self.head = True
             self.layers.append(Layer("head", (f"self.head = nn.Linear({width}, 2)",), ()))
         self.rank_dependent = self.random.random() < 0.5
-        if not self.static and self.has("side", 0.2):
+        if not self.static and self.has(0.2):
             self.side = True
             init = f"self.side = nn.Linear({width}, 2)"
-            if self.one(["layer", "plain"]) == "layer" and "unused" not in self.without:
+            if self.one(["layer", "plain"]) == "layer":
                 self.layers.append(Layer("side", (init,), ()))
                 return width, "(h, self.side(h))"
             return width, "(h, h * 2)"
-        return width, "{'h': h}" if self.has("dicts", 0.1) else "h"
+        return width, "{'h': h}" if self.has(0.1) else "h"
 
     def uses_all(self) -> bool:
-        kinds = {layer.kind for layer in self.layers}
-        return not kinds & {"unused", "sometimes", "either", "side", "head"}
+        return not self.kinds() & {*UNUSED, "side", "head"}
+
+    def kinds(self) -> set[str]:
+        return {layer.kind for layer in self.layers}
 
     def options(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Of both wrappers, of ours, of theirs."""
@@ -323,10 +252,14 @@ class _Generator:
         theirs: dict[str, Any] = {}
         if self.random.random() < 0.5:
             both["bucket_cap_mb"] = 0.0001
-        if self.has("views", 0.4):
+        if self.has(0.4):
             both["gradient_as_bucket_view"] = True
-        if self.has("deterministic", 0.1):
+        if self.has(0.1):
             ours["deterministic"] = True
+        if self.has(0.1):
+            ours["nonfinite"] = "skip"
+        if "norm" in self.kinds() and self.replicas > 1:
+            ours["buffers"] = "sync"
         chosen = self.random.random()
         if self.static:
             both["static_graph"] = True
@@ -350,7 +283,7 @@ class _Generator:
         return f"batch({self.number}, {rows})"
 
     def use(self) -> str:
-        if not any(layer.kind in ("sometimes", "either") for layer in self.layers):
+        if not self.kinds() & {"sometimes", "either"}:
             return ""
         choices = ["", ", use=0", ", use=1"]
         if self.processes > 1 and self.rank_dependent:
@@ -376,7 +309,7 @@ class _Generator:
             terms.append("side")
         if self.head and self.random.random() < 0.7:
             terms[0] = self.one(["net.head(out)", "net.head(out).pow(2)"])
-        if not self.static and self.has("outside", 0.15):
+        if not self.static and self.has(0.15):
             terms.append(f"{self.one(self.trained)}.pow(2)")
         return " + ".join(f"{term}.sum() * S" for term in terms)
 
@@ -456,7 +389,8 @@ class _Generator:
 
     def loss_(self) -> list[str]:
         batch = self.batch()
-        criterion = 'nn.MSELoss(reduction="sum")' if self.exact else self.one(["nn.MSELoss()"])
+        known = ["nn.MSELoss()", "nn.HuberLoss()", "nn.CrossEntropyLoss()"]
+        criterion = 'nn.MSELoss(reduction="sum")' if self.exact else self.one(known)
         target = batch.replace("batch", "target")
         return [f"(loss_of({criterion}, {batch}, {target}) * S).backward()"]
 
@@ -482,42 +416,37 @@ class _Generator:
         return [_CLEAR, self.one(ways)]
 
     def steps(self, returns: str) -> list[tuple[str, ...]]:
-        table: list[tuple[str, int, Any]] = [
-            ("", 6, self.train),
-            ("", 2, self.zero),
-            ("", 3, self.step),
-            ("no_grad", 1, self.no_grad),
-            ("no_sync", 2, self.no_sync),
-            ("eval", 1, self.eval_),
+        table: list[tuple[int, Any]] = [
+            (6, self.train),
+            (2, self.zero),
+            (3, self.step),
+            (1, self.no_grad),
+            (2, self.no_sync),
+            (1, self.eval_),
         ]
         if not self.static:
-            table += [
-                ("", 1, self.from_output),
-                ("several", 1, self.several),
-                ("kept", 1, self.kept),
-                ("kept", 1, self.later),
-                ("retain", 1, self.retain),
-                ("grad", 1, self.grad),
-                ("inputs", 1, self.inputs),
-                ("thrown", 1, self.thrown),
-                ("outside", 1, self.outside),
-                ("written", 1, self.written),
-                ("clear", 1, self.clear),
-                ("scaled", 1, self.scaled),
-                ("edits", 1, self.edit),
+            others = [
+                self.from_output,
+                self.several,
+                self.kept,
+                self.later,
+                self.retain,
+                self.grad,
+                self.inputs,
+                self.thrown,
+                self.outside,
+                self.written,
+                self.clear,
+                self.scaled,
+                self.edit,
+                *([self.loss_] if returns == "h" else []),
+                *([self.create_graph] if self.processes == 1 else []),
             ]
-            if returns == "h":
-                table.append(("loss", 1, self.loss_))
-            if self.processes == 1:
-                table.append(("create_graph", 1, self.create_graph))
-        table = [entry for entry in table if entry[0] not in self.without]
-        weights = [weight for _, weight, _ in table]
-        makers = self.random.choices([make for _, _, make in table], weights, k=self.length())
-        steps = [tuple(make()) for make in (self.train, *makers, self.train)]
-        return [*steps, (_CLEAR,)] if "kept" not in self.without else steps
-
-    def length(self) -> int:
-        return self.random.randint(1, 7)
+            table += [(1, other) for other in others]
+        weights = [weight for weight, _ in table]
+        count = self.random.randint(1, 7)
+        makers = self.random.choices([make for _, make in table], weights, k=count)
+        return [*(tuple(make()) for make in (self.train, *makers, self.train)), (_CLEAR,)]
 
     def hooks(self) -> tuple[list[str], list[str]]:
         """Lines before and after the wrapper is made."""
@@ -532,38 +461,24 @@ class _Generator:
                 ]
             )
             where = self.random.randint(0, 1)
-            if self.has("hooks", 0.15):
+            if self.has(0.15):
                 lines[where].append(form)
         return lines
 
 
-def make(
-    seed: int,
-    processes: int,
-    replicas: int,
-    without: Iterable[str] = (),
-    *,
-    virtual: bool = False,
-) -> Program:
-    """The program of a number, which is another one for other features that are left out.
-
-    Args:
-        seed: The number.
-        processes: In how many it will run.
-        replicas: How many replicas each of them has.
-        without: Names of `FEATURES`.
-        virtual: Whether the replicas are on virtual devices, and not on the CPU.
-    """
+def make(seed: int, processes: int, replicas: int, *, virtual: bool = False) -> Program:
+    """The program of a number, for some processes with some replicas each."""
     draws = random.Random(seed)
     exact = draws.random() < 0.5
-    generator = _Generator(draws, processes, replicas, frozenset(without), exact)
+    generator = _Generator(draws, processes, replicas, exact)
     wrapper: Wrapper = "DistributedDataParallel"
     if draws.random() < 0.5 and processes == 1:
         wrapper = "DataParallel"
     width, returns = generator.module()
     options, ours, theirs = generator.options()
     if wrapper == "DataParallel":
-        options, ours, theirs = {}, {}, {}
+        options, theirs = {}, {}
+        ours = {name: value for name, value in ours.items() if name == "buffers"}
     before, setup = generator.hooks()
     return Program(
         seed,
@@ -580,6 +495,7 @@ def make(
         tuple(ours.items()),
         tuple(theirs.items()),
         tuple(generator.steps(returns)),
+        generator.has(0.2),
         virtual,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.random_programs.program import Program
+import dataparallel as dp
+from tests.random_programs.program import RATES, Program
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -27,33 +27,10 @@ Seen = dict[str, Any]
 
 @dataclass
 class Run:
-    """What a run has shown.
-
-    Args:
-        seen: After each step that did not raise.
-        error: What the next step has raised.
-    """
+    """What a run has shown: after each step that did not raise, and what the next one raised."""
 
     seen: list[Seen] = field(default_factory=list)
     error: str | None = None
-
-    def digests(self) -> list[dict[str, bytes]]:
-        """Parameters and their gradients, in a form that ranks can compare."""
-        return [
-            {
-                name: _digest(value)
-                for name, value in seen.items()
-                if name.startswith(("grad of ", "value of "))
-            }
-            for seen in self.seen
-        ]
-
-
-def _digest(value: Tensor | None) -> bytes:
-    if value is None:
-        return b""
-    # Zero may have a sign.
-    return hashlib.blake2b((value + 0.0).numpy().tobytes(), digest_size=8).digest()
 
 
 class Twice(torch.autograd.Function):
@@ -75,18 +52,12 @@ class Averaged(nn.Module):
     rank has changed since the last such backward become the means over the ranks; but nothing does
     after a backward that changes no gradient in any rank. Hooks after accumulation run in all ranks
     for a parameter that any rank has used.
-
-    Args:
-        module: What is trained.
-        group: The ranks.
-        broadcasts: Whether buffers of rank 0 are used everywhere.
     """
 
-    def __init__(self, module: nn.Module, group: Any, broadcasts: bool) -> None:
+    def __init__(self, module: nn.Module, group: Any) -> None:
         super().__init__()
         self.module = module
         self._group = group
-        self._broadcasts = broadcasts
         self._syncs = self._due = True
         self._trained = [p for p in module.parameters() if p.requires_grad]
         # As they were after the last reduction, and before the backward that runs.
@@ -94,7 +65,7 @@ class Averaged(nn.Module):
         self._queued = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._due and self._broadcasts:
+        if self._due:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer.data, 0, group=self._group)
         self._due = self._syncs and torch.is_grad_enabled()
@@ -168,14 +139,7 @@ def _changes(
 
 
 def run(program: Program, wrap: Wrap, rank: int, device: str = "cpu") -> Run:
-    """Run a program.
-
-    Args:
-        program: What to run.
-        wrap: Makes the wrapper of the module.
-        rank: Of this process.
-        device: Where the module and its inputs are.
-    """
+    """Run a program with the wrapper that ``wrap`` makes of its module."""
     result = Run()
     with warnings.catch_warnings():
         # Of torch's checkpoints without gradients, and of unused parameters.
@@ -208,7 +172,6 @@ class _State:
             "torch": torch,
             "nn": nn,
             "F": F,
-            "SGD": torch.optim.SGD,
             "checkpoint": checkpoint,
             "Twice": Twice,
             "rank": rank,
@@ -238,9 +201,12 @@ class _State:
         for line in program.before:
             exec(line, names)
         names["m"] = wrap(names["net"])
-        names["optimizer"] = torch.optim.SGD(
-            [*names["net"].parameters(), *names["encoder"].parameters()], lr=0.5, momentum=0.5
-        )
+        trained = [*names["net"].parameters(), *names["encoder"].parameters()]
+        if program.sharded and isinstance(names["m"], dp.DataParallel):
+            own = dp.ShardedOptimizer(torch.optim.SGD, names["m"], params=trained, **RATES)
+        else:
+            own = torch.optim.SGD(trained, **RATES)
+        names["optimizer"] = own
         for line in program.setup:
             exec(line, names)
 
@@ -254,18 +220,15 @@ class _State:
         for name, buffer in net.named_buffers():
             seen[f"buffer {name}"] = _copy(buffer)
         for name, parameter in encoder.named_parameters():
+            # Ranks need not agree on these.
             seen[f"encoder's {name}"] = _copy(parameter)
-            seen[f"grad of the encoder's {name}".replace("grad of", "gradient of")] = _copy(
-                parameter.grad
-            )
+            seen[f"encoder's gradient of {name}"] = _copy(parameter.grad)
         for number, value in enumerate(self._recorded):
             seen[f"recorded {number}"] = _copy(value)
         for number, count in self._counts.items():
             seen[f"calls of hook {number}"] = count
         self._recorded.clear()
         return seen
-
-    # --- what programs call --------------------------------------------------------------------
 
     def _random(self, shape: tuple[int, ...], number: int, device: str) -> Tensor:
         generator = torch.Generator().manual_seed(self._program.seed * 10_000 + number)
