@@ -101,13 +101,13 @@ def _in_rank(rank: int, world_size: int, program: Program) -> tuple[Run, Run, Ru
 
 def _ours(program: Program, net: nn.Module, group: Any) -> nn.Module:
     if program.wrapper == "DataParallel":
-        return dp.DataParallel(net, program.devices, **dict(program.ours))
-    options = {**dict(program.options), **dict(program.ours)}
+        return dp.DataParallel(net, program.devices, **program.ours)
+    options = {**program.options, **program.ours}
     return dp.DistributedDataParallel(net, program.devices, process_group=group, **options)
 
 
 def _theirs(program: Program, net: nn.Module, group: Any) -> nn.Module:
-    options = {**dict(program.options), **dict(program.theirs)}
+    options = {**program.options, **program.theirs}
     return nn.parallel.DistributedDataParallel(net, process_group=group, **options)
 
 

@@ -36,18 +36,18 @@ class Program:
     #: Whether its values are small whole numbers, so that every sum is exact.
     exact: bool
     width: int
-    layers: tuple[Layer, ...]
+    layers: list[Layer]
     #: What the module returns.
     returns: str
     #: Lines that run once, before the wrapper is made and after it.
-    before: tuple[str, ...]
-    setup: tuple[str, ...]
+    before: list[str]
+    setup: list[str]
     #: Of both wrappers, of ours alone, and of torch's alone.
-    options: tuple[tuple[str, Any], ...]
-    ours: tuple[tuple[str, Any], ...]
-    theirs: tuple[tuple[str, Any], ...]
+    options: dict[str, Any]
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
     #: Lines each; after each step everything is compared.
-    steps: tuple[tuple[str, ...], ...]
+    steps: list[list[str]]
     #: Whether the optimizer of our wrapper has its state on all devices.
     sharded: bool
     #: Whether our replicas are on virtual devices.
@@ -79,7 +79,7 @@ class Program:
 
     def text(self) -> str:
         """The program as it can be read."""
-        options = {**dict(self.options), **dict(self.ours)}
+        options = {**self.options, **self.ours}
         given = "".join(f", {name}={value!r}" for name, value in options.items())
         wrap = f"m = {self.wrapper}(net, {self.devices}{given})"
         kind = "small whole numbers" if self.exact else "random numbers"
@@ -90,7 +90,7 @@ class Program:
             "net = Net()",
             *self.before,
             wrap,
-            *([f"# torch's: {dict((*self.options, *self.theirs))}"] if self.processes > 1 else []),
+            *([f"# torch's: { {**self.options, **self.theirs} }"] if self.processes > 1 else []),
             f"S = {self.scale()}",
             f"optimizer = {'sharded ' * self.sharded}SGD(parameters of net and encoder, {RATES})",
             *self.setup,
@@ -160,7 +160,7 @@ LAYERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
         ('self.register_buffer("{n}", torch.zeros(1))',),
         ("h = h + self.{n}", "if self.training:\n    self.{n}.add_(1)"),
     ),
-    "norm": (2, ("self.{n} = nn.BatchNorm1d({w})",), ("h = self.{n}(h)",)),
+    "norm": (5, ("self.{n} = nn.BatchNorm1d({w})",), ("h = self.{n}(h)",)),
     "checkpoint": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=False)",)),
     "reentrant": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=True)",)),
 }
@@ -415,7 +415,7 @@ class _Generator:
         ]
         return [_CLEAR, self.one(ways)]
 
-    def steps(self, returns: str) -> list[tuple[str, ...]]:
+    def steps(self, returns: str) -> list[list[str]]:
         table: list[tuple[int, Any]] = [
             (6, self.train),
             (2, self.zero),
@@ -446,7 +446,7 @@ class _Generator:
         weights = [weight for weight, _ in table]
         count = self.random.randint(1, 7)
         makers = self.random.choices([make for _, make in table], weights, k=count)
-        return [*(tuple(make()) for make in (self.train, *makers, self.train)), (_CLEAR,)]
+        return [*(make() for make in (self.train, *makers, self.train)), [_CLEAR]]
 
     def hooks(self) -> tuple[list[str], list[str]]:
         """Lines before and after the wrapper is made."""
@@ -487,14 +487,14 @@ def make(seed: int, processes: int, replicas: int, *, virtual: bool = False) -> 
         wrapper,
         exact,
         width,
-        tuple(generator.layers),
+        generator.layers,
         returns,
-        tuple(before),
-        tuple(setup),
-        tuple(options.items()),
-        tuple(ours.items()),
-        tuple(theirs.items()),
-        tuple(generator.steps(returns)),
+        before,
+        setup,
+        options,
+        ours,
+        theirs,
+        generator.steps(returns),
         generator.has(0.2),
         virtual,
     )
@@ -506,16 +506,18 @@ def make(seed: int, processes: int, replicas: int, *, virtual: bool = False) -> 
 def smaller(program: Program) -> list[Program]:
     """The program without one of its parts each, the big parts first."""
     found = []
-    for name in ("steps", "layers", "before", "setup", "options", "ours"):
+    for name in ("steps", "layers", "before", "setup"):
         parts = getattr(program, name)
-        for index in reversed(range(len(parts))):
-            if name == "layers" and index == 0:
-                continue
+        for index in reversed(range(name == "layers", len(parts))):
             found.append(replace(program, **{name: parts[:index] + parts[index + 1 :]}))
+    for name in ("options", "ours"):
+        options = getattr(program, name)
+        for key in options:
+            rest = {other: value for other, value in options.items() if other != key}
+            found.append(replace(program, **{name: rest}))
     for index, step in enumerate(program.steps):
-        for line in range(len(step)):
-            shorter = (*step[:line], *step[line + 1 :])
-            if shorter:
-                steps = (*program.steps[:index], shorter, *program.steps[index + 1 :])
-                found.append(replace(program, steps=steps))
+        for line in range(len(step) if len(step) > 1 else 0):
+            steps = list(program.steps)
+            steps[index] = step[:line] + step[line + 1 :]
+            found.append(replace(program, steps=steps))
     return found
