@@ -220,7 +220,8 @@ class _Generator:
         width = self.random.randint(3, 4 if self.exact else 8)
         self.layer(0, self.one(["linear", "bent"]), width)
         self.static = self.has(0.15)
-        left_out = {"norm"} if self.exact else set()
+        # Over processes, it would have the statistics of all of them.
+        left_out = {"norm"} if self.exact or min(self.processes, self.replicas) > 1 else set()
         left_out |= UNUSED if self.static else set()
         kinds = [kind for kind in LAYERS if kind not in left_out]
         weights = [LAYERS[kind][0] for kind in kinds]
