@@ -146,7 +146,7 @@ class ResumableSampler(Sampler[list[int]]):
             ValueError: The order is another one.
         """
         for name in ("length", "seed", "shuffle"):
-            if state[name] == getattr(self, name):
+            if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the position is in an order with {name}={state[name]!r}, but this sampler "
                     f"has {name}={getattr(self, name)!r}; make it as it was, or leave it out of "
