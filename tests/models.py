@@ -29,20 +29,6 @@ class Shared(nn.Module):
         return output
 
 
-class Containers(nn.Module):
-    """Takes and returns nested containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(3, 4)
-        self.right = nn.Linear(3, 4)
-
-    def forward(self, pair: tuple[Tensor, list[Tensor]], *, factor: float = 1.0) -> dict[str, Any]:
-        first, rest = pair
-        left = self.left(first) * factor
-        return {"sum": left + self.right(rest[0]), "parts": (left, [rest[0]]), "factor": factor}
-
-
 def grads_of(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
 

@@ -1,15 +1,18 @@
-"""Parameters that somebody changes between two forwards, and what it costs to notice."""
+"""What somebody changes in a module between two forwards, and what it costs to notice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, virtual
+from dataparallel.replicas.values import Values
 
 DEVICES = ["virtual:0", "virtual:1"]
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
@@ -17,11 +20,183 @@ WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataPara
 Wrapper = Callable[..., nn.Module]
 
 
+def assert_current(model: nn.Module, module: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(model(x), module(x))
+
+
+# --- parts and attributes of the module ------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """Looks at attributes of its parameter, and at its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.found = collections.defaultdict[str, list[Any]](list)
+        self.once = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * getattr(self.weight, "scale", 1)
+        parts = list(self.found["parts"]) if self.found else []
+        y = y * sum([part.sum() for part in parts], torch.ones(()).to(y))
+        return y if hasattr(self, "once") else y * 5
+
+
+class Named(nn.Module):
+    """Looks for its buffer and for its child by their names."""
+
+    scale: Tensor
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a": nn.Linear(3, 3)})
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale if hasattr(self, "scale") else x / self.factor
+        result: Tensor = self.parts["a"](y) if "a" in self.parts else -self.parts["b"](y)
+        return result
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def changes(net: Any, device: str) -> Iterator[Callable[[], object]]:
+    """Each changes another thing in a net of a linear layer, dropout, Scaled and Named."""
+    linear, scaled, named = net[0], net[2], net[3]
+
+    def rename(table: Any, old: str, new: str) -> Callable[[], object]:
+        return lambda: table.__setitem__(new, table.pop(old))
+
+    yield lambda: net.eval()
+    yield lambda: net.append(nn.Linear(3, 3).to(device))
+    yield lambda: setattr(linear, "bias", None)
+    yield lambda: linear.requires_grad_(False)
+    yield lambda: setattr(linear, "weight", nn.Parameter(torch.ones(3, 3, device=device)))
+    yield lambda: linear.register_forward_hook(lambda m, i, o: o + 1)
+    yield lambda: setattr(linear, "__class__", Doubled)
+    yield lambda: vars(linear).update(_parameters=dict(nn.Linear(3, 3).to(device)._parameters))
+    yield lambda: nn.utils.vector_to_parameters(
+        torch.linspace(-1, 1, sum(p.numel() for p in net.parameters()), device=device),
+        net.parameters(),
+    )
+    yield lambda: setattr(scaled.weight, "scale", torch.full((3,), 2.0, device=device))
+    yield lambda: scaled.weight.scale.mul_(3)
+    yield lambda: setattr(scaled.weight, "scale", 5)
+    yield lambda: delattr(scaled.weight, "scale")
+    yield lambda: scaled.found["parts"].append(scaled.weight)
+    # Other names of the same objects.
+    yield rename(vars(scaled), "once", "twice")
+    yield rename(named._buffers, "scale", "factor")
+    yield rename(named.parts._modules, "a", "b")
+
+
+@WRAPPERS
+def test_parts_and_attributes(wrapper: Any, slots: list[str]) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), Scaled(), Named()).to(slots[0])
+    model = wrapper(net, slots)
+    x = torch.randn(7, 3, device=slots[0])
+    model(x)
+    for change in changes(net, slots[0]):
+        change()
+        assert_current(model, net, x)
+        with torch.no_grad():
+            assert_current(model, net, x)
+    model.close()
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+class DataOptimizer(torch.optim.Optimizer):
+    """Writes through ``.data``, which bumps no version counter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda weight: weight.mul_(2),
+    "storage": lambda weight: setattr(weight, "data", torch.full_like(weight, 7.0)),
+    "one element": lambda weight: weight.data[1, 2].add_(1e-6),
+    "signs": lambda weight: weight.data.neg_(),
+    "rows": lambda weight: weight.data.copy_(weight.data.flip(0).clone()),
+    "step": lambda weight: DataOptimizer([weight]).step(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("looks_before", [1, 3])
+@WRAPPERS
+def test_values(wrapper: Wrapper, name: str, looks_before: int) -> None:
+    module = nn.Linear(3, 2).to(DEVICES[0])
+    model = wrapper(module, DEVICES)
+    x = torch.eye(3, device=DEVICES[0]).repeat(2, 1)
+    for _ in range(looks_before):
+        model(x)
+    with torch.no_grad():
+        WRITES[name](module.weight)
+    torch.testing.assert_close(model(x), module(x), rtol=0, atol=0)
+
+
+def test_a_graph_keeps_the_values_that_it_was_made_with() -> None:
+    module = nn.Linear(3, 2, bias=False).to(DEVICES[0])
+    model = DataParallel(module, DEVICES)
+    x = torch.randn(4, 3, device=DEVICES[0], requires_grad=True)
+    expected = torch.ones(4, 2) @ module.weight.detach().cpu()
+    output = model(x).sum()
+    module.weight.data = module.weight.data * 2
+    model(x)
+    output.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[2:].cpu(), expected[2:])
+
+
+def test_kinds_of_tensors() -> None:
+    class Quantized(nn.Parameter):
+        scale: Tensor
+
+    devices = [torch.device(device) for device in DEVICES]
+    original = Quantized(torch.zeros(2, device=devices[0]), requires_grad=False)
+    original.scale = torch.ones(2, device=devices[0])
+    sparse = torch.eye(3, device=devices[0]).to_sparse_coo()
+    strided = torch.randn(2, 3, 4, 4, device=devices[0]).to(memory_format=torch.channels_last)
+    copies = Values(devices)
+    with torch.inference_mode():
+        quantized, _, other = copies.update([original, sparse, strided], 2)[1]
+    assert isinstance(quantized, Quantized) and quantized.scale.device == devices[1]
+    assert other.stride() == strided.stride() and not other.is_inference()
+    # A sparse neighbor hides nothing.
+    for value in (5.0, 6.0):
+        copies.update([original, sparse, strided], 2)
+        strided.data.fill_(value)
+        assert copies.update([original, sparse, strided], 2)[1][2].eq(value).all()
+        sparse._values().data.fill_(value)
+        assert copies.update([original, sparse, strided], 2)[1][1]._values().eq(value).all()
+
+
+# --- writes that leave no trace, once the host does not wait any more ------------------------
+
+
 def build(
-    wrapper: Wrapper, devices: list[str] = DEVICES, norm: type[nn.Module] = nn.BatchNorm1d
+    wrapper: Wrapper, devices: list[str] = DEVICES, *, train: bool = False, forwards: int = 12
 ) -> tuple[nn.Module, nn.Module, Tensor]:
-    module = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 2)).to(devices[0])
-    return module, wrapper(module, devices), torch.randn(6, 3, device=devices[0])
+    """A module, its wrapper after some forwards, and a batch."""
+    norm = nn.LayerNorm(4) if train else nn.BatchNorm1d(4)
+    module = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).to(devices[0])
+    model, x = wrapper(module, devices).train(train), torch.randn(6, 3, device=devices[0])
+    for _ in range(forwards):
+        model(x)
+    torch.accelerator.synchronize(torch.device(DEVICES[0]))
+    return module, model, x
 
 
 def write(module: nn.Module) -> None:
@@ -29,19 +204,12 @@ def write(module: nn.Module) -> None:
         parameter.data.mul_(1.5)
 
 
-def assert_current(model: nn.Module, module: nn.Module, x: Tensor) -> None:
-    torch.testing.assert_close(model(x), module(x))
-
-
 @WRAPPERS
+@pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_evaluation_never_waits_for_a_device(wrapper: Wrapper, grad: bool) -> None:
-    _, model, x = build(wrapper)
-    model.eval()
+def test_no_forward_waits_for_a_device(wrapper: Wrapper, train: bool, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        for _ in range(12):
-            model(x)
-        torch.accelerator.synchronize(torch.device(DEVICES[0]))
+        _, model, x = build(wrapper, train=train)
         virtual.reset_counters()
         for _ in range(5):
             model(x)
@@ -49,90 +217,57 @@ def test_evaluation_never_waits_for_a_device(wrapper: Wrapper, grad: bool) -> No
 
 
 @WRAPPERS
-def test_accumulation_never_waits_for_a_device(wrapper: Wrapper) -> None:
-    _, model, x = build(wrapper)
-    for _ in range(12):
-        model(x).sum().backward()
-    virtual.reset_counters()
-    for _ in range(4):
-        model(x).sum()
-    assert virtual.counters()["host_waits"] == 0
-
-
-@WRAPPERS
-def test_a_write_without_a_trace_is_told_of_a_forward_late(wrapper: Wrapper) -> None:
+@pytest.mark.parametrize("is_error", [False, True])
+def test_a_write_is_told_of_a_forward_late(wrapper: Wrapper, is_error: bool) -> None:
     module, model, x = build(wrapper)
-    model.eval()
-    for _ in range(12):
-        model(x)
     write(module)
     model(x)
     torch.accelerator.synchronize(torch.device(DEVICES[0]))
-    with pytest.warns(UserWarning, match=r"written through \.data.*in one forward or more"):
-        assert_current(model, module, x)
+    text = r"written through \.data.*in one forward or more"
+    if is_error:
+        with pytest.raises(UserWarning, match=text):
+            model(x)
+    else:
+        with pytest.warns(UserWarning, match=text):
+            assert_current(model, module, x)
     assert_current(model, module, x)
 
 
 @WRAPPERS
-@pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_is_forgotten_by_the_next_forward(wrapper: Wrapper) -> None:
-    module, model, x = build(wrapper)
-    model.eval()
-    for _ in range(12):
-        model(x)
-    write(module)
-    model(x)
-    torch.accelerator.synchronize(torch.device(DEVICES[0]))
-    with pytest.raises(UserWarning, match=r"written through \.data"):
-        model(x)
-    assert_current(model, module, x)
-
-
-@WRAPPERS
-def test_weights_swapped_in_for_evaluation_are_seen_at_once(wrapper: Wrapper) -> None:
-    module, model, x = build(wrapper, norm=nn.LayerNorm)
-    for _ in range(12):
-        model(x)
+def test_a_write_is_seen_at_once_where_it_costs_nothing(wrapper: Wrapper) -> None:
+    """Where weights are swapped in for an evaluation, and where the originals are on the CPU."""
+    module, model, x = build(wrapper, train=True)
     for training in (False, True, False):
         write(module)
         model.train(training)
         assert_current(model, module, x)
-
-
-@WRAPPERS
-@pytest.mark.parametrize("looks_before", [1, 12])
-def test_originals_on_the_cpu_are_compared_at_once(wrapper: Any, looks_before: int) -> None:
-    module, model, x = build(wrapper, ["cpu", "virtual:0"])
-    model.eval()
-    for _ in range(looks_before):
-        model(x)
-    write(module)
-    assert_current(model, module, x)
-
-
-@WRAPPERS
-def test_statistics_of_batch_norm_are_current_in_evaluation(wrapper: Wrapper) -> None:
+    for forwards in (1, 12):
+        module, model, x = build(wrapper, ["cpu", "virtual:0"], forwards=forwards)
+        write(module)
+        assert_current(model, module, x)
+    # What batch norm has written in training is there, too.
     module, model, x = build(wrapper)
-    for _ in range(12):
-        model(x)
+    model.train()(x)
     assert_current(model.eval(), module, x)
 
 
-@WRAPPERS
-def test_a_step_that_failed_hides_no_write_of_a_forward(wrapper: Wrapper, slots: list[str]) -> None:
-    class Writes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.add_(1)
-            return super().forward(x)
+def test_an_answer_of_the_device_is_read_however_far_ahead_the_host_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, model, x = build(DataParallel)
+    events: list[mock.Mock] = []
 
-    class Fails(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise ArithmeticError("too large")
+    def to_host_later(value: Tensor) -> tuple[Tensor, mock.Mock]:
+        events.append(mock.Mock(query=mock.Mock(return_value=False)))
+        return value, events[-1]
 
-    module = Writes(3, 2).to(slots[0])
-    model = wrapper(module, slots[:2])
-    with pytest.raises(ArithmeticError, match="too large"):
-        Fails(module.parameters(), 0.1).step()
-    with pytest.raises(RuntimeError, match="changed parameters in place"):
-        model(torch.ones(4, 3, device=slots[0]))
+    model(x)
+    torch.accelerator.synchronize(torch.device(DEVICES[0]))
+    monkeypatch.setattr("dataparallel.devices.to_host_later", to_host_later)
+    write(module)
+    for _ in range(3):
+        model(x)
+    for event in events:
+        event.query.return_value = True
+    with pytest.warns(UserWarning, match=r"written through \.data"):
+        assert_current(model, module, x)

@@ -29,7 +29,7 @@ from dataparallel.collectives.operations import (
 from dataparallel.threads.meeting import RendezvousError
 from tests.models import assert_all_close
 from tests.replica_cases import GROUP, each, index, run
-from tests.test_worker_interrupts import python
+from tests.virtual.oracle import run_python as python
 
 ONES = [torch.ones(4) for _ in range(3)]
 SUM = AllReduce("sum")

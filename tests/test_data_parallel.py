@@ -1,8 +1,9 @@
-"""The wrapper as its users see it."""
+"""The wrapper as its users see it: devices, copies, life, nesting, and what may be around it."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -17,148 +18,132 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, DistributedDataParallel, data_parallel
 from tests.models import Shared, assert_all_close, grads_of, twins
 
-
-def net(device: str) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(device)
-
-
-# --- names, attributes, state ----------------------------------------------------------------
+WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+CPUS = ["cpu", "cpu"]
 
 
-def test_it_is_a_torch_data_parallel_without_a_prefix(slots: list[str]) -> None:
-    inner = net(slots[0])
+class Net(nn.Module):
+    """Tells by its ``forward`` which arguments it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.config = {"width": 4}
+
+    def forward(self, ids: Tensor, /, mask: Tensor | None = None, *, scale: float = 1) -> Tensor:
+        y: Tensor = self.layers(ids) * scale
+        return y if mask is None else y * mask
+
+
+def compare(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
+    """Outputs and gradients of a wrapper are those of the bare module."""
+    results = []
+    for module in (bare, model):
+        module.zero_grad()
+        output = module(x)
+        output.pow(2).sum().backward()
+        results.append([output, *grads_of(module)])
+    assert_all_close(results[1], results[0])
+
+
+# --- names and attributes --------------------------------------------------------------------
+
+
+def test_what_it_shows_of_the_module(slots: list[str]) -> None:
+    inner = nn.Sequential(Net(), nn.BatchNorm1d(2)).to(slots[0])
     model = DataParallel(inner, slots)
-    assert isinstance(model, torch.nn.DataParallel)
-    assert model.module is inner
-    assert model.device_ids == [torch.device(slot) for slot in slots]
-    assert list(model.state_dict()) == list(inner.state_dict())
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in inner.named_parameters()]
-    assert [n for n, _ in model.named_buffers()] == [n for n, _ in inner.named_buffers()]
+    for names in ("state_dict", "named_parameters", "named_buffers"):
+        assert list(dict(getattr(model, names)())) == list(dict(getattr(inner, names)()))
     assert all(a is b for a, b in zip(model.parameters(), inner.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_state_is_loaded_with_and_without_a_prefix(prefix: str) -> None:
-    source, model = net("cpu"), DataParallel(net("cpu"), ["cpu", "cpu"])
-    state = {prefix + name: value for name, value in source.state_dict().items()}
-    model.load_state_dict(state)
-    assert_all_close(model.parameters(), source.parameters())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({prefix + "0.weight": source[0].weight})
-
-
-def test_torch_data_parallel_and_ours_exchange_checkpoints() -> None:
-    theirs = torch.nn.DataParallel(net("cpu"))
-    theirs.module.append(nn.BatchNorm1d(2))
-    ours = DataParallel(copy.deepcopy(theirs.module), ["cpu", "cpu"])
-    ours.load_state_dict(theirs.state_dict())
-    assert_all_close(ours.parameters(), theirs.parameters())
-
-
-@pytest.mark.parametrize("prefix", ["model.", "model.module."])
-def test_as_a_part_of_a_bigger_module(prefix: str) -> None:
-    class Bigger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = DataParallel(net("cpu"), ["cpu", "cpu"])
-
-    source, bigger = net("cpu"), Bigger()
-    assert list(bigger.state_dict()) == ["model." + name for name in source.state_dict()]
-    bigger.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
-    assert_all_close(bigger.model.parameters(), source.parameters())
-
-
-def test_attributes_of_the_module_are_found() -> None:
-    inner = net("cpu")
-    inner.config = {"width": 4}  # type: ignore[assignment]
-    model = DataParallel(inner, ["cpu", "cpu"])
-    assert model.config is inner.config
+    first: Any = inner[0]
+    other = DataParallel(first, slots)
+    assert other.config is first.config
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
-        _ = model.missing
+        _ = other.missing
 
 
-def test_functional_call_on_the_wrapper_is_refused() -> None:
-    model = DataParallel(net("cpu"), ["cpu", "cpu"])
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
-        torch.func.functional_call(model, parameters, torch.randn(2, 3))
-    output = torch.func.functional_call(model.module, parameters, torch.randn(2, 3))
-    assert output.shape == (2, 2)
+@WRAPPERS
+def test_forward_has_the_signature_of_the_modules(wrapper: Any) -> None:
+    model = wrapper(Net(), CPUS)
+    forward, x = model.forward, torch.randn(4, 3)
+    assert list(inspect.signature(forward).parameters) == ["ids", "mask", "scale"]
+    expected = model.module(x)
+    again = pickle.loads(pickle.dumps(forward))
+    torch.testing.assert_close([again(x), wrapper.forward(model, x)], [expected] * 2)
+    for other in (copy.copy(model).forward, copy.deepcopy(model).forward, again):
+        assert inspect.signature(other) == inspect.signature(forward)
+    # What the module's own forward was replaced by, as libraries do.
+    model.module.forward = nn.Linear(3, 2).forward
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
+    assert "Split the inputs" in str(wrapper.forward.__doc__)
+
+    class Own(wrapper):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + 1
+
+    own = Own(Net(), CPUS)
+    assert list(inspect.signature(own.forward).parameters) == ["x"]
+    torch.testing.assert_close(own(x), own.module(x) + 1)
 
 
-def test_functional_call_on_a_module_around_the_wrapper() -> None:
+@WRAPPERS
+@pytest.mark.parametrize("count", [1, 2])
+def test_functional_call_on_a_module_around_the_wrapper(wrapper: Any, count: int) -> None:
     """Parameters that are replaced for a call are used, or refused; the next call is right."""
-    x = torch.randn(4, 3)
-    for wrapper in (DataParallel, DistributedDataParallel):
-        for count in (1, 2):
-            bare = net("cpu")
-            outer = nn.Sequential(wrapper(bare, ["cpu"] * count))
-            for trained in (False, True, False):
-                given = {
-                    name: torch.full_like(p, 0.5).requires_grad_(trained)
-                    for name, p in outer.named_parameters()
-                }
-                own = {n.removeprefix("0.module."): t.detach() for n, t in given.items()}
-                own = {n: t.requires_grad_(trained) for n, t in own.items()}
-                if wrapper is DistributedDataParallel and count == 2:
-                    with pytest.raises(
-                        RuntimeError, match=r"functional_call has .*\.module of the"
-                    ):
-                        torch.func.functional_call(outer, given, x)
-                else:
-                    output = torch.func.functional_call(outer, given, x)
-                    expected = torch.func.functional_call(bare, own, x)
-                    torch.testing.assert_close(output, expected)
-                    if trained:
-                        output.sum().backward()
-                        expected.sum().backward()
-                        assert_all_close(
-                            [t.grad for t in given.values()], [t.grad for t in own.values()]
-                        )
-                torch.testing.assert_close(outer(x), bare(x))
+    bare, x = Net(), torch.randn(4, 3)
+    outer = nn.Sequential(wrapper(bare, ["cpu"] * count))
+    for trained in (False, True, False):
+        given = {n: torch.full_like(p, 0.5) for n, p in outer.named_parameters()}
+        own = {n.removeprefix("0.module."): t.clone() for n, t in given.items()}
+        for tensor in (*given.values(), *own.values()):
+            tensor.requires_grad_(trained)
+        if wrapper is DistributedDataParallel and count == 2:
+            with pytest.raises(RuntimeError, match=r"functional_call has .*\.module of the"):
+                torch.func.functional_call(outer, given, x)
+        else:
+            output = torch.func.functional_call(outer, given, x)
+            expected = torch.func.functional_call(bare, own, x)
+            torch.testing.assert_close(output, expected)
+            if trained:
+                (output.sum() + expected.sum()).backward()
+                assert_all_close([t.grad for t in given.values()], [t.grad for t in own.values()])
+        torch.testing.assert_close(outer(x), bare(x))
+    with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
+        torch.func.functional_call(outer[0], dict(bare.named_parameters()), x)
 
 
-# --- copies, pickles, life -------------------------------------------------------------------
+# --- copies and life -------------------------------------------------------------------------
 
 
-def test_deepcopy_and_pickle(slots: list[str]) -> None:
-    model = DataParallel(net(slots[0]), slots[:2], output_device=slots[0], scalars="mean")
+def test_copies(slots: list[str]) -> None:
+    model = DataParallel(Net().to(slots[0]), slots[:2], output_device=slots[0], scalars="mean")
     x = torch.randn(5, 3, device=slots[0])
     expected = model(x)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(other(x), expected)
-        assert other.scalars == "mean"
-        assert next(other.parameters()) is not next(model.parameters())
-
-
-def test_averaged_model(slots: list[str]) -> None:
-    model = DataParallel(net(slots[0]), slots[:2])
-    average = torch.optim.swa_utils.AveragedModel(model)
-    average.update_parameters(model)
-    x = torch.randn(5, 3, device=slots[0])
-    torch.testing.assert_close(average(x), model(x))
-
-
-def test_whole_wrapper_through_torch_save() -> None:
-    model = DataParallel(net("cpu"), ["cpu", "cpu"])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(loaded(x), model(x))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in (*copies, torch.load(file, weights_only=False)):
+        torch.testing.assert_close(other(x), expected)
+        assert other.scalars == "mean"
+        assert next(other.parameters()) is not next(model.parameters())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    torch.testing.assert_close(average(x), expected)
 
 
 def test_close_ends_the_threads_and_the_wrapper_still_works() -> None:
     before = set(threading.enumerate())
-    model = DataParallel(net("cpu"), ["cpu"] * 3)
-    x = torch.randn(6, 3)
+    model, x = DataParallel(Net(), ["cpu"] * 3), torch.randn(6, 3)
     expected = model(x)
     assert len(set(threading.enumerate()) - before) == 3
     model.close()
     assert set(threading.enumerate()) <= before
     torch.testing.assert_close(model(x), expected)
     model.close()
+    # The function leaves none.
+    torch.testing.assert_close(data_parallel(model.module, x, CPUS), expected)
+    assert set(threading.enumerate()) <= before
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -174,86 +159,38 @@ def test_without_an_accelerator_one_cpu_replica_and_a_hint(
     assert 'device_ids=["cpu", "cpu"]' in caplog.text
 
 
-def test_by_default_every_accelerator_is_used() -> None:
-    model = DataParallel(net("virtual:0"))
-    assert model.device_ids == [torch.device("virtual", i) for i in range(4)]
-    assert model(torch.randn(8, 3)).device == torch.device("virtual:0")
-
-
 def test_outputs_go_where_they_are_wanted(slots: list[str]) -> None:
     x = torch.randn(8, 3)
     for wanted, found in (("cpu", "cpu"), (-1, "cpu"), (slots[-1], slots[-1])):
-        model = DataParallel(net(slots[0]), slots, wanted)
+        model = DataParallel(Net().to(slots[0]), slots, wanted)
         assert model(x).device == torch.device(found)
-    each = DataParallel(net(slots[0]), slots, "each")(x)
+    each = DataParallel(Net().to(slots[0]), slots, "each")(x)
     assert [output.device for output in each] == [torch.device(slot) for slot in slots]
-    single = DataParallel(net(slots[0]), slots[:1], "cpu")
+    single = DataParallel(Net().to(slots[0]), slots[:1], "cpu")
     assert single(x.to(slots[0])).device.type == "cpu"
 
 
-def test_an_accelerator_and_the_cpu_together() -> None:
-    bare, inner = twins(lambda: Shared([0, 1]), "virtual:0")
-    model = DataParallel(inner, ["virtual:0", "cpu"])
-    x = torch.randn(6, 4, dtype=torch.double, device="virtual:0")
-    for module in (bare, model):
-        module(x).pow(2).sum().backward()
-    assert_all_close(grads_of(model), grads_of(bare))
+@pytest.mark.parametrize("devices", [["virtual:0", "cpu"], ["virtual:1"] * 3, None])
+def test_mixtures_of_devices(devices: list[str] | None) -> None:
+    home = devices[0] if devices else "virtual:0"
+    bare, inner = twins(lambda: Shared([0, 1]), home)
+    model = DataParallel(inner, devices)
+    assert list(map(str, model.device_ids)) == (devices or [f"virtual:{i}" for i in range(4)])
+    compare(model, bare, torch.randn(7, 4, dtype=torch.double, device=home))
 
 
-def test_several_replicas_on_one_accelerator() -> None:
-    bare, inner = twins(lambda: Shared([0, 1]), "virtual:1")
-    model = DataParallel(inner, ["virtual:1"] * 3)
-    x = torch.randn(7, 4, dtype=torch.double)
-    for module in (bare, model):
-        module(x.to("virtual:1")).pow(2).sum().backward()
-    assert_all_close(grads_of(model), grads_of(bare))
-
-
-@pytest.mark.parametrize(
-    ("devices", "error", "match"),
-    [
-        (["cuda:7"], ValueError, r"'cuda:7' does not exist.*virtual:0, .*cpu"),
-        ([0, 9, "virtual:8"], ValueError, r"device 9 does not exist; .*virtual:0, .*cpu"),
-        ([], ValueError, "device_ids is empty"),
-        ("cpu", TypeError, r"write \['cpu'\]"),
-        ([1.5], TypeError, "a device is an int, a str or a torch.device, but got 1.5"),
-        (["meta", "meta"], ValueError, "'meta' is not a device"),
-        (["abacus"], ValueError, "'abacus' is not a device"),
-    ],
-)
-def test_devices_that_do_not_exist(devices: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        DataParallel(nn.Linear(2, 2), devices)
-
-
-def test_a_module_in_the_wrong_place_is_listed_and_works_once_moved() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    module[0].to("virtual:1")
-    model = DataParallel(module, ["virtual:0", "virtual:1"])
-    with pytest.raises(
-        ValueError,
-        match=r"must be on virtual:0.*'0.weight' is on virtual:1.*"
-        r"'1.weight' is on cpu.*module.to\('virtual:0'\)",
-    ):
-        model(torch.randn(4, 2))
-    module.to("virtual:0")
-    assert model(torch.randn(4, 2)).shape == (4, 2)
-
-
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@WRAPPERS
 @pytest.mark.parametrize("num_devices", [1, 2, None])
 def test_a_module_on_the_cpu_is_moved_to_the_first_device(
     wrapper: Any, num_devices: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In place, so an optimizer that was made before trains it, as it does the bare module."""
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
-        return net.eval(), torch.optim.Adam(net.parameters(), 0.1)
-
-    net, optimizer = build()
-    bare, its_optimizer = build()
+    bare, net = twins(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)),
+        "cpu",
+        torch.float32,
+    )
+    optimizers = [torch.optim.Adam(module.eval().parameters(), 0.1) for module in (net, bare)]
     devices = None if num_devices is None else ["virtual:1", "virtual:2"][:num_devices]
     with caplog.at_level(logging.INFO, "dataparallel"):
         model = wrapper(net, devices)
@@ -265,69 +202,72 @@ def test_a_module_on_the_cpu_is_moved_to_the_first_device(
         x, y = torch.randn(6, 3), torch.randn(6, 2)
         model.loss(nn.MSELoss(), x, y).backward()
         nn.functional.mse_loss(bare(x), y).backward()
-        for one in (optimizer, its_optimizer):
+        for one in optimizers:
             one.step()
             one.zero_grad()
-    for moved, parameter in zip(net.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(moved.cpu(), parameter)
+    assert_all_close([p.cpu() for p in net.parameters()], bare.parameters())
 
 
-def test_what_cannot_be_moved_in_place_is_an_error() -> None:
-    net = nn.Linear(2, 2)
-    watched = weakref.ref(net.weight)
-    with pytest.raises(RuntimeError, match="swap"):
-        DataParallel(net, ["virtual:0", "virtual:1"])
-    del watched
-    assert DataParallel(net.to("virtual:0"))(torch.randn(4, 2)).shape == (4, 2)
-
-
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
-def test_a_message_about_many_tensors_is_short(wrapper: Any) -> None:
-    layers = [nn.Linear(2, 2) for _ in range(200)]
-    net = nn.Sequential(*layers).to("virtual:1")
-    with pytest.raises(ValueError, match=r"'0\.weight' is .*; and 397 more; ") as caught:
-        wrapper(net, ["virtual:0", "virtual:1"])(torch.randn(4, 2))
+@WRAPPERS
+def test_a_module_that_stays_in_the_wrong_place_is_told_shortly(wrapper: Any) -> None:
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(200)]).to("virtual:1")
+    devices, x = ["virtual:0", "virtual:1"], torch.randn(4, 2)
+    text = r"must be on virtual:0.*'0\.weight' is on virtual:1.*; and 397 more; .*to\('virtual:0'\)"
+    with pytest.raises(ValueError, match=text) as caught:
+        wrapper(net, devices)(x)
     assert len(str(caught.value)) < 300
     assert "'1.weight'" in str(caught.value) and "'1.bias'" not in str(caught.value)
-
-
-# --- the functional form ---------------------------------------------------------------------
-
-
-def test_data_parallel_function(slots: list[str]) -> None:
-    bare, inner = twins(lambda: Shared([0]), slots[0])
-    x = torch.randn(6, 4, dtype=torch.double, device=slots[0])
-    before = threading.active_count()
-    output = data_parallel(inner, x, slots)
-    output.sum().backward()
-    bare(x).sum().backward()
-    torch.testing.assert_close(output, bare(x))
-    assert_all_close(grads_of(inner), grads_of(bare))
-    assert threading.active_count() == before
-
-
-def test_data_parallel_function_leaves_the_module_where_it_is() -> None:
-    module = nn.Linear(3, 2)
+    assert wrapper(net.to("virtual:0"), devices)(x).shape == (4, 2)
+    # A function moves no argument.
+    module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="must be on virtual:0"):
-        data_parallel(module, torch.randn(2, 3), ["virtual:0"])
-    assert module.weight.device.type == "cpu"
+        data_parallel(module, x, ["virtual:0"])
+    # What somebody watches cannot be moved in place.
+    watched = weakref.ref(module.weight)
+    with pytest.raises(RuntimeError, match="swap"):
+        wrapper(module, devices)
+    del watched
+    assert wrapper(module.to("virtual:0"), devices)(x).shape == (4, 2)
 
 
-def test_parameters_of_which_one_chunk_alone_uses_views_have_gradients_of_their_own() -> None:
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Parameter(torch.ones(3))
-            self.second = nn.Parameter(torch.ones(3))
+class Branches(nn.Module):
+    """Uses one layer where an input is positive, and another one never."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (self.first + self.second)
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(4, 4) for _ in range(3))
+        self.factor = nn.Parameter(torch.ones(4))
+        self.shift = nn.Parameter(torch.ones(4))
 
-    wrappers: list[Any] = [DataParallel, DistributedDataParallel]
-    for wrapper in wrappers:
-        module = Adds()
-        model = wrapper(module, ["cpu"] * 2)
-        for _ in range(2):
-            model(torch.ones(1, 3)).sum().backward()
-        for parameter in module.parameters():
-            assert parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2]
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x) * (self.factor + self.shift)
+        return torch.where(x[:, :1] > 0, self.sometimes(y), y) if (x[:, 0] > 0).any() else y
+
+
+@WRAPPERS
+@pytest.mark.parametrize("positive", [1, 3, 8])
+def test_a_parameter_that_only_some_replicas_use(
+    wrapper: Any, slots: list[str], positive: int
+) -> None:
+    bare, inner = twins(Branches, slots[0])
+    model = wrapper(inner, slots)
+    x = torch.randn(8, 4, dtype=torch.double, device=slots[0]).abs()
+    x[positive:, 0] *= -1
+    for size in (8, 1):
+        compare(model, bare, x[:size])
+    assert inner.never.weight.grad is None  # type: ignore[union-attr]
+    factor, shift = inner.factor.grad, inner.shift.grad
+    assert factor.data_ptr() != shift.data_ptr(), "they have gradients of their own"  # type: ignore[union-attr, operator]
+    model.close()
+
+
+def test_the_sum_over_replicas_does_not_depend_on_timing(slots: list[str]) -> None:
+    _, inner = twins(lambda: Shared([0, 1, 2, 0]), slots[0], torch.float32)
+    model = DataParallel(inner, slots)
+    x = torch.randn(16, 4, device=slots[0])
+    seen = set()
+    for _ in range(30):
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+        seen.add(tuple(g.cpu().numpy().tobytes() for g in grads_of(inner) if g is not None))
+    assert len(seen) == 1

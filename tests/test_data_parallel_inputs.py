@@ -14,58 +14,50 @@ from dataparallel import DataParallel, DistributedDataParallel, Replicate, curre
 from tests.models import assert_all_close, grads_of, twins
 
 
-class Masked(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-        return x * mask * scale
-
-
-def test_arguments_that_go_whole_to_each_replica(slots: list[str]) -> None:
-    x = torch.randn(6, 3, device=slots[0])
-    mask = torch.randn(1, 3, device=slots[0], requires_grad=True)
-    expected = x * mask * 2.0
-    by_name = DataParallel(Masked(), slots, in_dims={"mask": None})
-    torch.testing.assert_close(by_name(x, mask=mask, scale=2.0), expected)
-    torch.testing.assert_close(by_name(x, mask, 2.0), expected)
-    by_position = DataParallel(Masked(), slots, in_dims={1: None})
-    torch.testing.assert_close(by_position(x, mask, 2.0), expected)
-    marked = DataParallel(Masked(), slots)
-    torch.testing.assert_close(marked(x, Replicate(mask), 2.0), expected)
-    marked(x, Replicate(mask)).sum().backward()
-    torch.testing.assert_close(mask.grad, x.sum(0, keepdim=True))
-
-
-def test_an_argument_that_goes_whole_to_each_replica_is_changed_in_place_once(
-    slots: list[str],
-) -> None:
-    class Doubling(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            mask.mul_(2)
-            return x * mask
-
-    x = torch.randn(6, 3, device=slots[0])
-    for devices in (slots, slots[:1] * 3):
-        model = DataParallel(Doubling(), devices, in_dims={"mask": None})
-        mask = torch.ones(3, device=slots[0])
-        for expected in (2.0, 4.0):
-            torch.testing.assert_close(model(x, mask), x * expected)
-            assert mask.tolist() == [expected] * 3
-        weight = torch.ones(3, device=slots[0], requires_grad=True)
-        model(x, weight.clone()).sum().backward()
-        torch.testing.assert_close(weight.grad, 2 * x.sum(0))
-
-
-class Table(nn.Module):
-    """Looks at nested arguments of which some are marked."""
+class Masked(nn.Linear):
+    """Takes a mask and a shift, for which a batch is none."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
+        super().__init__(3, 3)
 
-    def forward(self, x: Tensor, rest: Any, *, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        output = super().forward(x)
+        output = output if mask is None else output * mask
+        return output if shift is None else output + shift
+
+
+@pytest.mark.parametrize("in_dims", [{"mask": None}, {1: None}, {"mask": None, "shift": None}, {}])
+def test_arguments_that_go_whole_to_each_replica(slots: list[str], in_dims: Any) -> None:
+    """Of the module; targets of a loss are split, whatever their place or name is."""
+    bare, inner = twins(Masked, slots[0])
+    model = DataParallel(inner, slots, in_dims=in_dims)
+    x, y = torch.randn(2, 6, 3, dtype=torch.double, device=slots[0]).unbind(0)
+    mask = torch.rand(1, 3, dtype=torch.double, device=slots[0]).requires_grad_()
+    given = mask if in_dims else Replicate(mask)
+    criterion = nn.MSELoss()
+    calls: list[tuple[Any, Any]] = [(x, (x,)), ((x, given), (x, mask))]
+    if 1 not in in_dims:
+        calls.append(({"x": x, "mask": given}, (x, mask)))
+    for inputs, args in calls:
+        expected, found = criterion(bare(*args), y), model.loss(criterion, inputs, y)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model.loss(criterion, inputs, {"target": y}), expected)
+        for loss in (expected, found):
+            loss.backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+    output, expected = model(x, given), bare(x, mask)
+    torch.testing.assert_close(output, expected)
+    grads = [torch.autograd.grad(each.square().sum(), mask) for each in (output, expected)]
+    torch.testing.assert_close(*grads)
+
+
+class Table(nn.Linear):
+    """Looks at nested arguments of which some are marked."""
+
+    def forward(self, x: Tensor, rest: Any, *, table: Tensor) -> Tensor:  # type: ignore[override]
         assert type(table) is type(rest["more"][0]) is Tensor
         assert rest["name"] == "digits" and rest["none"] is None and rest["pair"] == (1, [2])
-        output: Tensor = self.linear(x) * table.sum(0) + rest["more"][0].sum()
-        return output
+        return super().forward(x) * table.sum(0) + rest["more"][0].sum()
 
 
 def _loss(output: Tensor, target: Tensor, table: Tensor) -> Tensor:
@@ -73,10 +65,9 @@ def _loss(output: Tensor, target: Tensor, table: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("size", [0, 1, 5])
+@pytest.mark.parametrize(("count", "size"), [(1, 5), (2, 0), (2, 1), (3, 5)])
 def test_no_replica_gets_to_see_a_marker(wrapper: Any, count: int, size: int) -> None:
-    bare, inner = twins(Table, "cpu")
+    bare, inner = twins(lambda: Table(3, 3), "cpu")
     x, target = torch.randn(2, size, 3, dtype=torch.double).unbind(0)
     table, more = torch.randn(2, 4, 3, dtype=torch.double).requires_grad_().unbind(0)
 
@@ -106,71 +97,31 @@ def test_no_replica_gets_to_see_a_marker(wrapper: Any, count: int, size: int) ->
     assert_all_close(results(model, Replicate), expected)
 
 
-class Optional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
+class Own(DataParallel[nn.Module]):
+    """A scatter of the user, which may leave the targets of a loss out, or not split them."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        output: Tensor = self.linear(x)
-        output = output if mask is None else output * mask
-        return output if shift is None else output + shift
+    how = "all"
 
-
-@pytest.mark.parametrize("in_dims", [{"mask": None}, {1: None}, {"mask": None, "shift": None}])
-def test_in_dims_is_for_the_arguments_of_the_module_not_for_targets(
-    slots: list[str], in_dims: Any
-) -> None:
-    bare, inner = twins(Optional, slots[0])
-    model = DataParallel(inner, slots, in_dims=in_dims)
-    x = torch.randn(6, 3, dtype=torch.double, device=slots[0])
-    y = torch.randn_like(x)
-    mask = torch.rand(6, 1, dtype=torch.double, device=slots[0])[:1]
-    criterion = nn.MSELoss()
-    calls: list[tuple[Any, Any]] = [(x, (x,)), ((x, mask), (x, mask))]
-    if 1 not in in_dims:
-        calls.append(({"x": x, "mask": mask}, (x, mask)))
-    for inputs, args in calls:
-        expected, found = criterion(bare(*args), y), model.loss(criterion, inputs, y)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(model.loss(criterion, inputs, {"target": y}), expected)
-        for loss in (expected, found):
-            loss.backward()
-    assert_all_close(grads_of(model), grads_of(bare))
-    # After a loss the forward takes `in_dims` for all of its arguments again.
-    torch.testing.assert_close(model(x, mask), bare(x, mask))
-
-
-def test_in_dims_beside_targets_in_a_scatter_of_the_user(slots: list[str]) -> None:
-    class Own(DataParallel[Optional]):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        if self.how == "all":
             return super().scatter(tuple(value * 2 for value in inputs), kwargs, device_ids)
-
-    inner = Optional().to(slots[0])
-    model = Own(inner, slots, in_dims={1: None, 2: None})
-    x, y = torch.randn(6, 3, device=slots[0]), torch.randn(6, 3, device=slots[0])
-    expected = nn.functional.mse_loss(inner(2 * x), y)
-    torch.testing.assert_close(model.loss(nn.MSELoss(), x, y), expected)
+        kept = kwargs if self.how == "whole targets" else {}
+        return [(part,) for part in inputs[0].chunk(2)], [kept] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize(
-    ("keeps", "error", "message"),
-    [
-        (False, KeyError, "targets of the loss"),
-        (True, RuntimeError, "must match the size of tensor b"),
-    ],
-)
-def test_a_scatter_of_the_user_that_does_not_split_targets(
-    keeps: bool, error: type[Exception], message: str
-) -> None:
-    class Own(DataParallel[nn.Linear]):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-            return [(part,) for part in inputs[0].chunk(2)], [kwargs if keeps else {}] * 2
-
-    model = Own(nn.Linear(3, 2), ["cpu", "cpu"])
-    with pytest.raises(error, match=message):
-        model.loss(nn.MSELoss(), torch.randn(4, 3), torch.randn(4, 2))
+def test_targets_in_a_scatter_of_the_user() -> None:
+    model = Own(Masked(), ["cpu", "cpu"], in_dims={1: None, 2: None})
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    expected = nn.functional.mse_loss(model.module(2 * x), y)
+    torch.testing.assert_close(model.loss(nn.MSELoss(), x, y), expected)
+    for how, error, match in (
+        ("no targets", KeyError, "targets of the loss"),
+        ("whole targets", RuntimeError, "must match the size of tensor b"),
+    ):
+        model.how = how
+        with pytest.raises(error, match=match):
+            model.loss(nn.MSELoss(), x, y)
 
 
 # Forward mode scripts its formulas, and torch deprecates scripting.
@@ -181,10 +132,7 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
     x, y = torch.randn(4, 3, device=slots[0]), torch.zeros(4, 4, device=slots[0])
 
     def grad_of(call: Any) -> Any:
-        def total(x: Tensor) -> Any:
-            return call(x).sum()
-
-        return torch.func.grad(total)
+        return torch.func.grad(lambda x: call(x).sum())
 
     calls: list[Callable[[], Any]] = [
         lambda: grad_of(model)(x),
@@ -204,55 +152,37 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ((torch.randn(4, 3), torch.randn(5, 3)), {}, r"4.*5|5.*4"),
-        ((torch.randn(4, 3),), {"mask": torch.randn(2, 3)}, "mask"),
+        ((torch.randn(2, 4, 3), torch.randn(2, 5, 3)), {}, r"4.*5|5.*4"),
+        ((torch.randn(2, 4, 3),), {"mask": torch.randn(2, 2, 3)}, "mask"),
         ((3,), {"mask": "text"}, "no tensor"),
+        ((torch.randn(4),), {}, "dim 1 is out of range"),
     ],
 )
 def test_inputs_that_cannot_be_split(
-    slots: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], match: str
+    slots: list[str], args: Any, kwargs: dict[str, Any], match: str
 ) -> None:
-    model = DataParallel(Masked(), slots)
+    model = DataParallel(Masked().to(slots[0]), slots, dim=1)
     with pytest.raises(ValueError, match=match):
         model(*args, **kwargs)
-    good = torch.ones(4, 3)
-    assert model(good, good).eq(1).all()
+    assert model(torch.ones(2, 4, 3)).shape == (2, 4, 3)
 
 
-def test_a_struct_sequence_beside_the_batch(slots: list[str]) -> None:
-    """Their types refuse to be made as other tuples are."""
-
-    class Dated(nn.Module):
-        def forward(self, x: Tensor, when: time.struct_time) -> tuple[Tensor, time.struct_time]:
-            return x * when.tm_year, when
-
-    x, when = torch.randn(4, 3), time.gmtime(0)
-    result, returned = DataParallel(Dated(), slots)(x, when)
-    torch.testing.assert_close(result.cpu(), x * 1970)
-    assert type(returned) is time.struct_time
-    assert returned == when
-
-
-def test_a_dimension_out_of_range(slots: list[str]) -> None:
-    model = DataParallel(nn.Identity(), slots, dim=2)
-    with pytest.raises(ValueError, match=r"dim"):
-        model(torch.randn(4, 3))
-    assert model(torch.randn(4, 3, 5)).shape == (4, 3, 5)
-
-
-@pytest.mark.parametrize("batch", [0, 1, 2, 3, 5])
-def test_small_batches_run_on_fewer_replicas(slots: list[str], batch: int) -> None:
+@pytest.mark.parametrize("batch", [0, 1, 5])
+def test_what_the_replicas_get(slots: list[str], batch: int) -> None:
     seen = []
 
     class Notes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, when: time.struct_time) -> tuple[Tensor, time.struct_time]:
             replica = current_replica()
-            assert replica is not None
+            assert replica is not None and type(when) is time.struct_time
             seen.append((replica.index, replica.num_replicas, len(x)))
-            return x
+            return x * when.tm_year, when
 
-    assert DataParallel(Notes(), slots)(torch.randn(batch, 3)).shape == (batch, 3)
-    chunks = [len(c) for c in torch.randn(batch, 3).chunk(4)] if batch else [0]
+    x, when = torch.randn(batch, 3), time.gmtime(0)
+    result, returned = DataParallel(Notes(), slots)(x, when)
+    torch.testing.assert_close(result.cpu(), x * 1970)
+    assert type(returned) is time.struct_time and returned == when
+    chunks = [len(c) for c in x.chunk(4)] if batch else [0]
     assert sorted(seen) == [(i, len(chunks), size) for i, size in enumerate(chunks)]
 
 
@@ -263,11 +193,9 @@ def test_scalars(slots: list[str], batch: int) -> None:
             return x.mean()
 
     x = torch.randn(batch, 3, dtype=torch.double, device=slots[0], requires_grad=True)
-    mean = DataParallel(Loss(), slots, scalars="mean")(x)
-    torch.testing.assert_close(mean, x.mean())
-    (grad,) = torch.autograd.grad(mean, x)
-    torch.testing.assert_close(grad, torch.full_like(x, 1 / x.numel()))
-    stacked = DataParallel(Loss(), slots)(x)
-    torch.testing.assert_close(stacked, torch.stack([c.mean() for c in x.chunk(4)]))
-    total = DataParallel(Loss(), slots, scalars="sum")(x)
-    torch.testing.assert_close(total, stacked.sum())
+    stacked = torch.stack([c.mean() for c in x.chunk(4)])
+    for scalars, expected in (("mean", x.mean()), ("stack", stacked), ("sum", stacked.sum())):
+        found = DataParallel(Loss(), slots, scalars=scalars)(x)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (found, expected)]
+        torch.testing.assert_close(*grads)

@@ -55,13 +55,7 @@ class Logs(Plain):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Measures(Plain):
-    def training_step(self, batch, index):
-        self.log("metric", torchmetrics.MeanMetric())
-
-
 seen = []
-import torchmetrics
 """
 
 
@@ -101,12 +95,6 @@ def test_all_that_is_logged_in_replicas(names: dict[str, Any], tmp_path: pathlib
     assert "log" not in vars(module)
     path = found.checkpoint_callback.best_model_path
     bare.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-
-
-def test_a_metric_logged_in_replicas(names: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    run = trainer(names, tmp_path, strategy=names["Replicas"](["cpu", "cpu"]))
-    with pytest.raises(TypeError, match="'MeanMetric' has no len"):
-        run.fit(names["Measures"](), loader())
 
 
 @pytest.mark.parametrize("in_autocast", [True, False])

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel.monitor import StepMonitor
-from dataparallel.threads.timeline import Listener, Timeline
 from tests.cluster import Cluster
-from tests.test_balance_memory import Narrow
+from tests.models import assert_all_close, grads_of
 
-WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
+WRAPPERS = pytest.mark.parametrize(
+    "wrapper", [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
+)
 DEVICES = ["virtual:0", "virtual:1", "virtual:2"]
 
 
@@ -34,14 +35,14 @@ def batch_of(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
 class Training:
     """A wrapper and its optimizer, step by step."""
 
-    def __init__(self, model: Any, home: str = "virtual:0") -> None:
-        self.model = model
-        self.home = home
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    def __init__(self, wrapper: Any, devices: list[str], **options: Any) -> None:
+        self.home = devices[0]
+        self.model = wrapper(make_net().to(self.home), devices, **options)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
 
-    def step(self, step: int, rank: int = 0) -> None:
+    def step(self, step: int) -> None:
         self.optimizer.zero_grad()
-        self.loss(step, rank).backward()
+        self.loss(step).backward()
         self.optimizer.step()
 
     def loss(self, step: int, rank: int = 0) -> Tensor:
@@ -59,47 +60,29 @@ class Training:
                 scale = 1 if average == "none" else ranks
                 (nn.functional.mse_loss(net(x), y) / scale).backward()
             optimizer.step()
-        assert_close([p.cpu() for p in self.model.parameters()], list(net.parameters()))
+        found = [p.cpu() for p in self.model.parameters()]
+        assert_all_close(found, net.parameters(), rtol=1e-5, atol=1e-6)
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_dropped_and_added(wrapper: Any) -> None:
-    model = wrapper(make_net(), ["cpu", "cpu"])
-    training = Training(model, home="cpu")
-    for step, change in enumerate(
-        [
-            lambda: model.drop_replica(1),
-            lambda: model.add_replica("cpu"),
-            lambda: model.add_replica("cpu"),
-            lambda: model.drop_replica(1),
-        ]
-    ):
+@WRAPPERS
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], DEVICES])
+def test_dropped_and_added(wrapper: Any, devices: list[str]) -> None:
+    training = Training(wrapper, devices)
+    model, expected = training.model, list(devices)
+    for step, device in enumerate([None, devices[1], devices[0], None, None, devices[1]]):
         training.step(step)
-        change()
-    assert len(model.device_ids) == len(model.timeline.devices) == 2
-    training.step(4)
-    training.assert_weights(5)
-    copied = pickle.loads(pickle.dumps(model))
-    assert copied.device_ids == model.device_ids
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_those_after_it_move_up(wrapper: Any) -> None:
-    model = wrapper(make_net().to("virtual:0"), DEVICES)
-    training = Training(model)
-    training.step(0)
-    model.drop_replica(1)
-    assert list(map(str, model.device_ids)) == ["virtual:0", "virtual:2"]
-    training.step(1)
-    model.add_replica("virtual:1")
-    assert list(map(str, model.device_ids)) == ["virtual:0", "virtual:2", "virtual:1"]
-    training.step(2)
-    training.assert_weights(3)
+        # Those after it move up.
+        if device is None:
+            model.drop_replica(1)
+            del expected[1]
+        else:
+            model.add_replica(device)
+            expected.append(device)
+        assert list(map(str, model.device_ids)) == expected
+        assert len(model.timeline.devices) == len(expected)
+    training.step(6)
+    training.assert_weights(7)
+    assert pickle.loads(pickle.dumps(model)).device_ids == model.device_ids
 
 
 def test_a_backward_from_before() -> None:
@@ -117,26 +100,18 @@ def test_a_backward_from_before() -> None:
     with pytest.raises(RuntimeError, match="dropped or added after the forward"):
         torch.autograd.grad(inputs_loss, [inputs])
     nn.functional.mse_loss(reducing(x), y).backward()
-    grads = [[p.grad for p in model.parameters()] for model in (plain, reducing)]
-    assert_close(grads[0], grads[1])  # type: ignore[arg-type]
+    assert_all_close(grads_of(plain), grads_of(reducing))
 
 
-@pytest.mark.parametrize("index", [0, 2, -1, "1"])
-def test_wrong_index(index: Any) -> None:
+def test_what_is_refused() -> None:
     model = dataparallel.DataParallel(make_net(), ["cpu", "cpu"])
-    text = f"2 replicas, of which all but replica 0, .* can be dropped; but got {index!r}"
-    with pytest.raises(ValueError, match=text):
-        model.drop_replica(index)
-    model.drop_replica(1)
-    with pytest.raises(ValueError, match="there are 1 replicas"):
-        model.drop_replica(1)
-
-
-def test_wrong_device() -> None:
-    model = dataparallel.DataParallel(make_net().to("virtual:0"), ["virtual:0"])
+    for index in (0, 2, -1, "1"):
+        text = f"2 replicas, of which all but replica 0, .* can be dropped; but got {index!r}"
+        with pytest.raises(ValueError, match=text):
+            model.drop_replica(index)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="virtual:9"):
         model.add_replica("virtual:9")
-    assert len(model.device_ids) == 1
+    assert len(model.device_ids) == 2
     spread = nn.Sequential(nn.Linear(2, 2).to("virtual:0"), nn.Linear(2, 2).to("virtual:2"))
     with pytest.raises(ValueError, match="layers of the module are on several devices"):
         dataparallel.DistributedDataParallel(spread, ["virtual:0"]).add_replica("virtual:3")
@@ -144,13 +119,13 @@ def test_wrong_device() -> None:
 
 def test_leaves_of_a_replica_that_is_dropped() -> None:
     """They go at once, since others may need the memory."""
-    model = dataparallel.DistributedDataParallel(make_net(), ["cpu", "cpu"])
-    nn.functional.mse_loss(model(batch_of(0)[0]), batch_of(0)[1]).backward()
-    leaves = [weakref.ref(leaf) for leaf in model._training.leaves.rows[1]]
+    training = Training(dataparallel.DistributedDataParallel, ["cpu", "cpu"])
+    training.step(0)
+    leaves = [weakref.ref(leaf) for leaf in training.model._training.leaves.rows[1]]
     gc.collect()
     gc.disable()
     try:
-        model.drop_replica(1)
+        training.model.drop_replica(1)
         assert [leaf() for leaf in leaves] == [None] * 4
     finally:
         gc.enable()
@@ -159,27 +134,22 @@ def test_leaves_of_a_replica_that_is_dropped() -> None:
 # --- what watches or divides the batches of a wrapper --------------------------------------------
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 def test_monitor(wrapper: Any) -> None:
-    model = wrapper(make_net().to("virtual:0"), DEVICES)
-    training = Training(model)
+    training = Training(wrapper, DEVICES)
+    model = training.model
     seen: list[Any] = []
-    with (
-        StepMonitor(model, publish=False) as monitor,
-        StepMonitor(model, publish=False, on_step=seen.append) as told,
-    ):
+    with StepMonitor(model, publish=False, on_step=seen.append) as monitor:
         for step in range(9):
             if step == 3:
                 model.drop_replica(1)
             if step == 6:
                 model.add_replica("virtual:1")
             training.step(step)
-        state = monitor.state()
-        summary = monitor.summary()
+        state, summary = monitor.state(), monitor.summary()
     training.assert_weights(9)
     # What is kept is about the replicas that there are now.
-    for one in (monitor, told):
-        assert [len(record.replicas) for record in one.steps] == [3, 3, 3]
+    assert [len(record.replicas) for record in monitor.steps] == [3, 3, 3]
     assert len(monitor.steps) >= summary.num_steps >= 2
     assert state.info.devices == ("virtual:0", "virtual:2", "virtual:1")
     assert len(state.totals) == len(state.memory) == len(state.now) == 3
@@ -189,10 +159,10 @@ def test_monitor(wrapper: Any) -> None:
     assert [record.number for record in seen] == [1, 2, 1, 2, 1, 2, 3]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 def test_balance(wrapper: Any) -> None:
-    model = wrapper(make_net().to("virtual:0"), DEVICES)
-    training = Training(model)
+    training = Training(wrapper, DEVICES)
+    model = training.model
     with dataparallel.balance(model, every=1, warmup=0, threshold=0.9) as balancer:
         balancer.load_state_dict({"costs": None, "limits": [None, 4, 5]})
         training.step(0)
@@ -209,67 +179,41 @@ def test_balance(wrapper: Any) -> None:
     training.assert_weights(6)
 
 
-def test_too_little_memory_afterwards() -> None:
-    """The forward that runs again brings back the generators of the replicas that there are."""
-    found = []
-    for limit in (None, 6):
-        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), Narrow({1: 6})).to("virtual:0")
-        model = dataparallel.DataParallel(net, ["virtual:0", "virtual:1"])
-        with dataparallel.balance(model) as balancer:
-            model.drop_replica(1)
-            model.add_replica("virtual:2")
-            balancer.load_state_dict({"costs": None, "limits": [None, limit]})
-            torch.manual_seed(3)
-            model(torch.ones(16, 6, device="virtual:0"))
-            assert len(balancer.history) == (limit is None)
-            assert balancer.limits == (None, 6)
-        found.append(torch.rand(3, device="virtual:2"))
-    assert torch.equal(*found)
-
-
-def test_timeline() -> None:
-    timeline = Timeline([torch.device("cpu")] * 2)
-    told: list[Any] = []
-    timeline.subscribe(Listener(on_devices=told.append))
-    timeline.use_devices([torch.device("cpu")], [1])
-    assert told == [[1]]
-    timeline.unsubscribe(Listener(on_devices=told.append))
-    timeline.use_devices([torch.device("cpu")] * 3, [0, None, None])
-    assert told == [[1]]
-    assert len(timeline.now) == 3
-
-
 # --- several processes ---------------------------------------------------------------------------
 
 
-def _train(rank: int, world_size: int, average: Literal["processes", "samples", "none"]) -> str:
+def _train(rank: int, world_size: int) -> list[str]:
     """Rank 1 has other replicas after each step; what it says of a backward from before."""
-    model = dataparallel.DistributedDataParallel(
-        make_net(), ["cpu"] * (2 + rank), timeout=20, average=average
-    )
-    training = Training(model, home="cpu")
-    for step in range(5):
-        training.optimizer.zero_grad()
-        with model.no_sync():
+    averages: list[Literal["processes", "samples", "none"]] = ["processes", "samples", "none"]
+    texts = []
+    for average in averages:
+        training = Training(
+            dataparallel.DistributedDataParallel, ["cpu"] * (2 + rank), timeout=20, average=average
+        )
+        model = training.model
+        for step in range(5):
+            training.optimizer.zero_grad()
+            with model.no_sync():
+                (training.loss(step, rank) / 2).backward()
+            if rank == 1 and step % 2 == 0:
+                model.drop_replica(1)
+            elif rank == 1:
+                model.add_replica("cpu")
             (training.loss(step, rank) / 2).backward()
-        if rank == 1 and step % 2 == 0:
-            model.drop_replica(1)
-        elif rank == 1:
+            training.optimizer.step()
+        training.assert_weights(5, world_size, average)
+        loss = training.loss(5, rank)
+        if rank == 1:
             model.add_replica("cpu")
-        (training.loss(step, rank) / 2).backward()
-        training.optimizer.step()
-    training.assert_weights(5, world_size, average)
-    loss = training.loss(5, rank)
-    if rank == 1:
-        model.add_replica("cpu")
-    with pytest.raises(RuntimeError, match="rank 1" if rank == 0 else "dropped or added") as caught:
-        loss.backward()
-    model.zero_grad()
-    training.loss(5, rank).backward()
-    return str(caught.value)
+        text = "rank 1" if rank == 0 else "dropped or added"
+        with pytest.raises(RuntimeError, match=text) as caught:
+            loss.backward()
+        model.zero_grad()
+        training.loss(5, rank).backward()
+        texts.append(str(caught.value))
+    return texts
 
 
-@pytest.mark.parametrize("average", ["processes", "samples", "none"])
-def test_in_one_of_several_processes(cluster: Cluster, average: str) -> None:
-    first, _ = cluster.run(_train, 2, average, timeout=60)
-    assert "replicas were dropped or added after the forward" in first
+def test_in_one_of_several_processes(cluster: Cluster) -> None:
+    for text in cluster.run(_train, 2, timeout=60)[0]:
+        assert "replicas were dropped or added after the forward" in text

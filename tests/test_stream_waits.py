@@ -7,6 +7,7 @@ disabled in turn.
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import dataparallel
 from dataparallel import DataParallel, comm, devices, virtual
 
 Site = tuple[str, str, int]
@@ -27,19 +29,14 @@ ORDERING = ("wait_stream", "record_stream")
 NOT_SHOWN = ("round.py",)
 
 
-def site_of(name: str) -> Site:
-    """The line that called the ordering function ``name``."""
-    frame = sys._getframe(2)
-    return name, frame.f_code.co_filename.rsplit("/", 1)[-1], frame.f_lineno
-
-
 @contextmanager
 def without(left_out: Site | None, seen: set[Site]) -> Iterator[None]:
     """Notes where streams are ordered, and leaves out what one line orders."""
 
     def spy(name: str, real: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            site = site_of(name)
+            frame = sys._getframe(1)
+            site = name, pathlib.Path(frame.f_code.co_filename).name, frame.f_lineno
             seen.add(site)
             if site != left_out:
                 real(*args)
@@ -95,55 +92,30 @@ def gather_while_another_device_is_read() -> list[Tensor]:
     return [parts[1].cpu(), whole.cpu()]
 
 
-def correct(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
-    with virtual.strict_mode():
-        return scenario()
-
-
-def is_wrong(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 SCENARIOS = (train, exchange, gather_while_another_device_is_read)
 
 
-def sites() -> list[Site]:
-    seen: set[Site] = set()
-    for scenario in SCENARIOS:
-        with without(None, seen):
-            correct(scenario)
-    return sorted(seen)
-
-
-def test_strict_mode_changes_no_result() -> None:
-    for scenario in SCENARIOS:
-        assert not is_wrong(correct(scenario), scenario())
+def run(left_out: Site | None, seen: set[Site]) -> list[Tensor]:
+    """What the scenarios give in strict mode."""
+    with without(left_out, seen), virtual.strict_mode():
+        return [tensor for scenario in SCENARIOS for tensor in scenario()]
 
 
 def test_each_wait_is_needed() -> None:
-    expected = [correct(scenario) for scenario in SCENARIOS]
-    found = sites()
-    assert {name for name, _, _ in found} == set(ORDERING)
+    found: set[Site] = set()
+    expected = run(None, found)
+    for one, other in zip(expected, [t for s in SCENARIOS for t in s()], strict=True):
+        assert torch.equal(one, other), "strict mode changes no result"
     unneeded = []
-    for site in found:
-        wrong = False
-        for scenario, right in zip(SCENARIOS, expected, strict=True):
-            with without(site, set()):
-                try:
-                    wrong = wrong or is_wrong(correct(scenario), right)
-                except RuntimeError:
-                    wrong = True
-        if not wrong:
+    for site in sorted(found):
+        try:
+            results = run(site, set())
+        except RuntimeError:
+            continue
+        if all(map(torch.equal, results, expected)):
             unneeded.append(site)
     assert not unneeded, f"nothing went wrong without {unneeded}"
-
-
-def test_every_place_that_orders_streams_was_tried() -> None:
-    """A wait that no scenario reaches would be one that no test needs."""
-    import pathlib
-
-    import dataparallel
-
+    # A wait that no scenario reaches would be one that no test needs.
     root = pathlib.Path(dataparallel.__file__).parent
     written = {
         (name, path.name, number)
@@ -153,4 +125,4 @@ def test_every_place_that_orders_streams_was_tried() -> None:
         for name in ORDERING
         if f"devices.{name}(" in line
     }
-    assert written == set(sites())
+    assert written == found

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of
 
 THREADS = 3
-ROUNDS = 25
+ROUNDS = 20
+COUNTS = pytest.mark.parametrize("count", [1, 2])
+WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,8 @@ class Net(nn.Module):
         torch.manual_seed(2)
         self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
         self.double()
+        # The statistics of batch norm depend on the order of the forwards.
+        self.layers[1].eval()
         self.last: Any = None
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
@@ -44,131 +47,80 @@ class Net(nn.Module):
         return output
 
 
-def batch(seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def batch(step: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + index)
     return torch.randn(4, 6, generator=generator, dtype=torch.double)
 
 
-def in_threads(work: Callable[[int], None]) -> None:
+def in_threads(work: Callable[[int, int], None]) -> None:
+    """Call ``work(step, index)`` in each of several threads, round by round."""
     start = threading.Barrier(THREADS)
 
     def run(index: int) -> None:
         start.wait(30)
-        work(index)
+        for step in range(ROUNDS):
+            work(step, index)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(run, index) for index in range(THREADS)]:
             future.result(60)
 
 
-@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
-@pytest.mark.parametrize("count", [1, 2])
+@WRAPPERS
+@COUNTS
 @pytest.mark.parametrize("training", [False, True])
 def test_forwards_without_gradients(wrapper: Any, count: int, training: bool) -> None:
-    bare, net = Net(), Net()
+    bare = Net()
+    net = Net() if training else Net().eval()
     model = wrapper(net, ["cpu"] * count)
-    # In training mode without batch norm's statistics, which depend on the order of the forwards.
-    for module in (bare, net):
-        module.train(training)
-        module.layers[1].eval()
 
-    def work(index: int) -> None:
+    def work(step: int, index: int) -> None:
+        x = batch(step, index)
         with torch.no_grad() if index else torch.inference_mode():
-            for step in range(ROUNDS):
-                x = batch(10 * step + index)
-                assert_all_close([model(x, factor=index)], [bare.layers(x) * index])
+            assert_all_close([model(x, factor=index)], [bare.layers(x) * index])
 
     in_threads(work)
 
 
-@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
-@pytest.mark.parametrize("count", [1, 2])
+@WRAPPERS
+@COUNTS
 def test_losses_and_forwards_with_gradients(wrapper: Any, count: int) -> None:
     bare, net = Net().eval(), Net().eval()
     model = wrapper(net, ["cpu"] * count)
     criterion = nn.MSELoss()
-    outputs: list[list[Tensor]] = [[] for _ in range(THREADS)]
+    losses: dict[tuple[int, int], Tensor] = {}
 
-    def work(index: int) -> None:
-        for step in range(ROUNDS):
-            x = batch(10 * step + index)
-            if index:
-                outputs[index].append(model(x, index).pow(2).mean())
-            else:
-                outputs[index].append(model.loss(criterion, x, x[:, :2]))
+    def work(step: int, index: int) -> None:
+        x = batch(step, index)
+        losses[step, index] = (
+            model(x, index).pow(2).mean() if index else model.loss(criterion, x, x[:, :2])
+        )
 
     in_threads(work)
     # Backward comes in one thread. What forwards have left is there for it.
-    sum(loss for row in outputs for loss in row).backward()  # type: ignore[union-attr]
-    for step in range(ROUNDS):
-        for index in range(THREADS):
-            x = batch(10 * step + index)
-            loss = (bare(x) * index).pow(2).mean() if index else criterion(bare(x), x[:, :2])
-            torch.testing.assert_close(outputs[index][step], loss)
-            loss.backward()
+    torch.stack(list(losses.values())).sum().backward()
+    for (step, index), found in losses.items():
+        x = batch(step, index)
+        loss = (bare(x) * index).pow(2).mean() if index else criterion(bare(x), x[:, :2])
+        torch.testing.assert_close(found, loss)
+        loss.backward()
     assert_all_close(grads_of(net), grads_of(bare))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_training_of_data_parallel(count: int) -> None:
-    """Whole steps without an optimizer, as torch's own class allows them."""
-    bare, net = Net().eval(), Net().eval()
-    model = dp.DataParallel(net, ["cpu"] * count)
-
-    def work(index: int) -> None:
-        for step in range(ROUNDS):
-            x = batch(10 * step + index).requires_grad_()
-            y = model(x).pow(2).mean()
-            parameters = list(net.parameters())
-            got = torch.autograd.grad(y, [x, *parameters])
-            other = bare(x).pow(2).mean()
-            assert_all_close(got, torch.autograd.grad(other, [x, *bare.parameters()]))
-
-    in_threads(work)
-
-
-@pytest.mark.parametrize("count", [1, 2])
+@COUNTS
 def test_an_evaluation_beside_training(count: int) -> None:
     bare, net = Net().eval(), Net().eval()
     model = dp.DistributedDataParallel(net, ["cpu"] * count, gradient_as_bucket_view=True)
 
-    def work(index: int) -> None:
-        for step in range(ROUNDS):
-            x = batch(10 * step + index)
-            if index == 0:
-                model(x).pow(2).mean().backward()
-                continue
-            with torch.no_grad():
-                assert_all_close([model(x)], [bare.layers(x)])
+    def work(step: int, index: int) -> None:
+        x = batch(step, index)
+        if index == 0:
+            model(x).pow(2).mean().backward()
+            return
+        with torch.no_grad():
+            assert_all_close([model(x)], [bare.layers(x)])
 
     in_threads(work)
     for step in range(ROUNDS):
-        bare(batch(10 * step)).pow(2).mean().backward()
+        bare(batch(step, 0)).pow(2).mean().backward()
     assert_all_close(grads_of(net), grads_of(bare))
-
-
-def _weighted(rank: int, world_size: int) -> list[float]:
-    net = nn.Linear(1, 1, bias=False)
-    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], average="samples")
-    x = torch.full((4, 1), 1.0 + rank)
-    model.set_weight(3.0 - 2 * rank)
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            model(x)
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    thread.join(30)
-    found = []
-    for _ in range(2):
-        net.zero_grad()
-        model(x).mean().backward()
-        assert net.weight.grad is not None
-        found.append(net.weight.grad.item())
-    return found
-
-
-def test_a_weight_is_for_the_next_forward_that_is_reduced(cluster: Cluster) -> None:
-    """Later ones count by samples again."""
-    assert cluster.run(_weighted, 2) == [[(3 * 1.0 + 1 * 2.0) / 4, (4 * 1.0 + 4 * 2.0) / 8]] * 2

@@ -17,7 +17,7 @@ import dataparallel as dp
 from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of, twins
 
-WRAPPERS: tuple[Any, ...] = (dp.DataParallel, dp.DistributedDataParallel)
+WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
 class Labeled(nn.Module):
@@ -57,51 +57,25 @@ def labeled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[T
 
 @pytest.mark.parametrize("masks", [False, True], ids=["ignore_index", "mask"])
 @pytest.mark.parametrize("lengths", [[6, 1, 2, 1, 0], [6, 5, 4, 0, 0, 0, 0], [3], [0, 0, 2, 6]])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 def test_a_function_weighs_chunks(
     slots: list[str], wrapper: Any, lengths: list[int], masks: bool
 ) -> None:
     bare, net = twins(lambda: Labeled(masks), slots[0])
-    model = wrapper(net, slots[:3], scalars=num_labels)
+    original = wrapper(net, slots[:3], scalars=num_labels)
     x, labels = labeled_batch(0, lengths, slots[0])
     expected = bare(x, labels)
-    outputs = model(x, labels=labels)
     expected["loss"].backward()
-    outputs["loss"].backward()
-    assert_all_close(outputs.values(), expected.values())
-    assert_all_close(grads_of(net), grads_of(bare))
+    for model in (original, copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        outputs = model(x, labels=labels)
+        outputs["loss"].backward()
+        assert_all_close(outputs.values(), expected.values())
+        assert_all_close(grads_of(model), grads_of(bare))
+    none = labeled_batch(0, [0, 0], slots[0])
+    assert original(*none)["loss"].isnan(), "as with the bare module, where no label counts"
 
 
-def test_where_no_label_counts_the_loss_is_that_of_the_bare_module(slots: list[str]) -> None:
-    model = dp.DataParallel(Labeled().double().to(slots[0]), slots, scalars=num_labels)
-    assert model(*labeled_batch(0, [0, 0], slots[0]))["loss"].isnan()
-
-
-def test_a_weight_may_be_a_number_and_none_adds_up() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, divisor: float | None = None) -> Tensor:
-            return x.mean() if divisor is None else x.sum() / divisor
-
-    def weight(x: Tensor, divisor: float | None = None) -> float | None:
-        return None if divisor is not None else float(x.numel())
-
-    x = torch.randn(5, 2, dtype=torch.double)
-    model = dp.DataParallel(Sum(), ["cpu", "cpu"], scalars=weight)
-    torch.testing.assert_close(model(x), x.mean())
-    torch.testing.assert_close(model(x, divisor=7.0), x.sum() / 7)
-
-
-def test_a_function_is_kept_by_copies() -> None:
-    bare, net = twins(Labeled, "cpu")
-    batch = labeled_batch(0, [6, 1, 2])
-    expected = bare(*batch)["loss"]
-    for wrapper in WRAPPERS:
-        model = wrapper(net, ["cpu", "cpu"], scalars=num_labels)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(other(*batch)["loss"], expected)
-
-
-class Twice(nn.Module):
+class Divides(nn.Module):
     """Divides its loss by a number that it is given, as models of Hugging Face do."""
 
     def __init__(self) -> None:
@@ -113,11 +87,11 @@ class Twice(nn.Module):
         return y.mean() if num_items_in_batch is None else y.sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
     x = torch.arange(8.0)
     for divides in ("mean", lambda x, **others: len(x)):
-        model = wrapper(Twice(), ["cpu", "cpu"], scalars=divides)
+        model = wrapper(Divides(), ["cpu", "cpu"], scalars=divides)
         with pytest.raises(ValueError, match=r"given num_items_in_batch.* such losses .* add up"):
             model(x, num_items_in_batch=8)
         torch.testing.assert_close(model(x), x.mean())
@@ -126,7 +100,7 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
         return None if num_items_in_batch is not None else len(x)
 
     for scalars in ("sum", told):
-        model = wrapper(Twice(), ["cpu", "cpu"], scalars=scalars)
+        model = wrapper(Divides(), ["cpu", "cpu"], scalars=scalars)
         model(x, num_items_in_batch=8).backward()
         torch.testing.assert_close(model.module.weight.grad, x.mean())
 
@@ -137,11 +111,7 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
         (lambda x: x, TypeError, r"a weight is a number, but that of .*scalars= is not: .*element"),
         (lambda x: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
         (lambda x: float("nan"), ValueError, "finite and not negative, but that of .* is nan"),
-        (
-            lambda x: None if x[0, 0] else 1,
-            TypeError,
-            "a weight is a number, but that of .*scalars= is not: .*NoneType",
-        ),
+        (lambda x: None if x[0, 0] else 1, TypeError, "that of .*scalars= is not: .*NoneType"),
         (lambda: 1, TypeError, "takes 0 positional arguments but 1 was given"),
     ],
 )
@@ -156,16 +126,15 @@ def test_weights_that_are_none(scalars: Any, error: type[Exception], match: str)
     assert model.module.weight.grad is not None
 
 
-def test_options_that_are_none() -> None:
-    for wrapper in WRAPPERS:
-        with pytest.raises(ValueError, match="or a function that gives a chunk's weight, but got"):
-            wrapper(nn.Linear(1, 1), ["cpu", "cpu"], scalars="median")
-
-
-@pytest.mark.parametrize(("scalars", "expected"), [(len, [1, 2]), ("mean", [1, 2]), ("sum", 3)])
-def test_a_gather_that_is_called_is_not_told_of_weights(scalars: Any, expected: Any) -> None:
-    model = dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars=scalars)
-    assert model.gather([torch.tensor(1), torch.tensor(2)], "cpu").tolist() == expected
+def test_what_else_scalars_says() -> None:
+    with pytest.raises(ValueError, match="or a function that gives a chunk's weight, but got"):
+        dp.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"], scalars="median")  # type: ignore[arg-type]
+    # A gather that somebody calls is not told of weights.
+    cases: tuple[tuple[Any, Any], ...] = ((len, [1, 2]), ("mean", [1, 2]), ("sum", 3))
+    for scalars, expected in cases:
+        model = dp.DataParallel(nn.Linear(1, 1), ["cpu"] * 2, scalars=scalars, out_dims=1)
+        assert model.gather([torch.tensor(1), torch.tensor(2)], "cpu").tolist() == expected
+        assert model.gather([torch.ones(2, 3)] * 2, "cpu").shape == (2, 6)
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -176,23 +145,15 @@ class Scaled(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(1.0, dtype=torch.double))
 
-    def forward(self, mask: Tensor, x: Tensor, *, other: Tensor | None = None) -> Tensor:
-        y = x * self.weight * mask.mean()
-        return y if other is None else y.flatten()
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return x * self.weight * mask.mean()
 
 
 #: For each case: ``in_dims``, and the mean of the outputs for a batch.
 COUNTED: dict[str, tuple[dict[Any, Any], Callable[[Any, Tensor], Tensor]]] = {
-    "mask first": ({0: None}, lambda model, x: model(torch.ones(9), x).mean()),
     "mask by name": ({"mask": None}, lambda model, x: model(torch.ones(9), x).mean()),
-    "other dim": (
-        {0: None, 1: 1, "other": None},
-        lambda model, x: model(torch.ones(9), x.t(), other=torch.ones(5, 5)).mean(),
-    ),
-    "keywords": (
-        {"mask": None, "other": None},
-        lambda model, x: model(x=x, mask=torch.ones(9), other=torch.ones(7, 2)).mean(),
-    ),
+    "other dim": ({0: None, 1: 1}, lambda model, x: model(torch.ones(9), x.t()).mean()),
+    "keywords": ({"mask": None}, lambda model, x: model(x=x, mask=torch.ones(9)).mean()),
     "loss": (
         {0: None},
         lambda model, x: model.loss(nn.L1Loss(), (torch.ones(9), x), torch.zeros_like(x)),
@@ -205,19 +166,19 @@ def _counted(rank: int, world_size: int) -> None:
     for replicas in (1, 2):
         for name, (in_dims, mean) in COUNTED.items():
             model = dp.DistributedDataParallel(
-                Scaled(), ["cpu"] * replicas, average="samples", in_dims=in_dims, timeout=20.0
+                Scaled(),
+                ["cpu"] * replicas,
+                average="samples",
+                in_dims=in_dims,
+                out_dims=in_dims.get(1),
+                timeout=20.0,
             )
             mean(model, batches[rank].double()).backward()
             grad = model.module.weight.grad
             # Of the mean over all samples of all processes.
-            torch.testing.assert_close(
-                grad, torch.cat(batches).double().mean(), msg=f"{grad} for {name}, {replicas}"
-            )
+            expected = torch.cat(batches).double().mean()
+            torch.testing.assert_close(grad, expected, msg=f"{grad} for {name}, {replicas}")
             model.close()
-
-
-def test_samples_are_counted_by_the_plan(cluster: Cluster) -> None:
-    cluster.run(_counted, 2)
 
 
 def _uncountable(rank: int, world_size: int) -> None:
@@ -225,25 +186,22 @@ def _uncountable(rank: int, world_size: int) -> None:
     mask, x = torch.ones(9), torch.full((3 - 2 * rank, 2), 4.0)
     with pytest.raises(ValueError, match=r"cannot be counted: .*batch size.*call set_weight"):
         model(mask, x)
-    with torch.no_grad(), model.no_sync():
-        model(mask, x)
+    # A weight is for the next forward that is reduced.
     model.set_weight(3 - 2 * rank)
+    with torch.no_grad():
+        model(mask, x)
     model(mask, x * (1 + rank)).mean().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.tensor(5.0).double())
 
     twice = dp.DistributedDataParallel(
-        Twice(), ["cpu"], average="samples", timeout=20.0, scalars=lambda x: None
+        Divides(), ["cpu"], average="samples", timeout=20.0, scalars=lambda x: None
     )
     with pytest.raises(ValueError, match=r"returned None, so that losses add up.*set_weight"):
         twice(torch.ones(3))
     twice.set_weight(1.0)
     twice(torch.ones(3)).backward()
     with pytest.raises(ValueError, match=r"there is no tensor to split in the inputs \(float\)"):
-        dp.DistributedDataParallel(Twice(), ["cpu"], average="samples")(1.0)
-
-
-def test_samples_that_cannot_be_counted(cluster: Cluster) -> None:
-    cluster.run(_uncountable, 2)
+        dp.DistributedDataParallel(Divides(), ["cpu"], average="samples")(1.0)
 
 
 #: Of how many labels each sequence of each process has, the last has none anywhere.
@@ -259,19 +217,15 @@ def _labels(rank: int, world_size: int) -> None:
             )
             for lengths in LENGTHS:
                 batches = [labeled_batch(k, lengths[k]) for k in range(world_size)]
-                whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-                bare(*whole)["loss"].backward()
+                bare(*map(torch.cat, zip(*batches, strict=True)))["loss"].backward()
                 own = model(*batches[rank])["loss"]
                 own.backward()
-                where = f"{replicas} replicas, {lengths}, masks={masks}"
-                for mine, expected in zip(grads_of(net), grads_of(bare), strict=True):
-                    torch.testing.assert_close(mine, expected, msg=f"gradients with {where}")
+                assert_all_close(grads_of(net), grads_of(bare))
                 # What a process returns is about its own batch.
-                torch.testing.assert_close(
-                    own, bare(*batches[rank])["loss"], equal_nan=True, msg=f"loss with {where}"
-                )
+                torch.testing.assert_close(own, bare(*batches[rank])["loss"], equal_nan=True)
             model.close()
 
 
-def test_labels_are_counted_over_processes(cluster: Cluster) -> None:
-    cluster.run(_labels, 2)
+@pytest.mark.parametrize("what", [_counted, _uncountable, _labels])
+def test_samples_of_processes(cluster: Cluster, what: Any) -> None:
+    cluster.run(what, 2)

@@ -1,23 +1,26 @@
-"""Worker threads: reuse, nesting, shares of the intra-op threads, and their end."""
+"""Worker threads: reuse, nesting, errors, interrupts, forks, and their end."""
 
 from __future__ import annotations
 
-import copy
-import functools
+import contextlib
 import gc
-import pickle
+import multiprocessing
+import os
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from dataparallel.errors import locate
 from dataparallel.threads import context
 from dataparallel.threads.apply import apply_replicas
 from dataparallel.threads.workers import WorkerPools
+from tests.virtual.oracle import run_python
 
 CPU = torch.device("cpu")
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
@@ -31,10 +34,6 @@ def replica_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("dataparallel-replica-")}
 
 
-def same(value: Any) -> Any:
-    return value
-
-
 def wait_until(predicate: Callable[[], bool], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while not predicate() and time.monotonic() < deadline:
@@ -42,206 +41,260 @@ def wait_until(predicate: Callable[[], bool], seconds: float = 10.0) -> bool:
     return predicate()
 
 
+@pytest.fixture
+def pools() -> Iterator[WorkerPools]:
+    made = WorkerPools()
+    yield made
+    made.close()
+
+
 # --- threads ---------------------------------------------------------------------------------
 
 
-def test_each_task_has_the_thread_of_its_index() -> None:
-    pools = WorkerPools()
-    names = run(pools, *[lambda: threading.current_thread().name] * 3)
-    assert names == [f"dataparallel-replica-{i}" for i in range(3)]
-    assert all(t.daemon for t in replica_threads())
-    pools.close()
-
-
-def test_tasks_run_at_the_same_time() -> None:
-    pools = WorkerPools()
+def test_each_task_has_the_thread_of_its_index(pools: WorkerPools) -> None:
     barrier = threading.Barrier(3)
-    assert sorted(run(pools, *[lambda: barrier.wait(10)] * 3)) == [0, 1, 2]
-    pools.close()
 
+    def call() -> tuple[str, bool, int]:
+        barrier.wait(10)  # They run at the same time.
+        thread = threading.current_thread()
+        return thread.name, thread.daemon, threading.get_ident()
 
-def test_no_thread_is_created_after_the_first_call() -> None:
-    pools = WorkerPools()
-    first = run(pools, *[threading.get_ident] * 3)
-    threads = replica_threads()
-    for _ in range(200):
-        assert run(pools, *[threading.get_ident] * 3) == first
-        assert run(pools, *[threading.get_ident] * 2) == first[:2]
+    first = run(pools, call, call, call)
+    assert [one[:2] for one in first] == [(f"dataparallel-replica-{i}", True) for i in range(3)]
+    threads, idents = replica_threads(), [one[2] for one in first]
+    for count in (3, 2) * 50:
+        assert run(pools, *[threading.get_ident] * count) == idents[:count]
     assert replica_threads() == threads
-    assert run(pools, *[threading.get_ident] * 4)[:3] == first
-    pools.close()
+    assert run(pools, *[threading.get_ident] * 4)[:3] == idents
 
 
-def test_failing_calls_leave_no_threads() -> None:
-    pools = WorkerPools()
-    before = replica_threads()
-    for _ in range(100):
-        with pytest.raises(ZeroDivisionError, match="in replica 1 on device cpu"):
-            run(pools, int, lambda: 1 // 0)
-        assert replica_threads() == before
-    assert run(pools, int, int) == [0, 0]
-    pools.close()
-
-
-def test_what_a_failing_task_leaves_in_its_thread_is_gone() -> None:
-    pools = WorkerPools()
-    local = threading.local()
-
-    def fail() -> None:
-        local.left = True
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        run(pools, fail, fail)
-    assert run(pools, *[lambda: hasattr(local, "left")] * 2) == [False, False]
-    pools.close()
-
-
-def test_close_ends_the_threads_and_a_later_call_starts_new_ones() -> None:
-    pools = WorkerPools()
-    before = replica_threads()
-    run(pools, int, int)
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda holder: holder[0].close(),
+        lambda holder: holder.clear(),
+        lambda holder: run(holder[0], holder.clear, int),
+    ],
+    ids=["closed", "collected", "dropped by one of its replicas"],
+)
+def test_the_end_of_a_pool_is_that_of_its_threads(drop: Callable[[Any], object]) -> None:
+    holder, before = [WorkerPools()], replica_threads()
+    run(holder[0], int, int)
     started = replica_threads() - before
     assert len(started) == 2
-    pools.close()
-    pools.close()
-    assert not any(t.is_alive() for t in started)
-    assert run(pools, int, int) == [0, 0]
-    pools.close()
+    drop(holder)
+    gc.collect()
+    assert wait_until(lambda: not any(thread.is_alive() for thread in started))
+    for pools in holder:
+        assert run(pools, int, int) == [0, 0], "a later call starts new ones"
+        pools.close()
 
 
-def test_a_pool_that_is_collected_ends_its_threads() -> None:
-    pools = WorkerPools()
-    before = replica_threads()
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_starts_its_own_threads(pools: WorkerPools) -> None:
     run(pools, int, int)
-    started = replica_threads() - before
-    del pools
-    gc.collect()
-    assert wait_until(lambda: not any(t.is_alive() for t in started))
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=lambda: theirs.send(run(pools, *[os.getpid] * 2)))
+    child.start()
+    assert ours.poll(30), "the forked child hangs"
+    assert ours.recv() == [child.pid] * 2
+    child.join(30)
+    assert child.exitcode == 0
+    assert run(pools, *[os.getpid] * 2) == [os.getpid()] * 2
 
 
-def test_a_pool_can_be_dropped_by_one_of_its_own_replicas() -> None:
-    holder = [WorkerPools()]
+# --- errors ----------------------------------------------------------------------------------
+
+
+class WithTwoArguments(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+
+class WithOwnText(Exception):
+    def __str__(self) -> str:
+        return "always the same"
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def deep_inside() -> None:
+        raise error
+
+    return deep_inside
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("wrong"),
+        ValueError(),
+        KeyError(3),
+        OSError(2, "No such file", "name"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad byte"),
+        StopIteration("end"),
+        torch.OutOfMemoryError("too big"),
+        SystemExit("bye"),
+        KeyboardInterrupt(),
+        WithTwoArguments(3, "why"),
+        WithOwnText("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_as_itself_and_tells_where(
+    pools: WorkerPools, error: BaseException
+) -> None:
+    finished: list[int] = []
+    original, text = type(error), str(error)
+
+    def slow() -> None:
+        time.sleep(0.02)
+        finished.append(1)
+
+    for _ in range(2):
+        with pytest.raises(original) as caught:
+            run(pools, slow, raises(error), slow)
+        assert caught.value is error and type(error) is original
+        told = "".join(traceback.format_exception(error))
+        assert "deep_inside" in told and told.count(LABELS[1]) == 1
+        if original in (WithTwoArguments, WithOwnText):
+            assert str(error) == text and vars(error)["__notes__"] == [LABELS[1]]
+    assert finished == [1] * 4, "the other replicas are let finish"
+    assert run(pools, int, int, int) == [0, 0, 0]
+
+
+def test_of_several_errors_the_lowest_index_is_raised_and_the_others_are_notes(
+    pools: WorkerPools,
+) -> None:
+    with pytest.raises(ValueError, match="first\nin replica 1 on device cpu") as caught:
+        run(pools, int, raises(ValueError("first")), raises(KeyError("second")))
+    told = ["in replica 2 on device cpu also failed: KeyError: 'second'"]
+    assert vars(caught.value)["__notes__"] == told
+    error = ValueError("inner")
+    for place in ("in replica 1 on device cpu", "in replica 0 on device virtual:2"):
+        locate(error, place)
+    assert str(error) == "inner\nin replica 1 on device cpu\nin replica 0 on device virtual:2"
+
+
+def test_what_a_failing_task_leaves_is_gone(pools: WorkerPools) -> None:
+    local = threading.local()
+    payloads: list[weakref.ref[Any]] = []
     before = replica_threads()
-    tasks: list[Callable[[], Any]] = [holder.clear, int]
-    holder[0].run(tasks, LABELS.__getitem__)
-    started = replica_threads() - before
+
+    def fail() -> None:
+        payload = WorkerPools()
+        payloads.append(weakref.ref(payload))
+        local.left = True
+        raise ValueError("with a frame that holds the payload")
+
     gc.collect()
-    assert wait_until(lambda: not any(t.is_alive() for t in started))
-
-
-def test_an_idle_worker_holds_neither_task_nor_result() -> None:
-    class Thing:
-        pass
-
-    pools = WorkerPools()
-    result: Thing | None = Thing()
-    reference = weakref.ref(result)
     gc.disable()
     try:
-        outputs = run(pools, functools.partial(same, result), int)
-        del outputs, result
-        assert reference() is None
+        for _ in range(20):
+            with contextlib.suppress(ValueError):
+                run(pools, fail, fail)
+            assert replica_threads() <= before
+        assert len(payloads) == 40
+        assert wait_until(lambda: all(payload() is None for payload in payloads), 2.0)
     finally:
         gc.enable()
-    pools.close()
+    assert run(pools, *[lambda: hasattr(local, "left")] * 2) == [False, False]
 
 
-def test_nested_calls_borrow_another_pool() -> None:
-    pools = WorkerPools()
-    idents: set[int] = set()
-
-    def inner() -> int:
-        idents.add(threading.get_ident())
-        return 1
-
-    def outer() -> int:
-        idents.add(threading.get_ident())
-        return sum(run(pools, inner, inner))
-
-    for _ in range(20):
-        assert run(pools, outer, outer) == [2, 2]
-    assert 2 + 2 <= len(idents) <= 6
-    pools.close()
+# --- interrupts, and the end of the process --------------------------------------------------
 
 
-def test_concurrent_callers_get_their_own_results() -> None:
-    pools = WorkerPools()
-    before = replica_threads()
-    faults: list[str] = []
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+from dataparallel.comm import interpreter_end
+from dataparallel.threads.apply import parallel_apply
+from dataparallel.threads.meeting import current_rendezvous
 
-    def caller(number: int) -> None:
-        for round_ in range(50):
-            expected = [(number, round_, 0), (number, round_, 1)]
-            tasks = [functools.partial(same, value) for value in expected]
-            if run(pools, *tasks) != expected:
-                faults.append(f"caller {number}, round {round_}")
+def compute(x):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        x = x + 1
+    return x
 
-    callers = [threading.Thread(target=caller, args=(i,)) for i in range(4)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    assert not faults
-    assert len(replica_threads() - before) <= 8
-    pools.close()
+def sleep(x):
+    time.sleep(20)
+
+def meet(x):
+    # Replica 1 never comes: it computes until it is interrupted.
+    return current_rendezvous().exchange("k", x, lambda values: values)
+
+def run(*functions):
+    begin = time.monotonic()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        parallel_apply(functions, [torch.zeros(4)] * len(functions))
+    except KeyboardInterrupt:
+        print("interrupted after", time.monotonic() - begin, flush=True)
+    else:
+        sys.exit("not interrupted")
+    assert time.monotonic() - begin < 6, "the interrupt took too long"
+    outputs = parallel_apply([torch.exp] * 3, [torch.zeros(2)] * 3)
+    assert [y.tolist() for y in outputs] == [[1.0, 1.0]] * 3
+
+run(compute, compute)
+time.sleep(0.2)
+names = [t.name for t in threading.enumerate()]
+assert len(names) == 1 + 3, names
+run(meet, compute, compute)
+run(sleep, compute)
+# What is stuck does not keep the interpreter.
+interpreter_end.PATIENCE = 0.1
+print("usable")
+"""
 
 
-def test_pools_are_copied_and_pickled_without_threads() -> None:
-    pools = WorkerPools()
-    run(pools, int, int)
-    for other in (copy.deepcopy(pools), pickle.loads(pickle.dumps(pools))):
-        assert run(other, int, int) == [0, 0]
-        other.close()
-    pools.close()
+def test_ctrl_c_ends_the_call_and_the_next_call_works() -> None:
+    result = run_python(INTERRUPTED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("usable\n")
+    assert result.stdout.count("interrupted after") == 3
+    assert not result.stderr
 
 
 # --- intra-op threads ------------------------------------------------------------------------
 
 
-def test_a_worker_has_its_share_and_nobody_else_notices() -> None:
-    whole = torch.get_num_threads()
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_each_worker_has_its_share_and_nobody_else_notices(
+    set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     later: list[int] = []
-    try:
-        for count, shares in ((4, [2, 2]), (7, [4, 3])):
-            torch.set_num_threads(count)
-            assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2) == shares
-            assert torch.get_num_threads() == count
-            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-            thread.start()
-            thread.join()
-        assert later == [4, 7]
-    finally:
-        torch.set_num_threads(whole)
+    for count, shares in ((4, [2, 2]), (7, [4, 3]), (8, [3, 3, 2])):
+        set_threads(count)
+        found = apply_replicas([torch.get_num_threads] * len(shares), [CPU] * len(shares))
+        assert found == shares
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later.pop() == torch.get_num_threads() == count
+    # Where torch's OpenMP is not found, they keep the setting of the process.
+    monkeypatch.setattr(context, "_setters", lambda: ())
+    assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2, WorkerPools()) == [8, 8]
 
 
-def test_a_share_limits_matrix_products_too() -> None:
+def test_a_share_limits_matrix_products_too(set_threads: Callable[[int], None]) -> None:
     def cores_used() -> float:
         x = torch.randn(600, 600)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        process = time.process_time()
+        cpu, process = time.thread_time(), time.process_time()
         for _ in range(10):
             x @ x
-        del wall
         return (time.process_time() - process) / max(1e-9, time.thread_time() - cpu)
 
-    whole = torch.get_num_threads()
-    try:
-        # This sets MKL's count for the whole process, unless a thread has its own.
-        torch.set_num_threads(2)
-        calls: list[Callable[[], float]] = [cores_used, float]
-        # One thread works alone: the process uses as much time as the thread.
-        used = min(apply_replicas(calls, [CPU] * 2)[0] for _ in range(3))
-        assert used < 1.3
-    finally:
-        torch.set_num_threads(whole)
-
-
-def test_without_openmp_symbols_the_share_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_setters", lambda: ())
-    whole = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2, WorkerPools()) == [4, 4]
-    finally:
-        torch.set_num_threads(whole)
+    # This sets MKL's count for the whole process, unless a thread has its own.
+    set_threads(2)
+    calls: list[Callable[[], float]] = [cores_used, float]
+    # One thread works alone: the process uses as much time as the thread.
+    assert min(apply_replicas(calls, [CPU] * 2)[0] for _ in range(3)) < 1.3

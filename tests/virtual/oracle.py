@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     import os
 
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=120,
