@@ -1,4 +1,4 @@
-"""Modules, batches and trainings for the tests of communication hooks."""
+"""A module, batches and a training for tests of communication hooks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
-STEPS = 6
 #: Makes three buckets of a model of 1.3 KB.
 SMALL = 0.0001
 
@@ -37,45 +35,20 @@ def net(layout: torch.memory_format = torch.channels_last) -> Net:
     return Net(layout)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(8, 12, generator=generator), torch.randn(8, 3, generator=generator)
-
-
-def power_sgd(**options: Any) -> powerSGD_hook.PowerSGDState:
-    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, **options}
-    return powerSGD_hook.PowerSGDState(None, **options)
-
-
-def train(model: nn.Module, rank: int, steps: int = STEPS, *, step_here: bool) -> list[Tensor]:
+def train(
+    model: nn.Module, rank: int, steps: int = 6, *, step_here: bool = True, first: int = 0
+) -> list[Tensor]:
     """The parameters and the last gradients after some steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        x, y = batch(step, rank)
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(8, 12, generator=generator), torch.randn(8, 3, generator=generator)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         if step_here:
             optimizer.step()
     own = list(model.parameters())
     return [p.detach().clone() for p in own] + [p.grad.clone() for p in own if p.grad is not None]
-
-
-class Known(nn.Module):
-    """Its gradients are the numbers from 1 on, times the input; one parameter has any layout."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
-        images = torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
-        self.images = nn.Parameter(images)
-        self.turned = nn.Parameter(torch.zeros(4, 2, dtype=dtype).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.new_zeros(())
-        for parameter in self.parameters():
-            numbers = torch.arange(1.0, parameter.numel() + 1, device=x.device)
-            total = total + (parameter * numbers.view(parameter.shape)).sum() * x.sum()
-        return total.real
 
 
 def completed(value: object) -> Future[Any]:

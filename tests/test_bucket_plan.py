@@ -83,11 +83,6 @@ def test_assignment_in_order_of_arrival_equals_torchs(
     assert ends == sorted(ends)
 
 
-def test_indices_may_be_those_of_a_larger_list() -> None:
-    args: tuple[Any, ...] = [tensor(10)] * 3, [80], [], [7, 5, 9]
-    assert compute_bucket_assignment_by_size(*args) == ([[7, 5], [9]], [80, 80]) == torchs(*args)
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -119,99 +114,42 @@ def planned(sizes: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
     return [*map(tuple, plan_buckets(given, **{"first_bytes": 8, "cap_bytes": 20, **options}))]
 
 
-def test_sparse_gradients_are_alone() -> None:
-    sparse = [False, True, False, False, False]
-    assert planned([8, 8, 16, 16, 4], expect_sparse=sparse) == [(4,), (2, 3), (1,), (0,)]
-
-
 @pytest.mark.parametrize(
-    ("sizes", "buckets"),
+    ("sizes", "options", "buckets"),
     [
-        ([4], [(0,)]),
+        ([4], {}, [(0,)]),
         # Filled from the first parameter on with 8, 20, 20, .. bytes, launched from the last one.
-        ([4] * 3, [(2,), (0, 1)]),
-        ([4] * 13, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
-        ([400, 4, 4], [(1, 2), (0,)]),
-        ([4, 400, 4], [(2,), (0, 1)]),
+        ([4] * 13, {}, [(12,), (7, 8, 9, 10, 11), (2, 3, 4, 5, 6), (0, 1)]),
+        ([4, 400, 4], {}, [(2,), (0, 1)]),
         # Each dtype has limits of its own; launched is first what is complete first.
-        ([(8, F64), 4, (8, F64), 4, 4], [(4,), (2,), (1, 3), (0,)]),
-        ([0, 0, 4], [(0, 1, 2)]),
-    ],
-)
-def test_plan_from_the_registration_order(
-    sizes: Sequence[Any], buckets: list[tuple[int, ...]]
-) -> None:
-    assert planned(sizes) == buckets
-
-
-@pytest.mark.parametrize(
-    ("sizes", "order", "buckets"),
-    [
+        ([(8, F64), 4, (8, F64), 4, 4], {}, [(4,), (2,), (1, 3), (0,)]),
+        ([0, 0, 4], {}, [(0, 1, 2)]),
+        # A sparse gradient is alone.
+        (
+            [8, 8, 16, 16, 4],
+            {"expect_sparse": [False, True, False, False, False]},
+            [(4,), (2, 3), (1,), (0,)],
+        ),
         # Filled in the order of arrival with 8, 20, 20, .. bytes.
-        ([4] * 9, [8, 7, 6, 5, 4, 3, 2, 1, 0], [(8, 7), (6, 5, 4, 3, 2), (1, 0)]),
-        ([4] * 4, [2, 0, 3, 1], [(2, 0), (3, 1)]),
+        ([4] * 9, {"order": [*range(9)][::-1]}, [(8, 7), (6, 5, 4, 3, 2), (1, 0)]),
         # The one of float64 is never full, but complete before the second one of float32.
-        ([4, 4, 20, (4, F64)], [0, 1, 3, 2], [(0, 1), (3,), (2,)]),
+        ([4, 4, 20, (4, F64)], {"order": [0, 1, 3, 2]}, [(0, 1), (3,), (2,)]),
+        # A list of caps is in the order of launching.
+        ([4] * 6, {"cap_bytes": [4, 12, 8]}, [(5,), (4, 3, 2), (1, 0)]),
+        ([4] * 6, {"cap_bytes": [4, 12, 8], "order": [*range(6)]}, [(0,), (1, 2, 3), (4, 5)]),
+        ([4] * 6, {"cap_bytes": (sys.maxsize,)}, [(5, 4, 3, 2, 1, 0)]),
+        # One below the first limit is the limit of all.
+        ([4] * 3, {"cap_bytes": 4}, [(2,), (1,), (0,)]),
+        ([4] * 3, {"cap_bytes": 4, "order": [0, 1, 2]}, [(0,), (1,), (2,)]),
+        # Parts have buckets of their own, in their order.
+        ([4] * 4, {"parts": [{0, 2}, {1, 3}]}, [(0, 2), (1, 3)]),
+        ([4] * 4, {"parts": [{0, 2}, (), {1, 3}], "order": [3, 2, 0, 1]}, [(2, 0), (3, 1)]),
     ],
 )
-def test_plan_from_the_order_of_arrival(
-    sizes: Sequence[Any], order: list[int], buckets: list[tuple[int, ...]]
+def test_plan(
+    sizes: Sequence[Any], options: dict[str, Any], buckets: list[tuple[int, ...]]
 ) -> None:
-    assert planned(sizes, order=order) == buckets
-
-
-@pytest.mark.parametrize(
-    ("caps", "order", "buckets"),
-    [
-        ([4, 12, 8], None, [(5,), (4, 3, 2), (1, 0)]),
-        ([4, 12, 8], [0, 1, 2, 3, 4, 5], [(0,), (1, 2, 3), (4, 5)]),
-        ([12, 4], None, [(5, 4, 3), (2,), (1,), (0,)]),
-        ((sys.maxsize,), None, [(5, 4, 3, 2, 1, 0)]),
-        ([0], [1, 0, 2, 3, 4, 5], [(1,), (0,), (2,), (3,), (4,), (5,)]),
-    ],
-)
-def test_a_list_of_caps_is_in_the_order_of_launching(
-    caps: Sequence[int], order: list[int] | None, buckets: list[tuple[int, ...]]
-) -> None:
-    assert planned([4] * 6, cap_bytes=caps, order=order) == buckets
-
-
-def test_a_cap_below_the_first_limit_is_the_limit_of_all() -> None:
-    assert planned([4] * 3, first_bytes=8, cap_bytes=4) == [(2,), (1,), (0,)]
-    assert planned([4] * 3, first_bytes=8, cap_bytes=4, order=[0, 1, 2]) == [(0,), (1,), (2,)]
-
-
-def test_parts_have_buckets_of_their_own_in_their_order() -> None:
-    assert planned([4] * 4, parts=[{0, 2}, {1, 3}]) == [(0, 2), (1, 3)]
-    made = planned([4] * 4, parts=[{0, 2}, (), {1, 3}], order=[3, 2, 0, 1])
-    assert made == [(2, 0), (3, 1)]
-
-
-@given(arguments(with_indices=True), st.booleans(), st.integers(0, 200))
-def test_properties_of_a_plan(
-    args: tuple[list[Tensor], list[int], list[bool], list[int]],
-    known: bool,
-    first: int,
-) -> None:
-    given, caps, expect_sparse, order = args
-    made = plan_buckets(
-        given,
-        first_bytes=first,
-        cap_bytes=caps if len(caps) > 1 else caps[0],
-        expect_sparse=expect_sparse,
-        order=order if known else None,
-    )
-    assert sorted(index for bucket in made for index in bucket) == sorted(order)
-    arrival = order if known else list(reversed(range(len(given))))
-    ends = [max(arrival.index(index) for index in bucket) for bucket in made]
-    assert ends == sorted(ends)
-    for bucket in made:
-        sizes = [given[i].nbytes for i in bucket]
-        assert len({(given[i].dtype, given[i].device) for i in bucket}) == 1
-        sparse = [bool(expect_sparse) and expect_sparse[i] for i in bucket]
-        assert sparse == [True] or not any(sparse)
-        # Full only with its last tensor.
-        assert len(bucket) == 1 or sum(sizes[:-1]) < max(first, *caps)
+    assert planned(sizes, **options) == buckets
 
 
 @given(arguments(with_indices=True), st.integers(0, 200))

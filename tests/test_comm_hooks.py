@@ -5,29 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket as TorchsGradBucket
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    DDPCommHookType,
-    default_hooks,
-    quantization_hooks,
-    register_ddp_comm_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.futures import Future
 
 from dataparallel import DistributedDataParallel
-from dataparallel.comm_hooks import bf16_compress_hook
-from tests.comm_hook_cases import SMALL, Known, completed, keep_group, net, train
+from tests.comm_hook_cases import SMALL, completed, keep_group, net, train
 
-Hook = Callable[[Any, Any], Any]
+Hook: TypeAlias = Callable[[Any, Any], Any]
+F32, F64, C64 = torch.float32, torch.float64, torch.complex64
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,215 +32,152 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def reduced(
-    hook: object, state: Any = None, dtype: torch.dtype = torch.float32, **options: Any
-) -> dict[str, Tensor]:
+class Known(nn.Module):
+    """Its gradients are the numbers from 1 on, times the input; one parameter has any layout."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+        images = torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        self.images = nn.Parameter(images)
+        self.turned = nn.Parameter(torch.zeros(4, 2, dtype=dtype).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for parameter in self.parameters():
+            numbers = torch.arange(1.0, parameter.numel() + 1, device=x.device)
+            total = total + (parameter * numbers.view(parameter.shape)).sum() * x.sum()
+        return total.real
+
+
+def reduced(hook: object, dtype: torch.dtype = F32, **options: Any) -> dict[str, Tensor]:
     """The gradients that a hook has made of those of :class:`Known`."""
     model = DistributedDataParallel(Known(dtype), ["cpu"], **{"timeout": 5.0, **options})
     try:
-        model.register_comm_hook(state, hook)
+        model.register_comm_hook(None if isinstance(hook, str) else 3.0, hook)
         model(torch.ones(1)).backward()
     finally:
         model.close()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def numbers(factor: complex = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The gradients of :class:`Known` themselves."""
-    return {
-        name: factor * torch.arange(1.0, p.numel() + 1).view(p.shape).to(dtype)
-        for name, p in Known().named_parameters()
-    }
-
-
-def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected)
+def check(found: dict[str, Tensor], factor: complex = 1.0, dtype: torch.dtype = F32) -> None:
+    """Whether these are the gradients of :class:`Known`, times a factor."""
     for name, parameter in Known().named_parameters():
+        numbers = torch.arange(1.0, parameter.numel() + 1).view(parameter.shape)
+        torch.testing.assert_close(found[name], (factor * numbers).to(dtype))
         assert found[name].stride() == parameter.stride()
 
 
-# --- what is accepted ------------------------------------------------------------------------
+# --- what works ------------------------------------------------------------------------------
 
 
-def with_default(state: object, bucket: Any, size: int = 3) -> Future[Tensor]:
+def doubles(state: object, bucket: Any) -> Future[Tensor]:
     return completed(bucket.buffer().mul_(2))
 
 
-class Callable_:
+class Doubles:
     def __call__(self, state: object, bucket: Any) -> Future[Tensor]:
-        return with_default(state, bucket)
+        assert repr(bucket) == "bucket 0 (weight, images, turned)"
+        return doubles(state, bucket)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        with_default,
-        Callable_(),
-        Callable_().__call__,
-        functools.partial(with_default, size=5),
-        lambda *args: with_default(*args),
-    ],
-)
-@pytest.mark.parametrize("view", [False, True])
-def test_what_is_accepted(hook: Hook, view: bool) -> None:
-    check(reduced(hook, gradient_as_bucket_view=view), numbers(2))
+def writes_gradients(state: object, bucket: Any) -> Future[Tensor]:
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        assert gradient.stride() == parameter.stride()
+        gradient.mul_(2)
+    return completed(bucket.buffer())
+
+
+def sets_another_buffer(state: object, bucket: Any) -> Future[Tensor]:
+    """The gradients follow it."""
+    before = [gradient.clone() for gradient in bucket.gradients()]
+    room = torch.empty(100, dtype=F64)[7:45]
+    bucket.set_buffer(room.copy_(bucket.buffer()))
+    assert bucket.buffer() is room
+    for gradient, old in zip(bucket.gradients(), before, strict=True):
+        assert gradient.dtype == F64
+        assert torch.equal(gradient.float(), old)
+        gradient.mul_(2)
+    return completed(room)
+
+
+def resizes(state: object, bucket: Any) -> Future[Tensor]:
+    padded = bucket.buffer().resize_(64)
+    return completed(padded.mul_(2).resize_(38))
+
+
+def completes_in_a_thread(state: float, bucket: Any) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    threading.Timer(0.02, future.set_result, [bucket.buffer() * (state - 1)]).start()
+    return future
+
+
+class CompletesAllWithTheLast:
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Tensor], Tensor]] = []
+
+    def __call__(self, state: object, bucket: Any) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        self.waiting.append((future, bucket.buffer()))
+        if bucket.is_last():
+            assert len(self.waiting) > 1
+            for one, buffer in self.waiting:
+                one.set_result(buffer.mul_(2))
+        return future
+
+
+def returning(change: Callable[[Tensor], object]) -> Hook:
+    return lambda state, bucket: completed(change(bucket.buffer()))
+
+
+VIEW = {"gradient_as_bucket_view": True}
+#: Each doubles the gradients.
+DOUBLING: list[tuple[Hook, dict[str, Any]]] = [
+    (doubles, {}),
+    (doubles, VIEW),
+    (Doubles(), {}),
+    (writes_gradients, {}),
+    (sets_another_buffer, {}),
+    (resizes, {}),
+    (resizes, VIEW),
+    (completes_in_a_thread, {}),
+    (CompletesAllWithTheLast(), {"bucket_cap_mb": 1e-5}),
+    (returning(lambda t: [2 * t]), {}),
+    (returning(lambda t: (t.mul_(2),)), {}),
+    (returning(lambda t: 2 * t.half()), {}),
+    (returning(lambda t: torch.stack([2 * t, t], 1)[:, 0]), {}),
+    (returning(lambda t: torch.view_as_real(2 * t)), {"dtype": C64}),
+]
+
+
+@pytest.mark.parametrize(("hook", "options"), DOUBLING)
+def test_hooks_of_users(hook: Hook, options: dict[str, Any]) -> None:
+    check(reduced(hook, **options), 2, options.get("dtype", F32))
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *itertools.product(["allreduce", "noop"], [torch.float32, torch.complex64]),
-        *itertools.product(["FP16_compress", "bf16_compress"], [torch.float32, torch.float64]),
+        *itertools.product(["allreduce", "noop"], [F32, C64]),
+        *itertools.product(["FP16_compress", "bf16_compress"], [F32, F64]),
     ],
 )
 def test_hooks_by_name(name: str, dtype: torch.dtype) -> None:
-    check(reduced(name, dtype=dtype), numbers(dtype=dtype))
+    check(reduced(name, dtype), dtype=dtype)
 
 
 def test_gradients_of_a_single_process_may_be_changed_before_they_are_added_to() -> None:
     """A sum over one process may be taken again; nobody has to know what of it is reduced."""
-    net = Known()
-    model = DistributedDataParallel(net, ["cpu"] * 2, average="none")
+    module = Known()
+    model = DistributedDataParallel(module, ["cpu"] * 2, average="none")
     model.register_comm_hook(None, "allreduce")
     for _ in range(2):
         model(torch.ones(2)).sum().backward()
-        for parameter in net.parameters():
+        for parameter in module.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
-    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    check(found, numbers(1.5))
-
-
-@pytest.mark.parametrize(
-    "kind", [k for k in DDPCommHookType if "QUANT" not in k.name], ids=lambda kind: str(kind.name)
-)
-def test_torchs_types_register_themselves(kind: DDPCommHookType) -> None:
-    model = DistributedDataParallel(Known(), ["cpu"])
-    register_ddp_comm_hook(kind, model)
-    model(torch.ones(1)).backward()
-    model.close()
-
-
-@pytest.mark.parametrize("hook", ["fp16_compress", functools.partial(bf16_compress_hook)])
-def test_hooks_of_16_bits_refuse_complex_numbers(hook: object) -> None:
-    with pytest.raises(TypeError, match=r"of 16 bits, but .* are torch\.complex64, .*'allreduce'"):
-        reduced(hook, dtype=torch.complex64)
-
-
-def one_argument(bucket: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("hook", "kind", "message"),
-    [
-        (3, TypeError, r"no communication hook 3; pass a function hook\(state, bucket\)"),
-        (one_argument, TypeError, r"(?s)2 were given.*in the communication hook for bucket 0 \("),
-        ("sum", ValueError, r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"),
-    ],
-)
-def test_what_is_refused(hook: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        reduced(hook)
-
-
-# --- the bucket ------------------------------------------------------------------------------
-
-
-def test_a_bucket_has_the_methods_of_torchs() -> None:
-    theirs = {name for name in dir(TorchsGradBucket) if not name.startswith("_")}
-    assert theirs == {"buffer", "gradients", "index", "is_last", "parameters", "set_buffer"}
-
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        assert theirs <= set(dir(bucket))
-        assert repr(bucket) == "bucket 0 (weight, images, turned)"
-        return completed(bucket.buffer())
-
-    reduced(hook)
-
-
-def test_gradients_are_views_of_the_buffer_in_the_layout_of_the_parameters() -> None:
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert gradient.stride() == parameter.stride()
-            gradient.mul_(3)
-        return completed(bucket.buffer())
-
-    check(reduced(hook), numbers(3))
-
-
-def test_gradients_follow_another_buffer() -> None:
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        before = [gradient.clone() for gradient in bucket.gradients()]
-        room = torch.empty(100, dtype=torch.float64)[7:45]
-        bucket.set_buffer(room.copy_(bucket.buffer()))
-        assert bucket.buffer() is room
-        for gradient, old in zip(bucket.gradients(), before, strict=True):
-            assert gradient.dtype == torch.float64
-            assert torch.equal(gradient.float(), old)
-            gradient.mul_(2)
-        return completed(room)
-
-    check(reduced(hook), numbers(2))
-
-
-def test_a_hook_may_resize_the_buffer() -> None:
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        padded = bucket.buffer().resize_(64)
-        return completed(padded.mul_(2).resize_(38))
-
-    for view in (False, True):
-        check(reduced(hook, gradient_as_bucket_view=view), numbers(2))
-
-
-@pytest.mark.parametrize(
-    ("buffer", "kind", "message"),
-    [
-        (torch.zeros(5), RuntimeError, r"split_sizes to sum exactly to 5"),
-        (torch.zeros(76)[::2], ValueError, r"of stride \(2,\); pass a contiguous .* \(38,\) to s"),
-    ],
-)
-def test_buffers_without_gradients(buffer: Tensor, kind: type[Exception], message: str) -> None:
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        bucket.set_buffer(buffer)
-        bucket.gradients()
-        return completed(buffer)
-
-    with pytest.raises(kind, match=message):
-        reduced(hook)
-
-
-# --- what becomes of the future --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.clone(),
-        lambda t: [t.clone()],
-        lambda t: (t,),
-        lambda t: t.half(),
-        lambda t: t.double(),
-        lambda t: torch.stack([t, t], 1)[:, 0],
-    ],
-)
-def test_what_a_future_may_have(change: Callable[[Tensor], object]) -> None:
-    check(reduced(lambda state, bucket: completed(change(bucket.buffer()))), numbers())
-
-
-def test_complex_numbers_come_back_as_pairs() -> None:
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        return completed(torch.view_as_real(bucket.buffer() * 2j))
-
-    check(reduced(hook, dtype=torch.complex64), numbers(2j, torch.complex64))
-
-
-def test_a_future_may_be_completed_by_any_thread() -> None:
-    def hook(state: float, bucket: Any) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
-        threading.Timer(0.05, future.set_result, [bucket.buffer() * state]).start()
-        return future
-
-    check(reduced(hook, 3.0), numbers(3))
+    check({name: p.grad for name, p in module.named_parameters() if p.grad is not None}, 1.5)
 
 
 def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
@@ -266,7 +196,7 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
         thread.join(10)
         return future
 
-    model = DistributedDataParallel(torch.nn.Linear(3, 1).to(device), [device])
+    model = DistributedDataParallel(nn.Linear(3, 1).to(device), [device])
     model.register_comm_hook(None, hook)
     side = torch.Stream(device)
     with side:
@@ -278,37 +208,14 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
     model.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t[:5], r"real numbers of shape \(5,\) on cpu"),
-        (lambda t: t.view(2, 19), r"shape \(2, 19\)"),
-        (lambda t: t.int(), "whole numbers"),
-        (lambda t: t.to(torch.complex64), "complex numbers"),
-        (lambda t: t.to("virtual:1"), "on virtual:1"),
-        (lambda t: t.to_sparse(), "on cpu, torch.sparse_coo"),
-        (lambda t: None, "a NoneType"),
-        (lambda t: [], "a list"),
-        (lambda t: [t, t], "a list"),
-    ],
-)
-def test_values_that_are_not_like_the_buffer(
-    change: Callable[[Tensor], object], message: str
-) -> None:
-    text = r"real numbers of shape \(38,\) on cpu, torch.strided, .* but its future has"
-    with pytest.raises(ValueError, match=f"{text}.*{message}"):
-        reduced(lambda state, bucket: completed(change(bucket.buffer())))
-
-
-@pytest.mark.parametrize("returned", [None, torch.ones(1)])
-def test_what_is_no_future(returned: object) -> None:
-    text = r"(?s)no attribute 'add_done_callback'.*for bucket 0 \("
-    with pytest.raises(AttributeError, match=text):
-        reduced(lambda state, bucket: returned)
+# --- what is refused, and what fails ---------------------------------------------------------
 
 
 class OwnError(Exception):
     pass
+
+
+def one_argument(bucket: Any) -> None: ...
 
 
 def raises(state: object, bucket: Any) -> Future[Tensor]:
@@ -326,29 +233,56 @@ def divides(state: object, bucket: Any) -> Future[Any]:
     return future
 
 
-@pytest.mark.parametrize(
-    ("hook", "kind", "message"),
-    [
-        (raises, OwnError, "no"),
-        (has_an_error, OwnError, "no"),
-        (divides, RuntimeError, "ZeroDivisionError"),
-    ],
-)
-def test_an_error_tells_the_bucket(hook: Hook, kind: type[Exception], message: str) -> None:
-    text = rf"(?s){message}.*in the communication hook for bucket 0 \(\w+, \w+, \w+\)"
-    with pytest.raises(kind, match=text):
-        reduced(hook)
+def sets(buffer: Tensor) -> Hook:
+    def hook(state: object, bucket: Any) -> Any:
+        bucket.set_buffer(buffer)
+        return bucket.gradients()
+
+    return hook
 
 
-def test_a_future_that_nobody_completes() -> None:
-    begin = time.monotonic()
-    text = (
-        r"(?s)the future of the communication hook \S+ over 1 processes did not complete within .*"
-        r"in the communication hook for bucket 0 \(\w+, \w+, \w+\)"
-    )
-    with pytest.raises(TimeoutError, match=text):
-        reduced(lambda state, bucket: Future(), timeout=0.2)
-    assert time.monotonic() - begin < 5
+IN = r"in the communication hook for bucket 0 \(\w+, \w+, \w+\)"
+HAS = r"real numbers of shape \(38,\) on cpu, torch.strided, .* but its future has"
+ONCE: dict[str, Any] = {"timeout": 0.2}
+REFUSED: list[tuple[object, dict[str, Any], type[Exception], str]] = [
+    (3, {}, TypeError, r"no communication hook 3; pass a function hook\(state, bucket\)"),
+    ("sum", {}, ValueError, r"no communication hook 'sum'; .* 'fp16_compress', 'noop'"),
+    ("noop", {"deterministic": True}, ValueError, "deterministic=True .*; use one of them"),
+    ("fp16_compress", {"dtype": C64}, TypeError, r"of 16 bits, but .* are torch\.complex64"),
+    (one_argument, {}, TypeError, f"2 were given.*{IN}"),
+    (raises, {}, OwnError, f"no.*{IN}"),
+    (has_an_error, {}, OwnError, f"no.*{IN}"),
+    (divides, {}, RuntimeError, f"ZeroDivisionError.*{IN}"),
+    (lambda state, bucket: Future(), ONCE, TimeoutError, rf"hook \S+ over 1 processes did .*{IN}"),
+    (lambda state, bucket: None, {}, AttributeError, f"no attribute 'add_done_callback'.*{IN}"),
+    (sets(torch.zeros(5)), {}, RuntimeError, "split_sizes to sum exactly to 5"),
+    (sets(torch.zeros(76)[::2]), {}, ValueError, r"of stride \(2,\); pass a contiguous .* \(38,\)"),
+    (returning(lambda t: t[:5]), {}, ValueError, rf"{HAS}.*real numbers of shape \(5,\) on cpu"),
+    (returning(Tensor.int), {}, ValueError, f"{HAS}.*whole numbers"),
+    (returning(lambda t: t.to(C64)), {}, ValueError, f"{HAS}.*complex numbers"),
+    (returning(lambda t: t.to("virtual:1")), {}, ValueError, f"{HAS}.*on virtual:1"),
+    (returning(Tensor.to_sparse), {}, ValueError, f"{HAS}.*on cpu, torch.sparse_coo"),
+    (returning(lambda t: None), {}, ValueError, f"{HAS}.*a NoneType"),
+    (returning(lambda t: [t, t]), {}, ValueError, f"{HAS}.*a list"),
+]
+
+
+@pytest.mark.parametrize(("hook", "options", "kind", "message"), REFUSED)
+def test_what_is_refused(
+    hook: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"(?s){message}"):
+        reduced(hook, **options)
+
+
+def test_a_second_hook_and_one_without_processes_are_refused() -> None:
+    model = DistributedDataParallel(net(), ["cpu"])
+    model.register_comm_hook(None, "noop")
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        model.register_comm_hook(None, "noop")
+    alone = DistributedDataParallel(net(), ["cpu", "cpu"], process_group=False)
+    with pytest.raises(ValueError, match=r"no process group; call torch\.distributed\.init"):
+        alone.register_comm_hook(None, "allreduce")
 
 
 # --- several buckets -------------------------------------------------------------------------
@@ -362,9 +296,7 @@ def marked(hook: Hook) -> Hook:
 @pytest.mark.parametrize(
     ("alone", "wrap"),
     [
-        (False, lambda hook: hook),
         (False, default_hooks.fp16_compress_wrapper),
-        (True, marked),
         (True, lambda hook: functools.partial(marked(hook))),
         (True, lambda hook: default_hooks.bf16_compress_wrapper(marked(hook))),
     ],
@@ -385,7 +317,7 @@ def test_when_a_hook_gets_the_next_bucket(alone: bool, wrap: Callable[[Hook], Ho
 
     model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)
     model.register_comm_hook(None, wrap(hook))
-    train(model, 0, 1, step_here=False)
+    train(model, 0, 1)
     model.close()
     count = len(log) // 2
     assert count > 2
@@ -398,24 +330,9 @@ def test_when_a_hook_gets_the_next_bucket(alone: bool, wrap: Callable[[Hook], Ho
 
 def test_torchs_hooks_that_launch_from_callbacks_get_one_bucket_at_a_time() -> None:
     """Quantization gathers twice: the second time from a callback of the first."""
-    hook = functools.partial(quantization_hooks.quantization_pertensor_hook)
     model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(
+        None, functools.partial(quantization_hooks.quantization_pertensor_hook)
+    )
     assert model.options.hook is not None
     assert model.options.hook.one_bucket_at_a_time
-    model.close()
-
-
-def test_a_hook_may_complete_all_buckets_with_the_last() -> None:
-    waiting: list[tuple[Future[Tensor], Tensor]] = []
-
-    def hook(state: object, bucket: Any) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
-        waiting.append((future, bucket.buffer()))
-        if bucket.is_last():
-            for one, buffer in waiting:
-                one.set_result(buffer.mul_(2))
-        return future
-
-    check(reduced(hook, bucket_cap_mb=1e-5), numbers(2))
-    assert len(waiting) > 1

@@ -8,99 +8,70 @@ import pickle
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 import dataparallel as dp
 from tests.cluster import Cluster
-from tests.ddp_name_cases import make_net, step, wrap
+from tests.ddp_cases import wrap as wrap_module
 
-#: Names of torch's class that ours does not have: how its reducer is made and driven. Some versions
-#: of torch lack a few.
+#: Names of torch's class that ours does not have, by the reason. Some versions lack a few.
 NOT_HERE = {
-    "_build_debug_param_to_name_mapping": "builds the reducer",
-    "_build_params_for_reducer": "builds the reducer",
-    "_check_and_sync_module_buffers": "a part of its join hook",
-    "_check_default_group": "a part of pickling",
-    "_check_reducer_finalized": "a backward that failed is forgotten",
-    "_check_manual_backward_finalization_supported": "a round ends within its backward",
-    "_clear_grad_buffer": "delayed parameters are in buckets here",
-    "_ddp_init_helper": "builds the reducer",
-    "_delayed_all_reduce_hook": "delayed parameters are in buckets here",
-    "_fire_reducer_autograd_hook": "replicas have parameters of their own in mixed precision",
-    "_get_active_ddp_module": "torch's compiler asks its own class",
-    "_get_parameters": "of the time of its replicas",
-    "_inside_ddp_forward": "torch's compiler asks its own class",
-    "_lazy_init": "optimizers in backward are found at construction",
-    "_log_and_throw": "writes into its logger",
-    "_match_all_reduce_for_bwd_pass": "a part of its join hook",
-    "_match_unused_params_allreduce": "a part of its join hook",
-    "_module_wait_for_copy_hook": "replicas have parameters of their own in mixed precision",
-    "_passing_sync_batchnorm_handle": "refuses SyncBatchNorm on the CPU",
-    "_post_forward": "there is one forward for all replicas",
-    "_pre_forward": "there is one forward for all replicas",
-    "_register_accum_grad_hook": "for its reducer in Python",
-    "_register_fused_optim": "step_in_backward() takes an optimizer's steps",
-    "_register_delay_all_reduce_hook": "delayed parameters are in buckets here",
-    "_remove_autograd_hooks": "model.reducer.remove_hooks() does",
-    "_root_copy_hook": "replicas have parameters of their own in mixed precision",
-    "_run_ddp_forward": "there is one forward for all replicas",
-    "_setup_in_backward_optimizers": "optimizers in backward are found at construction",
-    "_assign_modules_buffers": "a part of how buffers are sent",
-    "_check_comm_hook": "a part of registering a hook",
-    "_check_global_requires_backward_grad_sync": "a part of its join hook",
-    "_check_sync_bufs_post_fwd": "a part of how buffers are sent",
-    "_check_sync_bufs_pre_fwd": "a part of how buffers are sent",
-    "_default_broadcast_coalesced": "a part of how buffers are sent",
-    "_distributed_broadcast_coalesced": "a part of how buffers are sent",
-    "_get_data_parallel_params": "named_parameters() without parameters_to_ignore are they",
-    "_register_buffer_comm_hook": "rank 0 sends its buffers",
-    "_distributed_rank": "torch.distributed.get_rank(model.process_group) tells",
-    "_find_common_rank": "a part of its join hook",
-    "_set_ddp_sink_clone": "outputs are not copied",
-    "_set_sparse_metadata": "which rows are sent is found out",
-    "_sync_buffers": "a part of how buffers are sent",
-    "_sync_final_model": "a part of its join hook",
-    "_sync_module_buffers": "a part of how buffers are sent",
-    "to_kwargs": "of the time of its replicas",
-    "finalize_backward": "a round ends within its backward",
-    "require_manual_backward_finalization": "a round ends within its backward",
-    "should_finalize_after_backward": "a round ends within its backward",
+    "how its reducer is made and driven": """_build_debug_param_to_name_mapping
+        _build_params_for_reducer _ddp_init_helper _lazy_init _register_accum_grad_hook
+        _remove_autograd_hooks _setup_in_backward_optimizers _register_fused_optim""",
+    "a part of its join hook": """_check_and_sync_module_buffers _match_all_reduce_for_bwd_pass
+        _match_unused_params_allreduce _check_global_requires_backward_grad_sync _find_common_rank
+        _sync_final_model""",
+    "delayed parameters are in buckets here": """_clear_grad_buffer _delayed_all_reduce_hook
+        _register_delay_all_reduce_hook""",
+    "replicas have parameters of their own in mixed precision": """_fire_reducer_autograd_hook
+        _module_wait_for_copy_hook _root_copy_hook""",
+    "torch's compiler asks its own class": "_get_active_ddp_module _inside_ddp_forward",
+    "there is one forward for all replicas": "_post_forward _pre_forward _run_ddp_forward",
+    "a round ends within its backward, and one that failed is forgotten": """finalize_backward
+        _check_reducer_finalized _check_manual_backward_finalization_supported
+        require_manual_backward_finalization should_finalize_after_backward""",
+    "a part of how buffers are sent, by rank 0": """_assign_modules_buffers _sync_buffers
+        _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd _default_broadcast_coalesced
+        _distributed_broadcast_coalesced _register_buffer_comm_hook _sync_module_buffers""",
+    "a detail of its own": """_check_default_group _check_comm_hook _get_parameters to_kwargs
+        _log_and_throw _passing_sync_batchnorm_handle _get_data_parallel_params _distributed_rank
+        _set_ddp_sink_clone _set_sparse_metadata""",
 }
 
 #: The same for the attributes of its objects.
 NO_ATTRIBUTE = {
-    "_accum_grad_hooks": "for its reducer in Python",
-    "_bucket_config": "how its reducer is made",
-    "broadcast_bucket_size": "nothing depends on it",
-    "_ddp_sink_clone": "outputs are not copied",
-    "_delay_grad_buffer": "delayed parameters are in buckets here",
-    "_delay_grad_views": "delayed parameters are in buckets here",
-    "_lazy_init_ran": "nothing is left for the first forward",
-    "_require_manual_backward_finalization": "a round ends within its backward",
-    "_use_python_reducer": "there is no such reducer",
-    "bucket_bytes_cap": "options of the reducer tell",
-    "bucket_bytes_cap_default": "options of the reducer tell",
-    "bucket_bytes_cap_list": "options of the reducer tell",
-    "_delay_all_reduce_params": "delayed parameters are in buckets here",
-    "_delay_all_reduce_all_params": "delayed parameters are in buckets here",
-    "is_multi_device_module": "nothing depends on it",
-    "device_type": "model.device tells",
-    "named_module_buffers": "the module's own are read at each forward",
-    "modules_buffers": "the module's own are read at each forward",
-    "_comm_hooks": "model.options.hook tells",
-    "_module_parameters": "the module's own",
-    "_divide_by_initial_world_size": "a part of its join hook",
-    "_has_rebuilt_buckets": "a part of its reducer",
-    "batched_grad_copy": "nothing depends on it",
-    "lazy_bucket_allocation": "nothing depends on it",
-    "logger": "logging data are read through the wrapper",
-    "skip_all_reduce_unused_params": "nothing depends on it",
-    "use_side_stream_for_tensor_copies": "copies have a stream of their own",
+    "how its reducer is made and driven": """_accum_grad_hooks _bucket_config _lazy_init_ran
+        _use_python_reducer bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list
+        _has_rebuilt_buckets _require_manual_backward_finalization _comm_hooks logger""",
+    "delayed parameters are in buckets here": """_delay_grad_buffer _delay_grad_views
+        _delay_all_reduce_params _delay_all_reduce_all_params""",
+    "nothing depends on it": """broadcast_bucket_size is_multi_device_module batched_grad_copy
+        lazy_bucket_allocation skip_all_reduce_unused_params use_side_stream_for_tensor_copies
+        _ddp_sink_clone device_type _divide_by_initial_world_size""",
+    "the module's own": "named_module_buffers modules_buffers _module_parameters",
 }
 
 
-# --- which names there are -------------------------------------------------------------------
+def make_net() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def wrap(replicas: int, **options: Any) -> Any:
+    return wrap_module(make_net(), replicas, **options)
+
+
+def step(model: Any, rank: int = 0) -> list[Tensor]:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def _names(reasons: dict[str, str]) -> set[str]:
+    return {name for names in reasons.values() for name in names.split()}
 
 
 def _has_not(names: set[str], owner: Any) -> set[str]:
@@ -110,7 +81,7 @@ def _has_not(names: set[str], owner: Any) -> set[str]:
 
 def test_every_method_of_torch_is_here_or_has_a_reason_not_to_be() -> None:
     theirs = set(vars(nn.parallel.DistributedDataParallel)) - {"_active_ddp_module"}
-    assert _has_not(theirs, dp.DistributedDataParallel) == theirs & set(NOT_HERE)
+    assert _has_not(theirs, dp.DistributedDataParallel) == theirs & _names(NOT_HERE)
 
 
 def test_arguments_of_torch_are_here_and_have_their_places() -> None:
@@ -119,67 +90,36 @@ def test_arguments_of_torch_are_here_and_have_their_places() -> None:
     assert ours[: len(theirs)] == theirs
 
 
-def _attributes(rank: int, world_size: int) -> tuple[set[str], set[str]]:
-    theirs, ours = wrap(0), wrap(1)
+def _attributes(rank: int, world_size: int) -> None:
+    theirs, ours = wrap(0, bucket_cap_mb=1), wrap(2, bucket_cap_mb=1)
     for model in (ours, theirs):
         step(model)
-    bare = set(vars(nn.Module()))
-    names = set(vars(theirs)) - bare
-    return _has_not(names, ours), names & set(NO_ATTRIBUTE)
-
-
-def test_every_attribute_of_torch_is_here_or_has_a_reason_not_to_be(cluster: Cluster) -> None:
-    missing, known = cluster.run(_attributes, 1)[0]
-    assert missing == known
-
-
-# --- what they mean --------------------------------------------------------------------------
-
-
-def _described(rank: int, world_size: int, replicas: int) -> dict[str, Any]:
-    model = wrap(replicas, bucket_cap_mb=1)
-    return {
-        "device": model.device,
-        "require_forward_param_sync": model.require_forward_param_sync,
-        "parameters_to_ignore": model.parameters_to_ignore,
-        "join_device": model.join_device,
-        "_join_config": model._join_config,
-        "is_joinable": isinstance(model, Joinable),
-    }
+    names = set(vars(theirs)) - set(vars(nn.Module()))
+    assert _has_not(names, ours) == names & _names(NO_ATTRIBUTE)
+    for name in ("device", "require_forward_param_sync", "parameters_to_ignore", "join_device"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours._join_config == theirs._join_config and isinstance(ours, Joinable)
 
 
 def test_attributes_have_the_values_of_torch(cluster: Cluster) -> None:
-    for ours, theirs in zip(
-        cluster.run(_described, 2, 2), cluster.run(_described, 2, 0), strict=True
-    ):
-        for name, value in theirs.items():
-            assert ours[name] == value, name
+    cluster.run(_attributes, 2)
 
 
-def _static(rank: int, world_size: int) -> bool:
+def _static(rank: int, world_size: int) -> None:
     model = wrap(1)
     model._set_static_graph()
     step(model, rank)
     # Said again, it is no error.
     model._set_static_graph()
-    frozen = bool(model.reducer.options.static_graph and model.static_graph)
+    assert model.reducer.options.static_graph and model.static_graph
     late = wrap(1)
     step(late, rank)
     with pytest.raises(RuntimeError, match="must come before the first backward, but there were 1"):
         late._set_static_graph()
-    return frozen
 
 
 def test_static_graph_is_set_before_the_first_backward(cluster: Cluster) -> None:
-    assert cluster.run(_static, 2) == [True, True]
-
-
-def test_parameters_that_are_left_to_each_process() -> None:
-    net = make_net()
-    ours = dp.DistributedDataParallel
-    ours._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "1.running_var"])
-    model = ours(net, ["cpu", "cpu"])
-    assert model.parameters_to_ignore == {"0.weight", "1.running_var"}
+    cluster.run(_static, 2)
 
 
 def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from tests.optimizer_cases import (
     ours,
 )
 
+SGD: Any = torch.optim.SGD
+
 # --- the same as the plain optimizer -------------------------------------------------------------
 
 
@@ -46,24 +48,28 @@ def test_steps_equal_those_after_backward(
     twins = kind(optimizer_class, **arguments)
     twins.step()
     twins.step(without=[1, 4])
-    # The buckets are planned anew, in another order.
+    # The buckets are planned anew, in another order. One that was not told changes nothing.
     for _ in range(2):
         twins.step(THEN)
+        SGD(twins.module.parameters(), weight_decay=0.1).step()
     twins.step(FIRST, without=[5, 0])
     twins.assert_equal()
     assert all(p.grad is None for p in twins.module.parameters())
 
 
 @BOTH
-def test_other_parameters_keep_their_gradients(kind: Callable[..., BackwardTwins]) -> None:
+def test_a_step_is_one_of_its_parameters_alone(kind: Callable[..., BackwardTwins]) -> None:
     twins = kind()
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
     twins.set_gradients()
-    own = next(twins.module.parameters())
-    twins.optimizers.step([other, own])
-    assert own.grad is None and other.grad is not None
+    first, second, *_ = twins.module.parameters()
+    before = steps_of([first, second])
+    twins.optimizers.step([other, first, second])
+    assert first.grad is None and other.grad is not None
     assert torch.equal(other, torch.ones(2))
+    # It counts as a change of the bucket.
+    assert all(map(operator.ne, steps_of([first, second]), before))
 
 
 def test_one_optimizer_steps_all_of_a_bucket() -> None:
@@ -85,17 +91,7 @@ def test_one_optimizer_steps_all_of_a_bucket() -> None:
     assert list(alive) == [twins.plain]
 
 
-@BOTH
-def test_a_step_counts_as_a_change_of_the_bucket(kind: Callable[..., BackwardTwins]) -> None:
-    twins = kind()
-    twins.set_gradients()
-    first, second, *_ = twins.module.parameters()
-    before = steps_of([first, second])
-    twins.optimizers.step([first, second])
-    assert all(map(operator.ne, steps_of([first, second]), before))
-
-
-def test_groups_are_kept_and_added() -> None:
+def test_groups_are_kept_and_added_and_scheduled() -> None:
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         named = list(module.named_parameters())
         return [{"params": named[:3]}, {"params": named[3:5], "lr": 0.3, "weight_decay": 0.0}]
@@ -106,11 +102,16 @@ def test_groups_are_kept_and_added() -> None:
     )
     twins.step(without=[5])
     twins.assert_equal()
+    schedulers = []
     for optimizer, module in ((twins.plain, twins.bare), (twins.optimizers, twins.module)):
         named = list(module.named_parameters())
         optimizer.add_param_group({"params": named[5:], "lr": 0.7})
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     twins.step()
+    for scheduler in schedulers:
+        scheduler.step()
     twins.step(THEN)
+    assert twins.optimizers.param_groups[0]["lr"] == 0.005
     twins.assert_equal()
     for optimizer in (twins.plain, twins.optimizers):
         optimizer.param_groups[1]["params"].pop()
@@ -119,22 +120,8 @@ def test_groups_are_kept_and_added() -> None:
     assert list(twins.module.parameters())[4].grad is not None
 
 
-def test_schedulers() -> None:
-    twins = ours(lr=0.1)
-    schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=5)
-        for optimizer in (twins.plain, twins.optimizers)
-    ]
-    for _ in range(4):
-        twins.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert twins.plain.param_groups[0]["lr"] != 0.1
-    twins.assert_equal()
-
-
 def test_hooks() -> None:
-    twins = ours()
+    twins = ours(SGD, lr=0.1)
     seen: list[tuple[str, int]] = []
 
     def note(when: str, optimizer: Optimizer) -> None:
@@ -142,47 +129,25 @@ def test_hooks() -> None:
         members = optimizer.param_groups[0]["params"]
         seen.append((when, sum(p.grad is not None for p in members)))
 
-    twins.optimizers.register_step_pre_hook(lambda *given: note("before", given[0]))
-    twins.optimizers.register_step_post_hook(lambda *given: note("after", given[0]))
-    twins.step()
-    # The step frees the gradients.
-    assert seen == [pair for bucket in FIRST for pair in (("before", len(bucket)), ("after", 0))]
-    handle = twins.optimizers.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
-    assert "extra" in twins.optimizers.state_dict()
-    handle.remove()
-    assert "extra" not in twins.optimizers.state_dict()
-
-
-def test_a_hook_of_all_optimizers_may_change_the_gradients_of_a_bucket() -> None:
-    twins = ours(torch.optim.SGD, lr=0.1)
-    seen: list[int] = []
-
     def halve(optimizer: Optimizer, *_: Any) -> None:
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        seen.append(sum(p.grad is not None for p in members))
-        for p in members:
+        """One of all optimizers may change the gradients of a bucket."""
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
             p.grad = None if p.grad is None else p.grad / 2
 
+    twins.optimizers.register_step_pre_hook(lambda *given: note("before", given[0]))
+    twins.optimizers.register_step_post_hook(lambda *given: note("after", given[0]))
     handle = register_optimizer_step_pre_hook(halve)
     try:
         twins.step()
     finally:
         handle.remove()
     twins.assert_equal()
-    assert seen == [*map(len, FIRST), 6]
-
-
-def test_sparse_gradients() -> None:
-    p, q = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
-    optimizers = InBackwardOptimizers(torch.optim.SGD, [p], lr=0.1)
-    plain = torch.optim.SGD([q], lr=0.1)
-    for parameter in (p, q):
-        nn.functional.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
-    assert p.grad is not None and p.grad.is_sparse
-    optimizers.step([p])
-    plain.step()
-    assert_same(p.detach(), q.detach())
-    assert not torch.equal(p, torch.ones(4, 2))
+    # The step frees the gradients.
+    assert seen == [pair for bucket in FIRST for pair in (("before", len(bucket)), ("after", 0))]
+    handle = twins.optimizers.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
+    assert "extra" in twins.optimizers.state_dict()
+    handle.remove()
+    assert "extra" not in twins.optimizers.state_dict()
 
 
 def test_buckets_that_are_stepped_at_the_same_time() -> None:
@@ -210,45 +175,26 @@ def test_buckets_that_are_stepped_at_the_same_time() -> None:
     twins.assert_equal()
 
 
-# --- torch's protocol ----------------------------------------------------------------------------
-
-
-def test_without_torchs_optimizers_there_are_none() -> None:
-    assert not TorchsOptimizers(build().parameters()).found
-
-
 def test_torchs_optimizers_no_longer_step_by_themselves() -> None:
+    """A parameter may have several."""
     module = build()
-    x = torch.randn(3, 5)
-    apply_torchs(ADAMW, module.parameters(), {"lr": 0.1})
-    before = [p.detach().clone() for p in module.parameters()]
-    module(x).sum().backward()
-    assert not any(map(torch.equal, before, module.parameters()))
-    optimizers = TorchsOptimizers(module.parameters())
-    before = [p.detach().clone() for p in module.parameters()]
-    module(x).sum().backward()
-    assert_same(before, [p.detach() for p in module.parameters()])
-    optimizers.step(list(module.parameters()))
-    assert not any(map(torch.equal, before, module.parameters()))
-    # Their owner sees what was done.
-    parameter: Any = module[0].weight  # type: ignore[index]
-    assert parameter._in_backward_optimizers[0].state[parameter]["step"] == 2
-
-
-def test_several_optimizers_of_a_parameter_are_stepped() -> None:
-    module = build()
-    expected = copy.deepcopy(module)
-    classes: list[Callable[..., Optimizer]] = [torch.optim.SGD, ADAMW]
+    assert not TorchsOptimizers(module.parameters()).found
+    bare, classes = copy.deepcopy(module), (SGD, ADAMW)
     for optimizer_class in classes:
         apply_torchs(optimizer_class, module.parameters(), {"lr": 0.1})
+    plain = [optimizer_class(bare.parameters(), lr=0.1) for optimizer_class in classes]
     optimizers = TorchsOptimizers(module.parameters())
-    plain = [optimizer_class(expected.parameters(), lr=0.1) for optimizer_class in classes]
-    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
-        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    x = torch.randn(3, 5)
+    for each in (module, bare):
+        each(x).sum().backward()
+    assert_same(*[[p.detach() for p in each.parameters()] for each in (module, bare)])
     optimizers.step(list(module.parameters()))
     for optimizer in plain:
         optimizer.step()
-    assert_same(list(module.parameters()), list(expected.parameters()))
+    assert_same(*[[p.detach() for p in each.parameters()] for each in (module, bare)])
+    # Their owner sees what was done.
+    parameter: Any = module[0].weight  # type: ignore[index]
+    assert parameter._in_backward_optimizers[1].state[parameter]["step"] == 1
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -284,45 +230,27 @@ def test_copies_are_independent_and_go_on(duplicate: Callable[[Any], Any]) -> No
     other = ours()
     other.module, other.optimizers = duplicate((twins.module, twins.optimizers))
     other.bare, other.plain = copy.deepcopy((twins.bare, twins.plain))
-    other.step(THEN)
-    other.assert_equal()
-    twins.step()
-    twins.assert_equal()
+    for each in (other, twins):
+        each.step(THEN)
+        each.assert_equal()
 
 
-# --- mistakes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["ours", "torch"])
-def test_gradients_cannot_be_accumulated(kind: str) -> None:
-    module = build()
-    if kind == "torch":
-        apply_torchs(ADAMW, module.parameters(), {})
-    model = DistributedDataParallel(module, ["cpu", "cpu"])
-    if kind == "ours":
-        model.step_in_backward(ADAMW)
-    before = copy.deepcopy(module)
-    with (
-        model.no_sync(),
-        pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step"),
-    ):
-        model(torch.randn(4, 5)).sum().backward()
-    assert_same(list(before.parameters()), list(module.parameters()))
-    model(torch.randn(4, 5)).sum().backward()
-    assert not any(map(torch.equal, before.parameters(), module.parameters()))
-    model.close()
+# --- in the wrapper, and mistakes ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
-def test_what_is_in_grad_before_a_backward_is_a_part_of_the_step(kind: str) -> None:
+def test_the_wrapper_steps_with_all_that_is_in_grad(kind: str) -> None:
     module = build()
     bare = copy.deepcopy(module)
     if kind == "torch":
-        apply_torchs(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        apply_torchs(SGD, module.parameters(), {"lr": 0.1})
     model = DistributedDataParallel(module, ["cpu", "cpu"], bucket_cap_mb=0.0005)
     if kind == "ours":
-        model.step_in_backward(torch.optim.SGD, lr=0.1)
-    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+        model.step_in_backward(SGD, lr=0.1)
+    plain = SGD(bare.parameters(), lr=0.1)
+    refused = pytest.raises(RuntimeError, match=r"within no_sync\(\), but every backward is a step")
+    with model.no_sync(), refused:
+        model(torch.randn(4, 5)).sum().backward()
     for _ in range(3):
         x, y = torch.randn(4, 5), torch.randn(4, 5)
         for each in (module, bare):
@@ -331,34 +259,21 @@ def test_what_is_in_grad_before_a_backward_is_a_part_of_the_step(kind: str) -> N
             each(x).sum().backward()
         plain.step()
         plain.zero_grad()
-    for p, q in zip(module.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-        assert p.grad is None
+        for p, q in zip(module.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+            assert p.grad is None
     model.close()
 
 
-def test_the_step_of_an_ordinary_loop_is_refused() -> None:
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'parameters'"):
-        ours().optimizers.step()
-
-
-@BOTH
-def test_an_ordinary_optimizer_beside_them_changes_nothing(
-    kind: Callable[..., BackwardTwins],
-) -> None:
-    twins = kind()
-    for _ in range(2):
-        twins.step()
-        torch.optim.SGD(twins.module.parameters(), weight_decay=0.1).step()
-    twins.assert_equal()
-
-
-def test_what_cannot_be_stepped_in_parts_is_refused() -> None:
+def test_what_is_refused() -> None:
     parameters = list(build().parameters())
     with pytest.raises(ValueError, match=r"LBFGS\.step cannot be done in parts"):
         InBackwardOptimizers(torch.optim.LBFGS, parameters)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         InBackwardOptimizers(ADAMW, parameters, lr=-1)
+    # The step of an ordinary loop.
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'parameters'"):
+        ours().optimizers.step()
 
 
 def test_a_failed_step_leaves_the_other_buckets() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 import dataparallel as dp
 from tests.cluster import Cluster
@@ -112,65 +111,38 @@ def test_with_one_replica_a_cache_is_the_callers(wrapper: Any) -> None:
         assert len(caches[0].layers) == len(caches[1].layers) == 2
 
 
-@wrappers
-def test_a_cache_of_a_registered_class_is_split(wrapper: Any) -> None:
-    class Known(Cache):
-        pass
-
-    register_pytree_node(
-        Known, lambda cache: ([list(cache)], None), lambda values, _: Known(*values)
-    )
-    try:
-        bare, inner = twins(Attention, "cpu")
-        first = list(bare(tokens())["cache"])
-        model = wrapper(inner, ["cpu", "cpu"])
-        assert_all_close(_generated(model, Known(first)), _generated(bare, Known(first)))
-    finally:
-        del SUPPORTED_NODES[Known]
-
-
-class Refused:
-    """An argument that several replicas cannot have, and what the error says."""
-
-    def __init__(self, make: Callable[[Tensor], Any], match: str) -> None:
-        self.make, self.match = make, match
-
-
 def _filled(x: Tensor) -> Cache:
     return Cache([(x, x)])
 
 
-REFUSED = {
-    "cache": Refused(_filled, r"cache'\] is a Cache, .*\(5, 1, 4\).*use_cache=False.*Replicate"),
-    "nested": Refused(
+#: Arguments that several replicas cannot have, and what the error says.
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "cache": (_filled, r"cache'\] is a Cache, .*\(5, 1, 4\).*use_cache=False.*Replicate"),
+    "nested": (
         lambda x: types.SimpleNamespace(rows={"a": [Layer(x, x)]}),
         r"is a SimpleNamespace, .*register_pytree_node",
     ),
-    "empty": Refused(lambda x: Cache(), r"cache'\] is a Cache, .* written tensors into it"),
-    "in a list": Refused(lambda x: [_filled(x)], r"cache'\]\[0\] is a Cache"),
+    "empty": (lambda x: Cache(), r"cache'\] is a Cache, .* written tensors into it"),
+    "in a list": (lambda x: [_filled(x)], r"cache'\]\[0\] is a Cache"),
 }
 
 
 @wrappers
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, case: Refused) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, name: str) -> None:
     bare, inner = twins(Attention, "cpu")
     model = wrapper(inner, ["cpu", "cpu"])
-    x = tokens(0, 1)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    inner.register_forward_pre_hook(count)
-    error = RuntimeError if "written" in case.match else TypeError
-    with pytest.raises(error, match=case.match):
-        model(x, cache=case.make(x))
-    assert calls == 0 or error is RuntimeError
-    with pytest.raises(error, match=case.match):
+    x, calls = tokens(0, 1), list[Any]()
+    inner.register_forward_pre_hook(lambda module, args: calls.append(args))
+    make, message = REFUSED[name]
+    error = RuntimeError if name == "empty" else TypeError
+    with pytest.raises(error, match=message):
+        model(x, cache=make(x))
+    # Otherwise before anything runs.
+    assert bool(calls) == (name == "empty")
+    with pytest.raises(error, match=message):
         criterion: Any = lambda output, y: (output["x"] - y).pow(2).sum()  # noqa: E731
-        model.loss(criterion, {"x": x, "cache": case.make(x)}, x, weight="samples")
+        model.loss(criterion, {"x": x, "cache": make(x)}, x, weight="samples")
     assert_all_close([model(x)["x"]], [bare(x)["x"]])
     # One replica alone gets it as the bare module would.
     model(x[:1], cache=Cache())
@@ -191,48 +163,35 @@ class Vocabulary:
         self.itself = self
 
 
+class Gives(nn.Module):
+    """Returns an output and what it was given beside its input, or what is made of the output."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.make, self.seen = nn.Linear(4, 4), make, list[Any]()
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        self.seen.append(others)
+        output = self.linear(x)
+        return {"x": output, "more": self.make(output, *others)}
+
+
 @wrappers
 def test_what_is_harmless_is_shared(wrapper: Any) -> None:
-    seen: list[Any] = []
-
-    class Sees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, *others: Any) -> Any:
-            seen.append(others)
-            return self.linear(x), others
-
-    table = torch.randn(7, 4)
+    x, table = torch.randn(5, 4), torch.randn(7, 4)
     others = (
         *("name", 3, 2.5, 1j, None, b"x", True, Color.RED, torch.float32, torch.device("cpu")),
         *(torch.Size([5]), print, tokens, slice(1), object(), range(3), Cache, iter([1])),
         *(types.SimpleNamespace(width=4), Vocabulary(), Kept(table), Kept(nn.Linear(5, 5))),
         *(nn.Linear(5, 5), torch.Generator()),
     )
-    model = wrapper(Sees(), ["cpu", "cpu"])
-    _, got = model(torch.randn(5, 4), *others)
-    assert len(seen) == 2
-    for row in (*seen, got):
-        assert all(mine is given for mine, given in zip(row, others, strict=True))
-
-
-@wrappers
-def test_an_object_that_is_marked_is_shared_whatever_it_holds(wrapper: Any) -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, kept: Kept, found: Any) -> Tensor:
-            found.value.append(kept.value)
-            output: Tensor = self.linear(x)
-            return output
-
-    x, found = torch.randn(5, 4), Kept([])
-    wrapper(Looks(), ["cpu", "cpu"])(x, dp.Replicate(Kept(x)), dp.Replicate(found))
-    assert len(found.value) == 2 and all(value is x for value in found.value)
+    # What is marked is shared whatever it holds.
+    kept = Kept(x)
+    net = Gives(lambda output, *given: given)
+    got = wrapper(net, ["cpu", "cpu"])(x, *others, dp.Replicate(kept))
+    assert len(net.seen) == 2
+    for row in (*net.seen, got["more"]):
+        assert all(mine is given for mine, given in zip(row, (*others, kept), strict=True))
 
 
 RETURNED: dict[str, Callable[[Tensor], Any]] = {
@@ -244,22 +203,14 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @wrappers
-@pytest.mark.parametrize("make", RETURNED.values(), ids=RETURNED)
-def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, make: Any) -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return {"x": self.linear(x), "more": make(self.linear(x))}
-
-    x, net = torch.randn(5, 4), Returns()
+@pytest.mark.parametrize("name", RETURNED)
+def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, name: str) -> None:
+    make = RETURNED[name]
+    x, net = torch.randn(5, 4), Gives(make)
     got = wrapper(net, ["cpu", "cpu"])(x)
     torch.testing.assert_close(got["x"], net.linear(x))
     assert [type(one) for one in got["more"]] == [type(make(x[:3])), type(make(x[3:]))]
-    single = wrapper(net, ["cpu"])(x)
-    assert type(single["more"]) is type(make(x))
+    assert type(wrapper(net, ["cpu"])(x)["more"]) is type(make(x))
 
 
 def _with_processes(rank: int, world_size: int) -> None:

@@ -32,11 +32,11 @@ QUICK = (
     "tests/test_ddp_local.py",
     "tests/test_ddp_oracle.py",
     "tests/test_ddp_processes.py",
+    "tests/test_ddp_training.py",
     # Reducer.
     "tests/test_bucket_plan.py",
     "tests/test_comm_hooks.py",
     "tests/test_ddp_buffers.py",
-    "tests/test_ddp_graphs.py",
     "tests/test_optimizers_with_reducer.py",
     # Collectives.
     "tests/test_collectives_async.py",
