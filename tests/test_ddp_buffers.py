@@ -342,10 +342,10 @@ class Spread(nn.Module):
 
 
 def _spread(
-    rank: int, world_size: int, wrapper: Any, devices: Sequence[str], **options: Any
+    rank: int, world_size: int, wrapper: Any, devices: Sequence[str], options: dict[str, Any]
 ) -> list[Tensor]:
     net = Spread(*devices)
-    model = net if wrapper is None else wrapper(net, **options)
+    model = wrapper(net, **options)
     assert {str(p.device) for p in net.parameters()} == set(devices)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(4):
@@ -360,22 +360,16 @@ def _spread(
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("devices", [("virtual:0", "virtual:1"), ("cpu", "virtual:1")])
-def test_a_module_on_several_devices_is_one_replica(devices: tuple[str, str], view: bool) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_on_several_devices_is_one_replica(
+    cluster: Cluster, world_size: int, devices: tuple[str, str], view: bool
+) -> None:
     """It stays where it is."""
-    found = _spread(0, 1, dp.DistributedDataParallel, devices, gradient_as_bucket_view=view)
-    assert_all_close(found, _spread(0, 1, None, ["cpu"]))
-
-
-def _spread_in_a_process(rank: int, world_size: int, ours: bool, view: bool) -> list[Tensor]:
-    if not ours:
-        return _spread(rank, 2, nn.parallel.DistributedDataParallel, ["cpu"])
     options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0001}
-    return _spread(rank, 2, dp.DistributedDataParallel, ["virtual:0", "virtual:1"], **options)
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_modules_on_several_devices_in_two_processes(cluster: Cluster, view: bool) -> None:
-    ours = cluster.run(_spread_in_a_process, 2, True, view, virtual=True)
-    theirs = cluster.run(_spread_in_a_process, 2, False, view)
-    for mine, other in zip(ours, theirs, strict=True):
+    ours = dp.DistributedDataParallel
+    found = cluster.run(_spread, world_size, ours, devices, options, virtual=True)
+    torchs = nn.parallel.DistributedDataParallel
+    for mine, other in zip(
+        found, cluster.run(_spread, world_size, torchs, ["cpu"], {}), strict=True
+    ):
         assert_all_close(mine, other)

@@ -231,22 +231,3 @@ def _in_groups(rank: int, world_size: int) -> None:
 def test_copies_of_a_wrapper_over_a_part_of_the_processes(cluster: Cluster) -> None:
     """A copy has the same group. A pickle cannot hold it, and is given it anew."""
     cluster.run(_in_groups, 3)
-
-
-def _destroyed(rank: int, world_size: int) -> list[Tensor]:
-    group = dist.new_group([0, 1])
-    models = [
-        dp.DistributedDataParallel(make_net(), ["cpu"], process_group=g) for g in (None, group)
-    ]
-    dist.destroy_process_group()
-    loaded = [restored(model) for model in models]
-    for each in loaded:
-        backward(each, rank)
-    torch.testing.assert_close(grads(loaded[0]), grads(loaded[1]))
-    return grads(loaded[0])
-
-
-def test_wrappers_are_saved_when_the_processes_have_parted(cluster: Cluster) -> None:
-    """Without a process group each trains by itself."""
-    first, second = cluster.run(_destroyed, 2)
-    assert not torch.allclose(first[0], second[0])

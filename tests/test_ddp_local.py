@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import re
 import threading
 import time
 import weakref
@@ -14,12 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 import dataparallel as dp
 from dataparallel.reducer import round as reducer_round
 from dataparallel.reducer.buckets import local_sum
-from tests.ddp_cases import FailInBackward, Net, backward, batch, grads, one_layer, two_layers
+from tests.ddp_cases import FailInBackward, Net, backward, batch, grads, two_layers
 from tests.models import assert_all_close
 
 # --- backwards that fail -------------------------------------------------------------------------
@@ -242,43 +239,12 @@ def test_profilers_show_each_reduction() -> None:
     assert {f"reduce {bucket.name}" for bucket in model.reducer.buckets.all} <= names
 
 
-@pytest.mark.parametrize("wrap", [dp.DataParallel, dp.DistributedDataParallel])
-def test_a_shallow_copy_shares_the_module(wrap: Any) -> None:
-    net = Net("cpu", two_layers)
-    model = wrap(net, ["cpu", "cpu"])
-    backward(model(batch()).sum())
-    wanted = grads(net)
-    shallow = copy.copy(model)
-    assert shallow.module is net
-    for each in (shallow, model, shallow):
-        each.zero_grad()
-        backward(each(batch()).sum())
-        assert_all_close(grads(net), wanted)
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_module_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="uninitialized parameter"):
         dp.DistributedDataParallel(nn.LazyLinear(3), ["cpu", "cpu"])
-
-
-@pytest.mark.parametrize("level", [DebugLevel.OFF, DebugLevel.DETAIL])
-def test_messages_name_three_parameters_or_all(level: DebugLevel) -> None:
-    before = get_debug_level()
-    net = Net("cpu", one_layer)
-    net.requires_grad_(False)
-    net.layers.requires_grad_(True)
-    model = dp.DistributedDataParallel(net, ["cpu"] * 2, find_unused_parameters=False)
-    shown = r"layers\.1\.weight, layers\.1\.bias, layers\.2\.weight"
-    rest = ", layers.2.bias" if level == DebugLevel.DETAIL else " and 1 more (TORCH_DISTRIBUTED_DEB"
-    set_debug_level(level)
-    try:
-        with pytest.raises(RuntimeError, match=f": {shown}{re.escape(rest)}"):
-            backward(model(batch(), 0).sum())
-    finally:
-        set_debug_level(before)
 
 
 class ReplacesAParameter(dp.DistributedDataParallel[nn.Linear]):

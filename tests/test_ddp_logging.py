@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import Any
 
@@ -244,24 +243,6 @@ def _unused(rank: int, world_size: int, replicas: int) -> list[Any]:
 
 def test_a_round_that_has_failed_is_an_error_in_logging_data(cluster: Cluster) -> None:
     assert cluster.run(_unused, 2, 2) == cluster.run(_unused, 2, 0)
-
-
-def _hooked(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    model = wrap_module(make_net(), 2)
-    model.register_comm_hook(None, "allreduce")
-    with model.join():
-        for _ in range(2):
-            step(model)
-    return model.get_ddp_logging_data(), copy.deepcopy(model).get_ddp_logging_data()
-
-
-def test_what_became_of_a_wrapper_is_not_copied(cluster: Cluster) -> None:
-    for rank, (data, of_copy) in enumerate(cluster.run(_hooked, 2)):
-        assert (data["rank"], data["world_size"], data["num_replicas"]) == (rank, 2, 2)
-        assert data["comm_hook"] == "allreduce_hook" and data["join_uneven_inputs"] == 1
-        assert data["has_rebuilt_buckets"] == 1 and data["rebuilt_per_bucket_param_indices"]
-        assert data["unused_parameter_size"] == 0
-        assert of_copy["has_rebuilt_buckets"] == 0 and "num_buckets_reduced" not in of_copy
 
 
 def test_logging_data_without_processes() -> None:

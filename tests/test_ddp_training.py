@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -207,33 +206,6 @@ def frozen_and_thawed(wrap: Wrap, device: str) -> Results:
     return [*results, output]
 
 
-def hooks_on_parameters(wrap: Wrap, device: str) -> Results:
-    """Each sees what there is, and nothing of a parameter that was not used."""
-    net = Net(device, one_layer)
-    seen: dict[str, list[Tensor]] = {}
-
-    def tripled(name: str) -> Callable[[Tensor], Tensor]:
-        def hook(grad: Tensor) -> Tensor:
-            seen.setdefault(name, []).append(grad.clone())
-            return grad * 3
-
-        return hook
-
-    def accumulated(name: str) -> Callable[[nn.Parameter], None]:
-        return lambda p: seen.setdefault(name, []).append(p.grad.clone())  # type: ignore[union-attr]
-
-    for name, parameter in net.named_parameters():
-        parameter.register_hook(tripled(f"{name} before"))
-        parameter.register_post_accumulate_grad_hook(accumulated(f"{name} after"))
-    model = wrap(net)
-    for seed, number in enumerate((0, 1, 0, 2)):
-        backward(model(batch(device, seed), number).pow(2).sum())
-    # The wrapper has nothing to do with these.
-    backward(sum((p.pow(2).sum() for p in net.parameters()), torch.zeros((), device=device)))
-    assert "scale before" in seen
-    return [*grads(net), *(value for name in sorted(seen) for value in seen[name])]
-
-
 def an_optimizer_in_a_hook(wrap: Wrap, device: str) -> Results:
     net = Net(device, one_layer)
     for parameter in net.parameters():
@@ -289,18 +261,6 @@ def relu_first(net: Any, h: Tensor) -> Any:
     return net.layers[0](nn.functional.relu(h, inplace=True))
 
 
-def an_input_that_is_written(wrap: Wrap, device: str) -> Results:
-    front, net = encoder(device), Net(device, relu_first)
-    model, results = wrap(net), []
-    for seed in range(4):
-        with getattr(model, "no_sync", contextlib.nullcontext)() if seed == 2 else torch.no_grad():
-            results.append(model(batch(device, seed)))
-        y = model(front(batch(device, seed)))
-        backward(y.pow(2).sum())
-        results += [y, *grads(front, net)]
-    return results
-
-
 def an_input_that_grows(wrap: Wrap, device: str) -> Results:
     def forward(net: Any, h: Tensor) -> Tensor:
         h += net.scale
@@ -328,7 +288,6 @@ def one_tensor_given_twice(wrap: Wrap, device: str) -> Results:
 
 #: These hold for `DataParallel`, too; there parameters have no persistent replicas.
 WRITTEN: list[Case] = [
-    an_input_that_is_written,
     an_input_that_grows,
     one_tensor_given_twice,
 ]
@@ -343,7 +302,6 @@ CASES: list[Case] = [
     replaced_parts,
     replaced_module,
     frozen_and_thawed,
-    hooks_on_parameters,
     an_optimizer_in_a_hook,
     other_forwards_between,
     *WRITTEN,

@@ -16,7 +16,6 @@ from dataparallel.graph import functions
 from dataparallel.graph.functions import (
     Broadcast,
     Gather,
-    ReduceAddCoalesced,
     Scatter,
     connect,
     plan_buckets,
@@ -67,7 +66,7 @@ def test_a_step_over_streams_that_defer() -> None:
         torch.testing.assert_close(found, expected)
 
 
-# --- what is used, what is constant, what shares memory ------------------------------------------
+# --- what is used, and in which order it is added up ----------------------------------------------
 
 
 def test_what_nobody_used_counts_as_zero_or_has_no_gradient(slots: list[str]) -> None:
@@ -100,59 +99,6 @@ def test_sums_go_in_replica_order(slots: list[str]) -> None:
             outputs = [(copies[i] * shares[i].to(slots[i])).sum() for i in order]
             (gradient,) = torch.autograd.grad(outputs, weight, retain_graph=True)
             assert torch.equal(gradient.cpu(), expected)
-
-
-def test_broadcast_is_flat_and_constants_stay_constants(slots: list[str]) -> None:
-    weight = torch.ones(2).to(slots[0]).requires_grad_()
-    count, frozen = torch.arange(2).to(slots[0]), torch.ones(2).to(slots[0])
-    copies = apply(Broadcast, slots[:2], weight, count, frozen)
-    assert [str(copy.device) for copy in copies] == [slots[0]] * 3 + [slots[1]] * 3
-    assert [copy.tolist() for copy in copies] == [[1, 1], [0, 1], [1, 1]] * 2
-    assert [copy.requires_grad for copy in copies] == [True, False, False] * 2
-    sums = apply(ReduceAddCoalesced, slots[0], 3, *copies[:4], None, copies[5])
-    assert [total.tolist() for total in sums] == [[2, 2], [0, 1], [2, 2]]
-    assert [total.requires_grad for total in sums] == [True, False, False]
-    assert apply(ReduceAddCoalesced, slots[0], 1, None, None) == (None,)
-    assert not any(chunk.requires_grad for chunk in apply(Scatter, slots, None, 0, count))
-    assert not apply(Gather, slots[0], 0, count, count).requires_grad
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            chunks = apply(Scatter, slots[:2], None, 0, weight)
-            assert not any(chunk.requires_grad for chunk in chunks)
-            assert apply(Gather, slots[0], 0, *chunks).tolist() == [1, 1]
-
-
-def test_memory_that_is_shared(slots: list[str]) -> None:
-    """Copies share it with the original on the CPU, chunks with nobody, aliases with copies."""
-    weight = torch.ones(2, requires_grad=True)
-    copies = apply(Broadcast, ["cpu", "cpu"], weight)
-    assert {copy.data_ptr() for copy in copies} == {weight.data_ptr()}
-    loss = copies[0].square().sum()
-    with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    source = leaf(slots[0], 8, 2)
-    batch = source.sigmoid()
-    before = batch.detach().clone()
-    chunks = apply(Scatter, slots, None, 0, batch)
-    outputs = [chunk.mul_(i + 2.0) * chunk for i, chunk in enumerate(chunks)]
-    assert torch.equal(batch, before)
-    (gradient,) = torch.autograd.grad(
-        apply(Gather, slots[0], 0, *outputs).sum(), source, retain_graph=True
-    )
-    factor = torch.tensor([2.0, 2, 3, 3, 4, 4, 5, 5]).unsqueeze(1).square().to(slots[0])
-    (expected,) = torch.autograd.grad((batch.square() * factor).sum(), source)
-    torch.testing.assert_close(gradient, expected)
-    originals = [leaf(slots[0], 2, 3), leaf(slots[0], 4)]
-    values = comm.broadcast_coalesced(originals, slots)
-    for replica, row in zip(connect(values, originals), values, strict=True):
-        for alias, copy in zip(replica, row, strict=True):
-            assert alias.data_ptr() == copy.data_ptr()
-            assert alias.requires_grad and not copy.requires_grad
-            version = copy._version
-            alias.detach().add_(1)
-            assert copy._version == version + 1
 
 
 # Torch 2.11's advice about speed, once a leaf has been used on another device than its own.

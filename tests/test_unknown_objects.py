@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of, twins
 
 
@@ -211,25 +210,3 @@ def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, nam
     torch.testing.assert_close(got["x"], net.linear(x))
     assert [type(one) for one in got["more"]] == [type(make(x[:3])), type(make(x[3:]))]
     assert type(wrapper(net, ["cpu"])(x)["more"]) is type(make(x))
-
-
-def _with_processes(rank: int, world_size: int) -> None:
-    bare, inner = twins(Attention, "cpu")
-    model = dp.DistributedDataParallel(inner, ["cpu"])
-    for seed in range(2):
-        output = model(tokens(seed))
-        assert type(output["cache"]) is Cache
-        output["x"].pow(2).sum().backward()
-        bare(tokens(seed))["x"].pow(2).sum().backward()
-    assert_all_close(grads_of(inner), grads_of(bare))
-    keys, _ = next(iter(model(tokens())["cache"]))
-    with pytest.raises(RuntimeError, match="outside of the wrapper's backward"):
-        keys.sum().backward()
-    several = dp.DistributedDataParallel(twins(Attention, "cpu")[0], ["cpu", "cpu"])
-    with pytest.raises(TypeError, match="is a Cache"):
-        several(tokens(), cache=_filled(tokens()))
-    several(tokens())["x"].sum().backward()
-
-
-def test_with_processes(cluster: Cluster) -> None:
-    cluster.run(_with_processes, 2)
