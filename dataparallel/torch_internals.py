@@ -224,10 +224,8 @@ schema_named: Callable[[str, str], Any] = _private("torch._C._get_schema")
 #: The class of operators, with ``overloadpacket`` and ``decompose()``, and the schema of one.
 OpOverload: Any = _private("torch._ops.OpOverload")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-#: What ``reshape`` becomes below autograd: a view.
-reshape_alias: Any = _private("torch.ops.aten._reshape_alias")
-#: Raises unless a condition holds, of numbers that compiled code may know only when it runs.
-check: Callable[[Any, Callable[[], str]], None] = _private("torch._check")
+#: Views whose results are marked as to be conjugated or negated when they are read.
+marking_views = (_private("torch.ops.aten._conj"), _private("torch.ops.aten._neg_view"))
 
 
 # --- tensors and modules ---------------------------------------------------------------------

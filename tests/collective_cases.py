@@ -1,4 +1,4 @@
-"""Collectives with the values that plain tensor math gives them."""
+"""Collectives with the values that plain tensor math gives them, and members to call them in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.collectives import functional
+from dataparallel.collectives import LocalGroup, functional
+from dataparallel.threads.apply import apply_replicas, current_replica
 
 BITWISE = ("band", "bor", "bxor")
 EXTREMES = ("min", "max")
@@ -66,6 +67,9 @@ def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
         "bxor": torch.bitwise_xor,
     }
     return functools.reduce(pair[op], inputs)
+
+
+# --- cases -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,8 @@ def exchanges() -> list[Case]:
     """Collectives in which everybody sends to everybody."""
 
     def gives(rank: int, size: int, rows: int) -> list[int]:
-        """As many rows for a member as its distance, the rest for this one."""
-        found = [(member - rank) % size for member in range(size)]
+        """As many rows for a member as its distance, if there are so many; the rest stays."""
+        found = [(member - rank) % size * int(rows >= size * size) for member in range(size)]
         found[rank] = rows - sum(found)
         return found
 
@@ -190,6 +194,12 @@ def all_cases(dtype: torch.dtype) -> list[Case]:
     return [*copies(), *(case for op in ops_of(dtype) for case in reductions(op))]
 
 
+def differentiable(dtype: torch.dtype) -> list[Case]:
+    """Every collective with every operation that has a gradient."""
+    ops = ["sum", "avg", "product", *([] if dtype.is_complex else EXTREMES)]
+    return [*copies(), *(case for op in ops for case in reductions(op))]
+
+
 # --- layouts ---------------------------------------------------------------------------------
 
 
@@ -210,7 +220,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "sliced":
         return torch.stack([x, x], -1).flatten(-2)[..., ::2]
     if layout == "narrowed":
-        return torch.cat([x, x], 1).narrow(1, x.size(1) // 2, x.size(1)).roll(0)
+        return torch.cat([x, x], 1).narrow(1, x.size(1) // 2, x.size(1))
     if layout == "expanded":
         return x[:1].expand(x.shape)
     if layout == "conjugated":
@@ -219,12 +229,94 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return torch._neg_view(-x)
 
 
-def fault_of(found: Tensor, expected: Tensor) -> str | None:
-    """What is wrong with a result; None if it is right to the last bit."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return f"{found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-    if not found.is_contiguous():
-        return f"strides {found.stride()}"
-    if not torch.equal(found.cpu(), expected.resolve_conj().resolve_neg()):
-        return "other values"
-    return None
+# --- members ---------------------------------------------------------------------------------
+
+#: A replica that waits this long fails the test.
+GROUP = LocalGroup(30)
+
+PLACES = {
+    "cpu": ["cpu"] * 4,
+    "distinct": [f"virtual:{i}" for i in range(4)],
+    "repeated": ["virtual:1"] * 4,
+    "mixed": ["virtual:0", "cpu", "virtual:1", "virtual:0"],
+}
+
+
+def index() -> int:
+    """The replica in which a call runs."""
+    replica = current_replica()
+    assert replica is not None
+    return replica.index
+
+
+def each(slots: Sequence[str], call: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """The results of ``call``, in replica i with entry i of each column."""
+    devices = [torch.device(slot) for slot in slots]
+    calls = [lambda i=i: call(*[column[i] for column in columns]) for i in range(len(slots))]
+    return apply_replicas(calls, devices)
+
+
+def check(
+    case: Case, found: Sequence[Tensor], mine: Sequence[Tensor], xs: Sequence[Tensor], first: int
+) -> list[str]:
+    """What is wrong with results, to the last bit.
+
+    Args:
+        case: What was called.
+        found: The results of members of this process.
+        mine: What these members gave.
+        xs: What all members gave, on the host.
+        first: The number of the first member of this process.
+    """
+    faults = []
+    for i, (result, x) in enumerate(zip(found, mine, strict=True)):
+        expected = case.expected(xs, first + i)
+        if result.device != x.device:
+            faults.append(f"on {result.device}")
+        if result.dtype != expected.dtype or result.shape != expected.shape:
+            faults.append(f"{result.dtype} {tuple(result.shape)}")
+        elif not torch.equal(result.cpu(), expected.resolve_conj().resolve_neg()):
+            faults.append(f"other values at {i}")
+        if not result.is_contiguous():
+            faults.append(f"strides {result.stride()}")
+        if result.untyped_storage().nbytes() != result.numel() * result.element_size():
+            faults.append("more memory than it needs")
+        # Of no other result, and no input: those are compared after this.
+        result.zero_()
+    faults += [
+        "an input has changed, or shares memory with a result"
+        for i, x in enumerate(mine)
+        if not torch.equal(x.cpu(), xs[first + i])
+    ]
+    return [f"{case.name}: {fault}" for fault in faults]
+
+
+# --- replicas of two processes ---------------------------------------------------------------
+
+COUNTS = (2, 1)
+
+
+def everywhere(rank: int, function: Callable[[int], Any]) -> list[Any]:
+    """Call the function with the number of each member of this process, as its replicas."""
+    first, count = sum(COUNTS[:rank]), COUNTS[rank]
+    return each(["cpu"] * count, function, range(first, first + count))
+
+
+def error_of(function: Callable[[], Any]) -> tuple[str, str]:
+    """Type and message of what a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def total(rank: int, group: Any) -> list[float]:
+    """Whether a group works: six at all three members."""
+    return everywhere(
+        rank, lambda m: float(functional.all_reduce(torch.tensor(m + 1.0), "sum", group))
+    )
+
+
+def check_works(results: Sequence[list[float]]) -> None:
+    assert list(results) == [[6.0, 6.0], [6.0]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,9 +31,7 @@ VALUES = {
     "strided": torch.arange(12.0).view(3, 4)[:, ::2],
     "scalar": SCALAR,
     "empty": torch.ones(0, 3),
-    "integers": torch.arange(6).view(2, 3),
     "booleans": torch.tensor([[True, False], [False, True]]),
-    "bfloat16": torch.arange(6.0).view(2, 3).bfloat16(),
     "complex": COMPLEX,
 }
 Function = Callable[[Any], Any]
@@ -102,32 +99,28 @@ def assert_same(got: Any, expected: Any) -> None:
         assert got == expected
 
 
+def parts_of(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
 # --- views -----------------------------------------------------------------------------------
 
 VIEWS: dict[str, Function] = {
-    "alias": lambda x: torch.ops.aten.alias(x),
     "chunk": lambda x: x.chunk(2, -1),
     "contiguous": lambda x: x.contiguous() if x.is_contiguous() else x,
     "detach": lambda x: x.detach(),
     "diagonal": lambda x: x.diagonal(),
     "dtype": lambda x: x.view(torch.uint8) if x.dtype == torch.bool else x.view(torch.int16),
-    "ellipsis": lambda x: x[...],
     "expand": lambda x: x.unsqueeze(0).expand(4, *x.shape),
     "flatten": lambda x: x.transpose(0, -1).flatten() if x.dim() < 2 else x.flatten(),
     "imag": lambda x: x.imag,
     "iteration": lambda x: list(x),
-    "mT": lambda x: x.mT if x.dim() > 1 else x,
     "movedim": lambda x: x.movedim(0, -1),
-    "narrow": lambda x: x.narrow(0, 0, 1),
-    "real": lambda x: x.real,
     "select": lambda x: x[-1],
     "slice": lambda x: x[..., 1:],
     "split": lambda x: x.split([1, 2], -1),
     "strided": lambda x: torch.as_strided(x, (1,), (1,)),
     "to_same": lambda x: x.to(x.dtype),
-    "to_same_device": lambda x: x.to("cpu"),
-    "transpose": lambda x: x.T if x.dim() == 2 else x,
-    "unbind": lambda x: x.unbind(0),
     "unfold": lambda x: x.unfold(-1, 1, 1),
     "unsqueeze": lambda x: x.unsqueeze(-1).squeeze(-1),
     "view_of_view": lambda x: x[None].transpose(0, -1)[0:1].squeeze().unsqueeze(0).detach(),
@@ -141,22 +134,16 @@ def test_views_do_not_wait(value: str, inference: bool) -> None:
         for view, function in VIEWS.items():
             x, work = asynchronous(VALUES[value])
             expected = outcome(function, VALUES[value].clone())
+            assert value != "contiguous" or view == "imag" or not isinstance(expected, type)
             got = outcome(function, x)
             copies = (view, value) == ("flatten", "transposed")
             assert work.waits == copies, view
-            for part in got if isinstance(got, (list, tuple)) else [got]:
+            for part in parts_of(got):
                 assert isinstance(part, (type, Tensor if copies else AsyncCollectiveTensor)), view
             assert_same(got, expected)
             # After the wait there is nothing left to wait for, and views are plain.
             plain_of(x)
             assert work.waits == 1 and type(torch.ops.aten.alias(x)) is Tensor
-
-
-def test_most_views_are_views() -> None:
-    failed = {
-        view for view, function in VIEWS.items() if isinstance(outcome(function, MATRIX), type)
-    }
-    assert failed == {"imag"}
 
 
 # --- uses ------------------------------------------------------------------------------------
@@ -183,73 +170,46 @@ def written(x: Any) -> Any:
     return [view, column, x.clone(), view.clone()]
 
 
-def scalars(x: Any) -> Any:
-    return x[0, 0].item(), float(x[0, 1]), int(x[1, 1]), complex(x[1, 2]), bool(x[0, 0]), len(x)
-
-
 USES: dict[str, Function] = {
     "add": lambda x: x + x,
     "array": np.asarray,
     "array_of_dtype": lambda x: np.asarray(x, dtype=np.float32),
     "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
-    "cast": lambda x: x.float(),
     "cat": lambda x: torch.cat([x, x]),
-    "clone": lambda x: x.clone(),
-    "close": lambda x: torch.allclose(x, x.clone()),
     "contains": lambda x: 3.0 in x,
     "copied": copy.copy,
     "deepcopied": copy.deepcopy,
     "dlpack": lambda x: torch.utils.dlpack.from_dlpack(x),
     "equal": lambda x: torch.equal(x, MATRIX),
     "for_each": lambda x: torch._foreach_add([x, x[0]], 1),
-    "index": lambda x: x[torch.tensor([0])],
     "inner": lambda x: (x @ x.t(), x.sum(0), x.max(1)[0]),
-    "item": lambda x: scalars(x.detach()),
+    "item": lambda x: [x[0, 0].item(), float(x.detach()[0, 1]), int(x.detach()[1, 1]), len(x)],
     "list": lambda x: x.tolist(),
     "mask": lambda x: x[x > 2],
-    "memory": lambda x: [
-        x.untyped_storage().nbytes(),
-        x.data_ptr() > 0,
-        bytes(x.untyped_storage()),
-    ],
-    "numpy": lambda x: x.numpy(),
+    "memory": lambda x: [x.data_ptr() > 0, bytes(x.untyped_storage())],
     "numpy_by_force": lambda x: x[1:].numpy(force=True),
-    "on_other": lambda x: torch.zeros_like(x.detach()).add_(x.detach()),
     "pickled": lambda x: pickle.loads(pickle.dumps(x)),
-    "reshaped": lambda x: x.t().reshape(-1),
     "saved": saved,
-    "stacked": lambda x: torch.stack([x[0], x[1]]),
     "string": lambda x: f"{x.detach()[1, 2]:.3f} {x[0, 0].item():.1f}",
-    "to": lambda x: [
-        x.to(torch.float32),
-        x.to("cpu", torch.int64),
-        x.to(SCALAR),
-        x.to(x, copy=True),
-    ],
+    "to": lambda x: [x.to(torch.float32), x.to("cpu", torch.int64), x.to(x, copy=True)],
     "type_as": lambda x: [x.type_as(SCALAR), x.half(), x.type(torch.int32), x.long()],
     "where": lambda x: torch.where(x > 2, x, -x),
     "written": written,
 }
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-@contextlib.contextmanager
-def _mode(name: str) -> Iterator[None]:
-    modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-    with modes[name]():
-        yield
-
-
-@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_use_waits_once_and_is_that_of_the_plain_tensor(requires_grad: bool, mode: str) -> None:
     for use, function in USES.items():
         leaf = MATRIX.clone().requires_grad_(requires_grad)
-        with _mode(mode):
+        with MODES[mode]():
             expected = outcome(function, leaf.clone())
             x, work = asynchronous(leaf)
             got = outcome(function, x)
             assert_same(got, expected)
-            for part in got if isinstance(got, (list, tuple)) else [got]:
+            for part in parts_of(got):
                 assert use == "written" or not isinstance(part, AsyncCollectiveTensor), use
             assert work.waits == 1 or isinstance(got, type), use
             plain_of(x)
@@ -259,8 +219,7 @@ def test_a_use_waits_once_and_is_that_of_the_plain_tensor(requires_grad: bool, m
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: x.conj().imag,
-        lambda x: [x.conj().is_conj(), x.conj().imag.is_neg(), x.mH.is_conj()],
+        lambda x: [x.conj().is_conj(), x.conj().imag, x.conj().imag.is_neg(), x.mH.is_conj()],
         lambda x: x.conj().resolve_conj() * x,
         lambda x: torch.view_as_real(x.mH.resolve_conj()),
         lambda x: torch.view_as_real(x.conj()),
@@ -269,7 +228,6 @@ def test_a_use_waits_once_and_is_that_of_the_plain_tensor(requires_grad: bool, m
 def test_conjugates(use: Function) -> None:
     x, _ = asynchronous(COMPLEX)
     assert_same(outcome(use, x), outcome(use, COMPLEX.clone()))
-    plain_of(x)
 
 
 def test_made_in_inference_mode_and_used_outside() -> None:
@@ -301,8 +259,7 @@ def test_made_outside_of_inference_mode_and_waited_for_inside() -> None:
 def test_it_says_what_it_is() -> None:
     x, work = asynchronous(MATRIX)
     assert not x.completed and x.shape == (2, 3) and x.dtype == torch.double
-    assert isinstance(x, Tensor) and isinstance(x, torch_collectives.AsyncCollectiveTensor)
-    assert work.waits == 0
+    assert isinstance(x, torch_collectives.AsyncCollectiveTensor) and work.waits == 0
     assert repr(x) == str(x) == f"{x}" == f"AsyncCollectiveTensor({MATRIX!r})"
     assert x.completed and type(x.wait()) is Tensor and type(x.trigger_wait()) is Tensor
     assert work.waits == 1
@@ -318,36 +275,17 @@ def test_an_error_reaches_every_use_of_every_view() -> None:
                 use(y)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.t_(),
-        lambda x: x.unsqueeze_(0),
-        lambda x: x.resize_(3, 2),
-        lambda x: x.set_(MATRIX.clone()),
-        lambda x: setattr(x, "data", torch.ones(2)),
-    ],
-)
-def test_its_shape_and_memory_cannot_be_exchanged(change: Function) -> None:
+def test_its_shape_and_memory_cannot_be_exchanged() -> None:
     x, _ = asynchronous(MATRIX)
-    with pytest.raises(RuntimeError, match=r"belong to a collective; call .wait\(\) on it"):
-        change(x)
-    assert torch.equal(x, MATRIX)
-
-
-def test_an_out_argument_of_another_shape() -> None:
-    x, _ = asynchronous(torch.ones(0))
-    with pytest.raises(
-        RuntimeError, match=r"out has shape \(0,\), but the result has shape \(3,\)"
-    ):
-        torch.add(torch.ones(3), 1, out=x)
-
-
-def test_memory_that_is_asked_for_in_cpp_is_an_error() -> None:
-    x, _ = asynchronous(MATRIX)
+    changes: list[Function] = [lambda x: x.t_(), lambda x: x.unsqueeze_(0)]
+    for change in [*changes, lambda x: x.resize_(3, 2), lambda x: x.set_(MATRIX.clone())]:
+        with pytest.raises(RuntimeError, match=r"belong to a collective; call .wait\(\) on it"):
+            change(x)
+    with pytest.raises(AttributeError, match="data"):
+        x.data = torch.ones(2)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(x)  # type: ignore[attr-defined]
-    plain_of(x)
+    assert torch.equal(x, MATRIX)
 
 
 def test_an_operator_of_somebody_else_that_says_view_is_waited_for() -> None:
@@ -369,13 +307,9 @@ def test_data_can_be_assigned_to_another_tensor() -> None:
 # --- gradients -------------------------------------------------------------------------------
 
 
-def in_place(x: Any) -> Any:
-    return x.add_(1).mul_(x.detach() + 1) * x
-
-
-def in_place_on_a_view(x: Any) -> Any:
-    x.view(-1)[1:].mul_(3)
-    return x * x
+def changed(x: Any, change: Function, result: Function = lambda x: x * x) -> Any:
+    change(x)
+    return result(x)
 
 
 def view_of_what_changes(x: Any) -> Any:
@@ -395,11 +329,6 @@ def into_another(x: Any) -> Any:
     return y * x
 
 
-def waited_and_changed(x: Any) -> Any:
-    plain_of(x).mul_(3)
-    return x * x
-
-
 def waited_without_grad_and_changed(x: Any) -> Any:
     with torch.no_grad():
         plain = plain_of(x)
@@ -407,71 +336,26 @@ def waited_without_grad_and_changed(x: Any) -> Any:
     return x * plain
 
 
-def changed_and_waited(x: Any) -> Any:
-    x.mul_(3)
-    return plain_of(x) * x
-
-
-def parts(x: Any) -> Any:
-    a, b = x.unbind(0)
-    c, d = x.split([1, 2], 1)
-    return a * b + c.sum() + d.pow(2).sum()
-
-
-def change_through_detach(x: Any) -> Any:
-    x.detach().mul_(2)
-    return x * x
-
-
-def saved_and_changed(x: Any) -> Any:
-    y = x * x
-    x.add_(1)
+def used_and_changed(x: Any, use: Function, change: Function) -> Any:
+    y = use(x)
+    change(x)
     return y
-
-
-def saved_and_changed_by_waited(x: Any) -> Any:
-    y = x * x
-    plain_of(x).add_(1)
-    return y
-
-
-def waited_saved_and_changed(x: Any) -> Any:
-    y = plain_of(x).exp() * plain_of(x)
-    x.view(-1).add_(1)
-    return y
-
-
-def saved_and_changed_by_detached(x: Any) -> Any:
-    y = x * x
-    x.detach()[0].zero_()
-    return y
-
-
-def unbound_and_changed(x: Any) -> Any:
-    x.unbind(0)[0].add_(1)
-    return x * x
-
-
-def checkpointed(x: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(
-        lambda y: y.view(-1).sin().pow(2), x, use_reentrant=False
-    )
 
 
 GRADIENTS: list[Function] = [
-    in_place,
-    in_place_on_a_view,
+    lambda x: x.add_(1).mul_(x.detach() + 1) * x,
+    lambda x: changed(x, lambda x: x.view(-1)[1:].mul_(3)),
+    lambda x: changed(x, lambda x: plain_of(x).mul_(3)),
+    lambda x: changed(x, lambda x: x.mul_(3), lambda x: plain_of(x) * x),
+    lambda x: changed(x, lambda x: x.detach().mul_(2)),
     view_of_what_changes,
     item_assigned,
-    lambda x: (x[0].copy_(x[1].exp()), x.sin())[1],
     into_another,
-    waited_and_changed,
     waited_without_grad_and_changed,
-    changed_and_waited,
-    parts,
-    change_through_detach,
-    checkpointed,
-    lambda x: x.pow(3),
+    lambda x: x.unbind(0)[0] * x.unbind(0)[1] + x.split([1, 2], 1)[1].pow(2).sum(),
+    lambda x: torch.utils.checkpoint.checkpoint(
+        lambda y: y.view(-1).sin().pow(2), x, use_reentrant=False
+    ),
     lambda x: x.t().reshape(-1).exp(),
     lambda x: plain_of(x) * x.view(-1).view(2, 3),
     lambda x: torch.complex(x, x).real * x,
@@ -479,11 +363,13 @@ GRADIENTS: list[Function] = [
 ]
 
 ERRORS: list[Function] = [
-    saved_and_changed,
-    saved_and_changed_by_waited,
-    waited_saved_and_changed,
-    saved_and_changed_by_detached,
-    unbound_and_changed,
+    lambda x: used_and_changed(x, lambda x: x * x, lambda x: x.add_(1)),
+    lambda x: used_and_changed(x, lambda x: x * x, lambda x: plain_of(x).add_(1)),
+    lambda x: used_and_changed(
+        x, lambda x: plain_of(x).exp() * plain_of(x), lambda x: x.view(-1).add_(1)
+    ),
+    lambda x: used_and_changed(x, lambda x: x * x, lambda x: x.detach()[0].zero_()),
+    lambda x: changed(x, lambda x: x.unbind(0)[0].add_(1)),
 ]
 
 
@@ -512,13 +398,7 @@ def test_what_autograd_rejects_is_rejected(function: Function) -> None:
             derivatives(function, make)
 
 
-def test_gradcheck_of_the_edge() -> None:
-    leaf = MATRIX.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: asynchronous(t * 1)[0].view(-1).sin(), leaf)
-    assert torch.autograd.gradgradcheck(lambda t: asynchronous(t * 1)[0].view(-1).sin(), leaf)
-
-
-def test_as_a_leaf() -> None:
+def test_as_a_leaf_with_hooks() -> None:
     x, work = asynchronous(MATRIX)
     assert x.requires_grad_() is x and x.is_leaf and work.waits == 0
     seen: list[Tensor] = []
@@ -526,14 +406,9 @@ def test_as_a_leaf() -> None:
     (x.view(-1) * 3).sum().backward()
     assert work.waits == 1 and torch.equal(x.grad, torch.full_like(MATRIX, 3))
     assert torch.equal(seen[0], x.grad)
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        x.add_(1)
     with torch.no_grad():
         x.sub_(x.grad)
     assert torch.equal(x.detach(), MATRIX - 3)
-
-
-def test_hooks_and_retained_gradients_of_a_result() -> None:
     leaf = MATRIX.clone().requires_grad_()
     x, _ = asynchronous(leaf)
     x.retain_grad()
@@ -608,17 +483,11 @@ def test_other_subclasses() -> None:
     y, second = asynchronous(-MATRIX)
     view: Any = TwoTensor(x, y).view(-1)
     assert first.waits == second.waits == 0
-    assert torch.equal((view * 2).a, 2 * MATRIX.view(-1))
     assert torch.equal((view * 2).b, -2 * MATRIX.view(-1))
     assert first.waits == second.waits == 1
     mixed: Any = asynchronous(MATRIX)[0] + TwoTensor(MATRIX, -MATRIX)
     assert type(mixed) is TwoTensor
     assert torch.equal(mixed.a, 2 * MATRIX) and torch.equal(mixed.b, 0 * MATRIX)
-    mixed = TwoTensor(MATRIX, -MATRIX) * asynchronous(MATRIX)[0]
-    assert torch.equal(mixed.a, MATRIX * MATRIX) and torch.equal(mixed.b, -MATRIX * MATRIX)
-
-
-# --- threads and streams ---------------------------------------------------------------------
 
 
 def test_two_threads_use_it_at_once() -> None:
@@ -634,9 +503,6 @@ def test_two_threads_use_it_at_once() -> None:
         results = list(pool.map(use, [x, x.t()]))
     assert torch.equal(results[0], MATRIX + 1) and torch.equal(results[1], MATRIX.t() + 1)
     assert work.waits == 1
-
-
-# --- compiled --------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -662,12 +528,11 @@ def test_as_an_argument_of_a_compiled_function(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("select", [lambda t: t, lambda t: t[1:]], ids=["all", "row"])
-def test_a_compiled_function_changes_its_argument(select: Function, backend: str) -> None:
+def test_a_compiled_function_changes_its_argument(select: Function) -> None:
     torch._dynamo.reset()
     x, work = asynchronous(MATRIX)
-    torch.compile(lambda t: t.mul_(3), backend=backend, fullgraph=True)(select(x))
+    torch.compile(lambda t: t.mul_(3), backend="aot_eager", fullgraph=True)(select(x))
     expected = MATRIX.clone()
     select(expected).mul_(3)
     assert torch.equal(plain_of(x), expected) and work.waits == 1

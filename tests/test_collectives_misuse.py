@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import functools as partials
 import os
 import threading
 from collections.abc import Callable
@@ -10,44 +10,40 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-
-from dataparallel import DistributedDataParallel, parallel_apply
-from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.operations import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Gather,
-    Reduce,
-    ReduceScatter,
-    Scatter,
-    op_name,
+from torch.distributed._composable.checkpoint_activation import checkpoint as by_hooks
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
 )
+
+from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
+from dataparallel.collectives import LocalGroup
+from dataparallel.collectives import functional as f
+from dataparallel.collectives.operations import op_name
 from dataparallel.threads.meeting import RendezvousError
-from tests.models import assert_all_close
-from tests.replica_cases import GROUP, each, index, run
+from tests.collective_cases import GROUP, each, index
 from tests.virtual.oracle import run_python as python
 
 ONES = [torch.ones(4) for _ in range(3)]
-SUM = AllReduce("sum")
+WRAPPERS: list[Callable[..., Any]] = [DataParallel, DistributedDataParallel]
 
 
-def still_works() -> None:
-    """The next call, in the same threads, and soon: nobody is left waiting."""
-    assert [y.tolist() for y in run(SUM, ONES, ["cpu"] * 3)] == [[3.0] * 4] * 3
+def total(x: Tensor, group: Any = GROUP) -> Tensor:
+    return f.all_reduce(x, "sum", group)
+
+
+def replicas(call: Callable[[Tensor], Any], count: int = 3) -> list[Any]:
+    return each(["cpu"] * count, call, ONES)
 
 
 @pytest.fixture(autouse=True)
 def _works_afterwards() -> Any:
+    """The next call, in the same threads, and soon: nobody is left waiting."""
     yield
-    still_works()
-
-
-def replicas(call: Callable[..., Any], slots: tuple[str, ...] = ("cpu",) * 3) -> list[Any]:
-    return each(slots, call, [torch.ones(4, device=slot) for slot in slots])
+    assert [y.tolist() for y in replicas(total)] == [[3.0] * 4] * 3
 
 
 # --- replicas that do not agree ------------------------------------------------------------------
@@ -57,11 +53,11 @@ def replicas(call: Callable[..., Any], slots: tuple[str, ...] = ("cpu",) * 3) ->
 def test_a_replica_that_raises_releases_the_others(number: int) -> None:
     seen: list[str] = []
 
-    def call(_: Tensor) -> Tensor:
+    def call(x: Tensor) -> Tensor:
         if index() == number:
             raise KeyError("broken")
         try:
-            return GROUP.run(SUM, torch.ones(4))
+            return total(x)
         except RendezvousError as error:
             seen.append(str(error))
             raise
@@ -73,57 +69,43 @@ def test_a_replica_that_raises_releases_the_others(number: int) -> None:
     assert all("all_reduce(op='sum') of float32" in text for text in seen)
 
 
-OTHERS = {
-    "collective": (AllGather(0), torch.ones(4), r"all_gather_tensor\(dim=0\) of float32 \(4,\)"),
-    "shape": (SUM, torch.ones(5), r"all_reduce\(op='sum'\) of float32 \(5,\)"),
-    "dimensions": (SUM, torch.ones(2, 2), r"all_reduce\(op='sum'\) of float32 \(2, 2\)"),
-    "dtype": (SUM, torch.ones(4, dtype=torch.half), r"all_reduce\(op='sum'\) of float16"),
-    "operation": (AllReduce("max"), torch.ones(4), r"all_reduce\(op='max'\) of float32"),
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "collective": (
+        lambda x: f.all_gather_tensor(x, 0, GROUP),
+        r"all_gather_tensor\(dim=0\) of float32 \(4,\)",
+    ),
+    "shape": (lambda x: total(torch.ones(2, 2)), r"all_reduce\(op='sum'\) of float32 \(2, 2\)"),
+    "dtype": (lambda x: total(x.half()), r"all_reduce\(op='sum'\) of float16"),
+    "operation": (
+        lambda x: f.all_reduce(x, "max", GROUP),
+        r"all_reduce\(op='max'\) of float32",
+    ),
+    "root": (lambda x: f.reduce(x, "sum", 1, GROUP), r"reduce\(op='sum', root=1\)"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_replica_that_comes_to_another_collective(kind: str) -> None:
-    collective, tensor, text = OTHERS[kind]
-
-    def call(x: Tensor) -> Tensor:
-        return GROUP.run(collective, tensor) if index() == 1 else GROUP.run(SUM, x)
-
+    other, text = OTHERS[kind]
     with pytest.raises(RuntimeError, match=text) as caught:
-        replicas(call)
+        replicas(lambda x: other(x) if index() == 1 else total(x))
     assert "all_reduce(op='sum') of float32 (4,)" in str(caught.value)
     assert "replica 1" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "kind", [Broadcast, lambda root: Gather(0, root), lambda root: Reduce("sum", root)]
-)
-def test_another_root(kind: Callable[[int], Collective]) -> None:
-    def call(x: Tensor) -> Tensor:
-        return GROUP.run(kind(index() // 2), x)
-
-    with pytest.raises(RuntimeError, match="root=0") as caught:
-        replicas(call)
-    assert "root=1" in str(caught.value)
-
-
 def test_a_dimension_counted_from_either_end_is_the_same() -> None:
-    outputs = replicas(lambda x: GROUP.run(AllGather(-1 if index() else 0), x))
-    assert [tuple(y.shape) for y in outputs] == [(12,)] * 3
+    found = replicas(lambda x: f.all_gather_tensor(x, -1 if index() else 0, GROUP))
+    assert [tuple(y.shape) for y in found] == [(12,)] * 3
 
 
-def test_a_replica_that_returns_without_coming() -> None:
-    with pytest.raises(RendezvousError, match=r"needs all 3 replicas, but replica 2 returned"):
-        replicas(lambda x: x if index() == 2 else GROUP.run(SUM, x))
-
-
-def test_a_replica_that_calls_once_less() -> None:
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_replica_that_returns_without_coming(calls: int) -> None:
     def call(x: Tensor) -> Tensor:
-        for _ in range(3 if index() == 1 else 4):
-            x = GROUP.run(SUM, x)
+        for _ in range(calls if index() == 2 else calls + 1):
+            x = total(x)
         return x
 
-    with pytest.raises(RendezvousError, match=r"replica 1 returned without coming"):
+    with pytest.raises(RendezvousError, match=r"needs all 3 replicas, but replica 2 returned"):
         replicas(call)
 
 
@@ -137,76 +119,58 @@ def test_a_replica_that_does_not_come_in_time(late: int) -> None:
             released.wait(30)
             return x
         try:
-            return group.run(SUM, x)
+            return total(x, group)
         finally:
             released.set()
 
-    with pytest.raises(
-        TimeoutError, match=rf"all_reduce.*replica {late} did not come within 0.2 s"
-    ):
-        replicas(call, ("cpu",) * 2)
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0])
-def test_the_timeout_is_positive(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout is a positive number of seconds, but got"):
-        LocalGroup(timeout)
+    text = rf"all_reduce.*replica {late} did not come within 0.2 s"
+    with pytest.raises(TimeoutError, match=text):
+        replicas(call, 2)
 
 
 def test_no_timeout_is_too_long() -> None:
     group = LocalGroup(float("inf"))
-    assert [y.tolist() for y in each(["cpu"] * 3, lambda x: group.run(SUM, x), ONES)] == [
-        [3.0] * 4
-    ] * 3
+    assert [y.tolist() for y in replicas(lambda x: total(x, group))] == [[3.0] * 4] * 3
 
 
 # --- what a collective does not take -----------------------------------------------------------
 
-COMPLEX = torch.ones(6, dtype=torch.cfloat)
-REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
-    (ReduceScatter("sum", 0), torch.ones(4), ValueError, r"4 is no multiple of 3; pad it to 6"),
-    (Scatter(1, 0), torch.ones(3, 5), ValueError, r"5 is no multiple of 3; pad it to 6"),
-    (AllGather(1), torch.ones(4), ValueError, r"gather_dim=1 is out of range .*\(4,\).*1 dim"),
-    (AllGather(0), torch.tensor(1.0), ValueError, r"gather_dim=0 is out of range .*0 dimensions"),
-    (Gather(-2, 0), torch.ones(4), ValueError, "gather_dim=-2 is out of range"),
-    (ReduceScatter("sum", 2), torch.ones(3, 3), ValueError, "scatter_dim=2 is out of range"),
-    (Broadcast(3), torch.ones(4), ValueError, "src is a member .*from 0 to 2, but got 3"),
-    (Scatter(0, -1), torch.ones(3), ValueError, "src is a member .*from 0 to 2, but got -1"),
-    (Reduce("sum", 3), torch.ones(4), ValueError, "dst is a member .*from 0 to 2, but got 3"),
-    (Gather(0, 9), torch.ones(4), ValueError, "dst is a member .*from 0 to 2, but got 9"),
-    (AllToAll(((1, 1),), ((2, 2),)), torch.ones(4), ValueError, "each of the 3 members.*1, 1"),
-    (AllToAll(((1, 1, 1),), ((1, 1, 1),)), torch.ones(4), ValueError, r"3 rows together.*has 4"),
-    (AllToAll(((4, 1, -1),), ((4, 1, -1),)), torch.ones(4), ValueError, "at least 0"),
-    (AllToAll(((2, 1, 1),), ((1, 2, 1),)), torch.ones(4), ValueError, "gives 1 rows to member 0"),
-    (AllToAll(((0, 0, 0),), ((0, 0, 0),)), torch.tensor(1), ValueError, "has none"),
-    (AllReduce("band"), torch.ones(4), ValueError, "'band' combines the bits of integers"),
-    (Reduce("bxor", 0), COMPLEX, ValueError, "'bxor' combines the bits of integers"),
-    (AllReduce("avg"), torch.ones(4).bool(), ValueError, "'avg' has no mean of booleans"),
-    (AllReduce("min"), COMPLEX, ValueError, "'min' needs an order, which complex"),
-    (ReduceScatter("max", 0), COMPLEX, ValueError, "'max' needs an order, which complex"),
-    (SUM, [1.0, 2.0], TypeError, "all_reduce takes a tensor, but got list"),
-    (Broadcast(0), None, TypeError, "broadcast takes a tensor, but got NoneType"),
-    (SUM, torch.eye(3).to_sparse(), ValueError, r"layout torch.sparse_coo; pass x.to_dense\(\)"),
+V, R = ValueError, RuntimeError
+REFUSED: list[tuple[type[Exception], str, Any]] = [
+    (V, "4 is no multiple of 3; pad it", lambda x: f.reduce_scatter_tensor(x, "sum", 0, GROUP)),
+    (V, "5 is no multiple of 3; pad it", lambda x: f.scatter(torch.ones(3, 5), 1, 0, GROUP)),
+    (V, r"gather_dim=1 is out of .*\(4,\)", lambda x: f.all_gather_tensor(x, 1, GROUP)),
+    (V, "gather_dim=-2 is out of range", lambda x: f.gather(x, -2, 0, GROUP)),
+    (V, "scatter_dim=2 is out of range", lambda x: f.scatter(x, 2, 0, GROUP)),
+    (V, "src is .* from 0 to 2, but got 3", lambda x: f.broadcast(x, 3, GROUP)),
+    (V, "src is .* from 0 to 2, but got -1", lambda x: f.scatter(x, 0, -1, GROUP)),
+    (V, "dst is .* from 0 to 2, but got 3", lambda x: f.reduce(x, "sum", 3, GROUP)),
+    (V, "each of the 3 members.*1, 1", lambda x: f.all_to_all_single(x, [1, 1], [2, 2], GROUP)),
+    (V, "3 rows together.*has 4", lambda x: f.all_to_all_single(x, [1] * 3, [1] * 3, GROUP)),
+    (V, "at least 0", lambda x: f.all_to_all_single(x, [4, 1, -1], [4, 1, -1], GROUP)),
+    (V, "gives 1 rows to member 0", lambda x: f.all_to_all_single(x, [2, 1, 1], [1, 2, 1], GROUP)),
+    (V, "'min' needs an order", lambda x: f.all_reduce(x.to(torch.cfloat), "min", GROUP)),
+    (R, "bitwise_and.* not implemented", lambda x: f.all_reduce(x, "band", GROUP)),
+    (R, "can't be cast|Boolean", lambda x: f.all_reduce(x.bool(), "avg", GROUP)),
+    (TypeError, "takes a tensor, .* list", lambda x: f.all_reduce([1.0, 2.0], "sum", GROUP)),
+    (V, r"sparse_coo; pass x.to_dense\(\)", lambda x: total(torch.eye(3).to_sparse())),
+    (V, "got a nested one; pad it first", lambda x: total(nested(x, x[:2]))),
 ]
 
 
-@pytest.mark.parametrize(("collective", "tensor", "kind", "text"), REFUSED)
-def test_what_a_collective_does_not_take(
-    collective: Collective, tensor: Any, kind: type[Exception], text: str
-) -> None:
+def nested(*rows: Tensor) -> Tensor:
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
+@pytest.mark.parametrize(("kind", "text", "call"), REFUSED)
+def test_what_a_collective_does_not_take(kind: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(kind, match=text):
-        replicas(lambda _: GROUP.run(collective, tensor))
+        replicas(call)
 
 
 def test_a_fault_of_one_replica_names_it() -> None:
     with pytest.raises(ValueError, match=r"(?s)src is a member.*in replica 1 on device cpu$"):
-        replicas(lambda x: GROUP.run(Broadcast(7 if index() == 1 else 0), x))
-
-
-def test_nested_tensors_are_refused() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="a dense tensor, but got a nested one; pad it first"):
-        replicas(lambda _: GROUP.run(SUM, nested))
+        replicas(lambda x: f.broadcast(x, 7 if index() == 1 else 0, GROUP))
 
 
 @pytest.mark.parametrize("op", ["mean", "", "premul_sum", None, 3])
@@ -222,65 +186,156 @@ def test_a_thread_that_is_no_replica_is_alone() -> None:
     found: list[Any] = []
 
     def other() -> None:
-        found.append((GROUP.size(), GROUP.rank(), GROUP.run(SUM, torch.ones(2)).tolist()))
+        found.append((GROUP.size(), GROUP.rank(), total(torch.ones(2)).tolist()))
 
     def call(x: Tensor) -> Tensor:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(30)
-        return GROUP.run(SUM, x)
+        return total(x)
 
-    replicas(call, ("cpu",) * 2)
+    replicas(call, 2)
     assert found == [(1, 0, [1.0, 1.0])] * 2
 
 
 def test_calls_within_calls_have_groups_of_their_own() -> None:
-    def inner(x: Tensor) -> Tensor:
-        return GROUP.run(SUM, x)
-
     def outer(x: Tensor) -> Any:
-        before = GROUP.run(SUM, x)
-        within = parallel_apply([inner] * 2, [x] * 2, devices=["cpu"] * 2)
-        return before.tolist(), [y.tolist() for y in within], GROUP.run(SUM, x).tolist()
+        before = total(x)
+        within = parallel_apply([total] * 2, [x] * 2, devices=["cpu"] * 2)
+        return before.tolist(), [y.tolist() for y in within], total(x).tolist()
 
     assert replicas(outer) == [([3.0] * 4, [[2.0] * 4] * 2, [3.0] * 4)] * 3
 
 
+def call_transformed(transform: Callable[[Any], Any], _: Tensor) -> Any:
+    return transform(total)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_transforms_and_traces_around_the_parallel_call() -> None:
-    def call(x: Tensor) -> Tensor:
-        first, _ = parallel_apply([lambda x: GROUP.run(SUM, x)] * 2, [x, x], devices=["cpu"] * 2)
+def test_transforms_and_traces() -> None:
+    def around(x: Tensor) -> Tensor:
+        first, _ = parallel_apply([total] * 2, [x, x], devices=["cpu"] * 2)
         result: Tensor = first
         return result
 
-    with pytest.raises(RuntimeError, match="transform"):
-        torch.func.vmap(call)(torch.ones(3, 2))
-    with pytest.raises(RuntimeError, match="transform"):
-        torch.jit.trace(call, torch.ones(2))
+    def trace(call: Callable[[Tensor], Tensor]) -> Any:
+        return torch.jit.trace(call, torch.ones(2))
 
+    def vmap(call: Callable[[Tensor], Tensor]) -> Any:
+        return torch.func.vmap(call)(torch.ones(3, 2))
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_transforms_and_traces_within_a_replica() -> None:
-    def vmapped(x: Tensor) -> Any:
-        return torch.func.vmap(lambda row: GROUP.run(SUM, row))(x.unsqueeze(0))
-
-    def traced(x: Tensor) -> Any:
-        return torch.jit.trace(lambda y: GROUP.run(SUM, y), x)
-
-    for call in (vmapped, traced):
+    for transform in (vmap, trace):
+        with pytest.raises(RuntimeError, match="transform"):
+            transform(around)
         with pytest.raises(RuntimeError, match=r"torch.func transform or torch.jit.trace"):
-            replicas(call)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_transforms_of_a_group_of_one() -> None:
+            replicas(partials.partial(call_transformed, transform))
+    # A group of one may be transformed.
     x = torch.arange(3.0)
-    for collective in (SUM, AllReduce("product"), AllGather(0), Scatter(0, 0)):
-        jacobian = torch.func.jacrev(functools.partial(GROUP.run, collective))(x)
-        torch.testing.assert_close(jacobian, torch.eye(3))
-    for collective in (SUM, AllReduce("product"), AllGather(0)):
-        traced = torch.jit.trace(lambda y, c=collective: GROUP.run(c, y), x)
-        torch.testing.assert_close(traced(x + 1), x + 1)
+    for call in (total, lambda x: f.all_gather_tensor(x, 0, GROUP)):
+        torch.testing.assert_close(torch.func.jacrev(call)(x), torch.eye(3))
+        torch.testing.assert_close(torch.jit.trace(call, x)(x + 1), x + 1)
+
+
+# --- what runs forward again -------------------------------------------------------------------
+
+
+def doubled(x: Tensor) -> Tensor:
+    return total(x * 2)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+class Saving(Doubled):
+    """With other hooks above those of the checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+def _early_stop(x: Tensor) -> Any:
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        return checkpoint(doubled, x, use_reentrant=False)
+
+
+def _recompute(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, Callable[[Tensor], Any]] = {
+    "reentrant": lambda x: checkpoint(doubled, x, use_reentrant=True),
+    "not reentrant": lambda x: checkpoint(doubled, x, use_reentrant=False),
+    "without early stop": _early_stop,
+    "selective": lambda x: checkpoint(
+        doubled,
+        x,
+        use_reentrant=False,
+        context_fn=partials.partial(create_selective_checkpoint_contexts, _recompute),
+    ),
+    "sequential": lambda x: checkpoint_sequential([doubled] * 3, 2, x, use_reentrant=False),
+    "module hooks": lambda x: by_hooks(Doubled())(x),
+    "module hooks below others": lambda x: by_hooks(Saving())(x),
+}
+
+
+class Net(nn.Linear):
+    """Calls something with what it computes, in forward."""
+
+    def __init__(self, call: Callable[[Tensor], Any]) -> None:
+        super().__init__(3, 3)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_checkpoint_within_a_replica(kind: str, wrapper: Callable[..., Any]) -> None:
+    model = wrapper(Net(CHECKPOINTS[kind]), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"all_reduce over replicas .*activation checkpointing"):
+        model(torch.randn(4, 3))
+    x = torch.randn(4, 3, requires_grad=True)
+    # A group of one may be recomputed.
+    CHECKPOINTS[kind](x).sum().backward()
+    factor = 8 if kind == "sequential" else 2
+    torch.testing.assert_close(x.grad, torch.full_like(x, factor))
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of somebody else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return doubled(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(doubled(leaf), leaf, grad)[0]
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(total)
+    return x * 2
+
+
+@pytest.mark.parametrize("call", [Recomputed.apply, hooked])
+@pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_other_code_that_runs_in_backward(
+    wrapper: Callable[..., Any], slots: list[str], call: Any
+) -> None:
+    model = wrapper(Net(call).to(slots[0]), slots)
+    loss = model(torch.randn(4, 3, device=slots[0])).sum()
+    with pytest.raises(RuntimeError, match="all_reduce over replicas was called in backward"):
+        loss.backward()
 
 
 # --- interrupts ----------------------------------------------------------------------------------
@@ -290,35 +345,33 @@ INTERRUPTED = """
     import os, signal, threading, time
     import torch
     from dataparallel import DataParallel
-    from dataparallel.collectives.operations import AllReduce
-    from dataparallel.collectives.local_group import LocalGroup
+    from dataparallel.collectives import LocalGroup, all_reduce
     from dataparallel.threads.apply import current_replica
 
     group = LocalGroup(60)
 
     class Net(torch.nn.Module):
-        def forward(self, x, size, stuck):
-            total = group.run(AllReduce("sum"), torch.ones(size))
+        def forward(self, x, stuck):
+            total = all_reduce(torch.ones(4), "sum", group)
             if stuck and current_replica().index == 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 while True:
                     time.sleep(0.01)
-            return x + group.run(AllReduce("sum"), total)[:1]
+            return x + all_reduce(total, "sum", group)[:1]
 
     model = DataParallel(Net(), ["cpu"] * 3)
-    for size in (4,):
-        begin = time.monotonic()
-        try:
-            model(torch.zeros(3, 1), size, True)
-        except KeyboardInterrupt:
-            print("interrupted")
-        assert time.monotonic() - begin < 30, "the interrupt released nobody"
-        assert model(torch.zeros(3, 1), size, False).tolist() == [[9.0]] * 3
-        names = "more than at first"
-        # The interrupted thread ends once it has been told, for which nobody waits.
-        while len(names) != 3 and time.monotonic() - begin < 30:
-            names = [t.name for t in threading.enumerate() if t.name.startswith("dataparallel")]
-        assert len(names) == 3, names
+    begin = time.monotonic()
+    try:
+        model(torch.zeros(3, 1), True)
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert time.monotonic() - begin < 30, "the interrupt released nobody"
+    assert model(torch.zeros(3, 1), False).tolist() == [[9.0]] * 3
+    names = "more than at first"
+    # The interrupted thread ends once it has been told, for which nobody waits.
+    while len(names) != 3 and time.monotonic() - begin < 30:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("dataparallel")]
+    assert len(names) == 3, names
     print("usable")
 """
 
@@ -328,26 +381,3 @@ def test_ctrl_c_releases_replicas_in_a_collective() -> None:
     result = python(INTERRUPTED)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "interrupted\nusable\n"
-
-
-def test_an_interrupted_module_works_in_the_next_call(slots: list[str]) -> None:
-    class Net(nn.Linear):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fails and index() == 1:
-                raise ValueError("broken")
-            return GROUP.run(SUM, super().forward(x))
-
-    net = Net(3, 3).to(slots[0])
-    model = DistributedDataParallel(net, slots[:2])
-    x = torch.randn(4, 3, device=slots[0])
-    expected = model(x)
-    for _ in range(3):
-        net.fails = True
-        with pytest.raises(ValueError, match="broken\nin replica 1"):
-            model(x)
-        net.fails = False
-        output = model(x)
-        assert_all_close([output], [expected])
-        output.sum().backward()

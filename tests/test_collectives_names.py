@@ -1,14 +1,17 @@
 """Code written for torch's functional collectives runs with only the import changed.
 
-Oracle: torch's module: its signatures, and its results.
+Oracle: torch's modules: their signatures, and their results. In place too, and in traces.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,37 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dataparallel import collectives
+from dataparallel.collectives import traceable_collective_remaps
 from tests.cluster import Cluster
-from tests.test_collectives_tracing import numbers, world
-
-NAMES = [
-    "all_gather_inplace",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_single",
-    "all_gather_single_autograd",
-    "all_gather_single_coalesced",
-    "all_gather_tensor",
-    "all_gather_tensor_autograd",
-    "all_gather_tensor_inplace",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_inplace",
-    "all_to_all_inplace",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
-    "broadcast",
-    "permute_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter_single_autograd",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_autograd",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_tensor_inplace",
-    "wait_tensor",
-]
+from tests.test_collectives_tracing import compiled, compiler, numbers, world
 
 
 def theirs() -> ModuleType:
@@ -55,39 +33,44 @@ def theirs() -> ModuleType:
     return functional_collectives
 
 
+OURS = {"gather", "reduce", "scatter", "traceable_collective_remaps", "Group", "HybridGroup"}
+OURS |= {"AsyncCollectiveTensor", "LocalGroup", "SyncBatchNorm", "CollectiveMismatch", "named"}
+# A name that torch has since 2.14.
+OURS |= {"reduce_scatter_inplace", "set_checks"}
+NAMES = sorted(set(collectives.__all__) - OURS)
+
+ALIASES = {
+    "all_gather_single": "all_gather_tensor",
+    "all_gather_single_autograd": "all_gather_tensor",
+    "all_gather_tensor_autograd": "all_gather_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "all_to_all_single_autograd": "all_to_all_single",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_autograd": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_those_of_torch(name: str) -> None:
-    if not hasattr(theirs(), name):
-        pytest.skip(f"this version of torch has no {name}")
-    expected = inspect.signature(getattr(theirs(), name)).parameters
     found = inspect.signature(getattr(collectives, name)).parameters
+    # Some versions of torch lack some names.
+    expected = inspect.signature(getattr(theirs(), name, getattr(collectives, name))).parameters
     assert list(found) == list(expected)
     kinds = [(each.kind, each.default) for each in found.values()]
     assert kinds == [(each.kind, each.default) for each in expected.values()]
 
 
 def test_everything_is_exported() -> None:
-    ours = {"gather", "reduce", "scatter", "traceable_collective_remaps", "Group"}
-    ours |= {"AsyncCollectiveTensor", "HybridGroup", "LocalGroup", "SyncBatchNorm"}
-    # A name that torch has since 2.14.
-    ours |= {"CollectiveMismatch", "named", "reduce_scatter_inplace", "set_checks"}
-    assert set(collectives.__all__) == {*NAMES, *ours}
+    assert len(NAMES) == 24 and set(collectives.__all__) >= OURS
     assert collectives.__all__ == sorted(collectives.__all__)
-    assert all(hasattr(collectives, name) for name in collectives.__all__)
-
-
-def test_other_names_are_the_same_functions() -> None:
-    assert collectives.all_gather_single is collectives.all_gather_tensor
-    assert collectives.all_gather_single_autograd is collectives.all_gather_tensor
-    assert collectives.all_gather_tensor_autograd is collectives.all_gather_tensor
-    assert collectives.reduce_scatter_single is collectives.reduce_scatter_tensor
-    assert collectives.reduce_scatter_single_autograd is collectives.reduce_scatter_tensor
-    assert collectives.reduce_scatter_tensor_autograd is collectives.reduce_scatter_tensor
-    assert collectives.all_to_all_single_autograd is collectives.all_to_all_single
-    assert collectives.all_gather_single_coalesced is collectives.all_gather_into_tensor_coalesced
-    assert (
-        collectives.reduce_scatter_single_coalesced is collectives.reduce_scatter_tensor_coalesced
-    )
+    for name, same in ALIASES.items():
+        assert getattr(collectives, name) is getattr(collectives, same)
+    # Torch's table has some that are no collectives.
+    remaps = theirs().traceable_collective_remaps
+    missing = {function.__name__ for function in remaps.keys() - traceable_collective_remaps.keys()}
+    assert missing <= {"isend", "irecv", "batch_isend_irecv"}
 
 
 def test_import_leaves_the_compiler_out() -> None:
@@ -101,8 +84,7 @@ def test_import_leaves_the_compiler_out() -> None:
 # --- programs --------------------------------------------------------------------------------
 
 
-def with_positions(funcol: Any, x: Tensor, group: Any) -> list[Tensor]:
-    """A program, with arguments by their positions."""
+def program(funcol: Any, x: Tensor, group: Any) -> list[Tensor]:
     size = dist.get_world_size()
     gets = gives = [x.size(0) // size] * size
     return [
@@ -123,73 +105,26 @@ def with_positions(funcol: Any, x: Tensor, group: Any) -> list[Tensor]:
     ]
 
 
-def with_names(funcol: Any, x: Tensor, group: Any) -> list[Tensor]:
-    """The same with arguments by their names, and with torch's other names."""
-    size = dist.get_world_size()
-    gets = gives = [x.size(0) // size] * size
-    splits = {"output_split_sizes": gets, "input_split_sizes": gives}
-    common = {"group": group, "tag": ""}
-    many = [x, x + 1]
-    return [
-        funcol.all_reduce(self=x, reduceOp="sum", **common),
-        funcol.broadcast(self=x, src=1, **common),
-        funcol.all_gather_tensor_autograd(self=x, gather_dim=1, **common),
-        funcol.reduce_scatter_tensor_autograd(self=x, reduceOp="sum", scatter_dim=1, **common),
-        funcol.all_to_all_single(self=x, **splits, **common),
-        funcol.all_to_all_single_autograd(self=x, **splits, **common),
-        *funcol.all_reduce_coalesced(self=many, reduceOp="sum", **common),
-        *funcol.all_gather_into_tensor_coalesced(self=many, **common),
-        *funcol.reduce_scatter_tensor_coalesced(
-            inputs=[x, x + 1], reduceOp="sum", scatter_dim=[0, 1], **common
-        ),
-        funcol.permute_tensor(self=x[0], src_dst=[*range(1, size), 0], **common),
-        funcol.wait_tensor(tensor=funcol.all_reduce(x, "sum", group)),
-    ]
-
-
-def in_place(funcol: Any, x: Tensor, group: Any) -> list[Tensor]:
-    size = dist.get_world_size()
-    long, short = (
-        x.new_empty(size * x.size(0), x.size(1)),
-        x.new_empty(x.size(0) // size, x.size(1)),
-    )
-    parts = [torch.empty_like(x) for _ in range(size)]
-    return [
-        funcol.all_reduce_inplace(x.clone()),
-        funcol.all_reduce_inplace(x.clone(), "max", group, False, ""),
-        funcol.all_gather_tensor_inplace(long, x),
-        funcol.all_gather_tensor_inplace(x.new_empty(x.size(0), size * x.size(1)), x, gather_dim=1),
-        funcol.reduce_scatter_tensor_inplace(short, x, group=group),
-        funcol.all_to_all_inplace(torch.empty_like(x), x),
-        *funcol.all_gather_inplace(parts, x, group),
-    ]
-
-
-def run_both(rank: int, world_size: int) -> list[tuple[str, int]]:
+def run_both(rank: int, world_size: int) -> list[int]:
     wrong = []
     # Whole numbers: sums are exact in any order.
     x = numbers(rank, 4, 4).mul(8).round()
     groups: list[Any] = [world(), world().group_name, list(range(world_size))]
     groups.append(dist.device_mesh.init_device_mesh("cpu", (world_size,)))
-    for program in (with_positions, with_names, in_place):
-        with warnings.catch_warnings():
-            # Of torch: names that it wants to give up.
-            warnings.simplefilter("ignore", FutureWarning)
-            expected = program(theirs(), x, world())
-        for group in groups:
-            found = program(collectives, x, group)
-            for i, pair in enumerate(zip(found, expected, strict=True)):
-                if not torch.equal(*map(collectives.wait_tensor, pair)):
-                    wrong.append((program.__name__, i))
+    with warnings.catch_warnings():
+        # Of torch: names that it wants to give up.
+        warnings.simplefilter("ignore", FutureWarning)
+        expected = program(theirs(), x, world())
+    for group in groups:
+        for i, pair in enumerate(zip(program(collectives, x, group), expected, strict=True)):
+            if not torch.equal(*map(collectives.wait_tensor, pair)):
+                wrong.append(i)
     return wrong
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs_for_torch(cluster: Cluster, world_size: int) -> None:
     assert cluster.run(run_both, world_size) == [[]] * world_size
-
-
-# --- permutations ----------------------------------------------------------------------------
 
 
 def permute(rank: int, world_size: int) -> list[list[float]]:
@@ -206,13 +141,14 @@ def permute(rank: int, world_size: int) -> list[list[float]]:
         (grad,) = torch.autograd.grad(found, leaf, torch.full_like(found, rank + 1))
         assert grad.tolist() == [src_dst[rank] + 1.0] * 2
         results.append(found.tolist())
+    for src_dst in ([0], [0, 3, 1], [-1, 0, 1], [0, 1, 0, 1]):
+        with pytest.raises(ValueError, match=r"each of the 3 members, .* from 0 to 2, but got \["):
+            collectives.permute_tensor(x, src_dst, world())
     matrix = torch.full((2, 3, 2), float(rank))
     turned = collectives.permute_tensor(matrix.transpose(0, 1), [2, 0, 1], world())
     assert torch.equal(turned, torch.full((3, 2, 2), float((rank + 1) % 3)))
     scalar = collectives.permute_tensor(torch.tensor(float(rank)), [2, 0, 1], world())
     assert scalar.shape == () and scalar.item() == (rank + 1) % 3
-    rows = collectives.permute_tensor(matrix, [1, 1, 1], world())
-    assert rows.shape == ((6, 3, 2) if rank == 1 else (0, 3, 2))
     return results
 
 
@@ -223,56 +159,192 @@ def test_some_get_several_tensors_or_none(cluster: Cluster) -> None:
     assert third == [[2.0, -1.0], [], [1.0, 0.0, 2.0, -1.0, 3.0, -2.0], []]
 
 
-def permute_wrongly(rank: int, world_size: int) -> int:
-    for src_dst in ([0], [0, 2], [-1, 0], [0, 1, 0]):
-        with pytest.raises(
-            ValueError, match=r"for each of the 2 members, .* from 0 to 1, but got \[.*\]"
-        ):
-            collectives.permute_tensor(torch.ones(2), src_dst, world())
-    return 1
+# --- in place --------------------------------------------------------------------------------
 
 
-def test_members_that_do_not_exist(cluster: Cluster) -> None:
-    assert cluster.run(permute_wrongly, 2) == [1, 1]
+#: Calls for two members: a function of torch.distributed, its tensors, further arguments.
+IN_PLACE: list[tuple[str, Callable[[Tensor], Any], dict[str, Any]]] = [
+    ("all_reduce", lambda x: [x], {}),
+    ("all_reduce", lambda x: [x[0, 0]], {"op": dist.ReduceOp.MAX}),
+    ("all_reduce", lambda x: [x], {"op": dist.ReduceOp.PRODUCT, "group": None, "async_op": False}),
+    ("all_gather_into_tensor", lambda x: [x.repeat(2, 1), x], {}),
+    ("all_gather_single", lambda x: [x.repeat(2, 1), x], {}),
+    ("_all_gather_base", lambda x: [x.repeat(2, 1), x], {}),
+    ("reduce_scatter_tensor", lambda x: [x[:2].clone(), x], {}),
+    ("reduce_scatter_tensor", lambda x: [x[:2].clone(), x], {"op": dist.ReduceOp.MIN}),
+    ("reduce_scatter_single", lambda x: [x[:2].clone(), x], {}),
+    ("_reduce_scatter_base", lambda x: [x[:2].clone(), x], {}),
+    ("reduce_scatter", lambda x: [x.clone(), [x, x + 1]], {}),
+    ("reduce_scatter", lambda x: [x[0, 0], [x[1, 1], x[2, 2]]], {"op": dist.ReduceOp.MAX}),
+    ("all_to_all_single", lambda x: [x + 1, x], {}),
+    (
+        "all_to_all_single",
+        lambda x: [x + 1, x],
+        {"output_split_sizes": [], "input_split_sizes": []},
+    ),
+    ("all_to_all_single", lambda x: [x + 1, x], {"output_split_sizes": [2, 2]}),
+    ("all_gather", lambda x: [[x + 1, x + 2], x], {}),
+    ("all_gather", lambda x: [[x[0, 0], x[1, 1]], x[2, 2]], {}),
+]
 
 
-# --- what is no dense tensor -----------------------------------------------------------------
+def call_in_place(
+    function: Any, tensors: Callable[[Tensor], Any], rest: dict[str, Any], x: Tensor
+) -> list[Tensor]:
+    """What is in all tensors after the call."""
+    given = [
+        [each.clone() for each in part] if isinstance(part, list) else part.clone()
+        for part in tensors(x)
+    ]
+    function(*given, **rest)
+    return [each for part in given for each in (part if isinstance(part, list) else [part])]
 
 
-def give_no_dense_tensors(rank: int, world_size: int) -> int:
-    for group in (world(), "local"):
-        with pytest.raises(TypeError, match="all_reduce takes a tensor, but got int"):
-            collectives.all_reduce(5, "sum", group)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="all_gather_tensor takes a tensor, but got list"):
-            collectives.all_gather_tensor([torch.ones(2)], 0, group)  # type: ignore[arg-type]
-        match = (
-            r"broadcast .*takes a dense tensor, but got .* torch.sparse_coo; pass .*to_dense\(\)"
-        )
-        with pytest.raises(ValueError, match=match):
-            collectives.broadcast(torch.eye(2).to_sparse(), 0, group)
-    return 1
+def compare_in_place(rank: int, world_size: int) -> list[str]:
+    x = numbers(rank, 4, 3)
+    covered = set()
+    splits = [[1, 3], [3, 1]][rank]
+    uneven = {"output_split_sizes": splits, "input_split_sizes": splits}
+    for name, tensors, rest in [*IN_PLACE, ("all_to_all_single", lambda x: [x + 1, x], uneven)]:
+        # Some names are newer than the oldest torch.
+        function: Any = getattr(dist, name, None)
+        if function is None:
+            continue
+        covered.add(function)
+        with warnings.catch_warnings():
+            # Of torch: names that it wants to give up.
+            warnings.simplefilter("ignore", FutureWarning)
+            expected = call_in_place(function, tensors, rest, x)
+        run = functools.partial(call_in_place, traceable_collective_remaps[function], tensors, rest)
+        traced = make_fx(run)(x)
+        assert "torch.ops._c10d_functional.wait_tensor" in traced.code, name
+        for found in (run(x), traced(x)):
+            assert all(map(torch.equal, found, expected)), (name, rest, found, expected)
+    return [function.__name__ for function in traceable_collective_remaps.keys() - covered]
 
 
-def test_only_dense_tensors(cluster: Cluster) -> None:
-    assert cluster.run(give_no_dense_tensors, 1) == [1]
+def test_each_entry_does_what_the_original_does(cluster: Cluster) -> None:
+    assert cluster.run(compare_in_place, 2) == [[], []]
 
 
-def test_split_sizes_are_whole_numbers() -> None:
-    with pytest.raises(TypeError, match=r"output_split_sizes has whole numbers .* got \[1\.0\]"):
-        collectives.all_to_all_single(torch.ones(1), [1.0], [1], "local")  # type: ignore[list-item]
+def go_further(rank: int, world_size: int) -> bool:
+    of_rank = numbers(rank, 4)
+    every = [numbers(r, 4) for r in range(world_size)]
+    # A column of a matrix.
+    matrix = torch.zeros(4, 2, dtype=torch.double)
+    column = matrix[:, 0].copy_(of_rank)
+    assert collectives.all_reduce_inplace(column, dist.ReduceOp.AVG) is column
+    assert torch.allclose(matrix[:, 0], torch.stack(every).mean(0))
+    assert matrix[:, 1].count_nonzero() == 0
+
+    leaf = numbers(rank, 2, 3).requires_grad_()
+    wide = torch.zeros(2, 3 * world_size, dtype=torch.double)
+    collectives.all_gather_tensor_inplace(wide, leaf, gather_dim=1)
+    wide.pow(2).sum().backward()
+    assert torch.allclose(leaf.grad, 2 * world_size * leaf)  # type: ignore[arg-type]
+
+    # Which some backends take, and gloo does not.
+    stacked = torch.zeros(world_size, 4, dtype=torch.double)
+    collectives.all_gather_tensor_inplace(stacked, of_rank)
+    assert torch.equal(stacked, torch.stack(every))
+    chunk = torch.zeros(4, dtype=torch.double)
+    collectives.reduce_scatter_tensor_inplace(chunk, stacked, "max")
+    return torch.equal(chunk, stacked[rank])
 
 
-def test_bad_lists_are_refused() -> None:
-    good, odd = torch.ones(2), torch.ones(2, dtype=torch.complex64)
-    with pytest.raises(TypeError, match="self is a list of tensors, but got a tensor"):
-        collectives.all_reduce_coalesced(good, "sum", "local")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="but got a list with int in it"):
-        collectives.all_gather_into_tensor_coalesced([good, 1], "local")  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"the operation 'max' needs an order"):
-        collectives.all_reduce_coalesced([good, odd], "max", "local")
-    with pytest.raises(ValueError, match="reduceOp is one of sum"):
-        collectives.all_reduce_coalesced([good], "mean", "local")
-    with pytest.raises(ValueError, match=r"one dimension for each of the 2 tensors, but got \[0\]"):
-        collectives.reduce_scatter_tensor_coalesced([good, good], "sum", [0], "local")
-    with pytest.raises(ValueError, match=r"scatter_dim=3 is out of range"):
-        collectives.reduce_scatter_tensor_coalesced([good, good], "sum", [0, 3], "local")
+def test_more_than_the_original(cluster: Cluster) -> None:
+    assert cluster.run(go_further, 3) == [True] * 3
+    assert collectives.all_reduce_inplace(torch.ones(2), group="local").tolist() == [1.0, 1.0]
+
+
+def compile_some(rank: int, world_size: int) -> bool:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        collectives.all_reduce_inplace(y, dist.ReduceOp.MAX)
+        rows = y.new_empty(world_size * y.size(0), y.size(1))
+        collectives.all_gather_tensor_inplace(rows, y)
+        parts = [torch.empty_like(y) for _ in range(world_size)]
+        collectives.all_gather_inplace(parts, x)
+        chunk = torch.empty_like(y)
+        collectives.reduce_scatter_tensor_inplace(chunk, rows, "sum")
+        moved = torch.empty_like(chunk)
+        collectives.all_to_all_inplace(moved, chunk)
+        collectives.reduce_scatter_inplace(chunk, parts)
+        return torch.cat([y, moved, chunk, *parts])
+
+    x = numbers(rank, 4, 3)
+    with compiler():
+        return torch.equal(compiled(function)(x), function(x))
+
+
+def test_compiled(cluster: Cluster) -> None:
+    assert cluster.run(compile_some, 2) == [True, True]
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+X = torch.ones(4, 3)
+Mistake = Callable[[Any], object]
+MISTAKES: list[tuple[type[Exception], str, Mistake]] = [
+    (ValueError, r"async_op=True: ", lambda m: m.all_reduce_inplace(X, async_op=True)),
+    (ValueError, r"async_op=True: ", lambda m: m.all_gather_inplace([X, X], X, async_op=True)),
+    (
+        ValueError,
+        r"output_tensor has shape \(3,\) .* but the result has \(8, 3\)",
+        lambda m: m.all_gather_tensor_inplace(torch.ones(3), X),
+    ),
+    (
+        ValueError,
+        r"output_tensor has shape \(8, 3\) .* but the result has \(4, 6\)",
+        lambda m: m.all_gather_tensor_inplace(torch.ones(8, 3), X, gather_dim=1),
+    ),
+    (
+        ValueError,
+        r"output has .*dtype torch.float64, but the result has .* torch.float32",
+        lambda m: m.reduce_scatter_tensor_inplace(torch.ones(2, 3).double(), X),
+    ),
+    (
+        ValueError,
+        r"input of shape \(3,\) cannot be divided .* for 2 members; pass input_split_sizes",
+        lambda m: m.all_to_all_inplace(torch.ones(2), torch.ones(3), [1, 1]),
+    ),
+    (ValueError, "argument 2 is shorter", lambda m: m.all_gather_inplace([X, X, X], X)),
+    (ValueError, r"tensor_list\[0\] has shape", lambda m: m.all_gather_inplace([X, X], X.t())),
+    (ValueError, "1 is no multiple of 2", lambda m: m.reduce_scatter_inplace(X, [X])),
+    (ValueError, "reduceOp is one of sum, .* 'mean'", lambda m: m.all_reduce_inplace(X, "mean")),
+    (ValueError, "given both or not", lambda m: m.all_to_all_single(X, None, [2, 2], world())),
+    (TypeError, "all_reduce takes a tensor", lambda m: m.all_reduce(5, "sum", world())),
+    (TypeError, "all_gather_tensor takes a t", lambda m: m.all_gather_tensor([X], 0, world())),
+    (ValueError, r"pass x.to_dense\(\)", lambda m: m.broadcast(X.to_sparse(), 0, world())),
+    (
+        ValueError,
+        "needs an order",
+        lambda m: m.all_reduce_coalesced([X.to(torch.cfloat)], "max", "local"),
+    ),
+    (
+        ValueError,
+        "argument 2 is shorter",
+        lambda m: m.reduce_scatter_tensor_coalesced([X, X], "sum", [0], "local"),
+    ),
+    (
+        ValueError,
+        "scatter_dim=3 is out of range",
+        lambda m: m.reduce_scatter_tensor_coalesced([X, X], "sum", [0, 3], "local"),
+    ),
+]
+
+
+def make_mistakes(rank: int, world_size: int) -> list[str]:
+    faults = []
+    for kind, match, call in MISTAKES:
+        try:
+            call(collectives)
+            faults.append(f"{match}: taken")
+        except kind as error:
+            if not re.search(match, str(error)):
+                faults.append(f"{match}: {error}")
+    return faults
+
+
+def test_mistakes(cluster: Cluster) -> None:
+    assert cluster.run(make_mistakes, 2) == [[], []]

@@ -1,288 +1,328 @@
-"""Collectives over process groups: the values of plain tensor math, for any tensor."""
+"""Collectives over process groups that others leave, come late to, or call differently."""
 
 from __future__ import annotations
 
-import math
-import operator
-import warnings
-from collections.abc import Callable, Sequence
-from functools import reduce
+import _thread
+import datetime
+import itertools
+import os
+import signal
+import subprocess
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as torch_functional
-from torch import Tensor
 
-from dataparallel.collectives import functional
+import dataparallel
+from dataparallel.collectives import CollectiveMismatch, functional, named, set_checks
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of, report
+from dataparallel.comm.link import ProcessLink
 from tests import collective_cases as cases
-from tests.bit_cases import random_bits
-from tests.cluster import Cluster
-
-Faults = list[str]
-
-#: How many processes, where their tensors are, and over which backend; "vccl" takes no host memory.
-PLACES = [(2, "cpu", "gloo"), (3, "cpu", "gloo"), (2, "virtual:1", "gloo")]
-PLACES += [(2, "virtual:1", "vccl")]
+from tests.cluster import Cluster, RankDied
+from tests.process_groups import new_group
 
 
-def check(
-    rank: int, case: cases.Case, xs: Sequence[Tensor], what: object, group: Any = None
-) -> Faults:
-    """Run a case with this process's tensor; what is wrong with the result, or with the input."""
-    mine, before = xs[rank], xs[rank].clone()
-    found = functional.wait_tensor(case.call(mine, group or dist.group.WORLD))
-    faults = [cases.fault_of(found, case.expected([x.cpu() for x in xs], rank))]
-    if found.device != mine.device:
-        faults.append(f"on {found.device}")
-    if found.untyped_storage()._cdata == mine.untyped_storage()._cdata:
-        faults.append("in the memory of the input")
-    if not torch.equal(mine, before):
-        faults.append("wrote to the input")
-    return [f"{what} {case.name}: {fault}" for fault in faults if fault is not None]
+def total(group: dist.ProcessGroup | None = None) -> float:
+    return float(functional.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD))
 
 
-# --- values ----------------------------------------------------------------------------------
+# --- what happens between the launch and the wait --------------------------------------------
 
 
-def run_all(rank: int, world_size: int, device: str, dtypes: list[torch.dtype]) -> Faults:
+def overwrite(rank: int, world_size: int) -> list[str]:
+    """Write to the input before the other process has come; nothing may show in the results."""
+    control = new_group()
+    xs = [cases.numbers(i, torch.float32) for i in range(world_size)]
     faults = []
-    for dtype in dtypes:
-        xs = [cases.numbers(i, dtype).to(device) for i in range(world_size)]
-        for case in cases.all_cases(dtype):
-            faults += check(rank, case, xs, dtype)
+    for case in (*cases.copies(), *cases.reductions("sum"), *cases.reductions("max")):
+        for late in range(world_size):
+            mine = xs[rank].clone()
+            if rank == late:
+                dist.barrier(control)
+            found = case.call(mine, dist.group.WORLD)
+            mine.fill_(77)
+            if rank != late:
+                dist.barrier(control)
+            found = functional.wait_tensor(found)
+            faults += cases.check(case, [found], [xs[rank]], xs, rank)
     return faults
 
 
-@pytest.mark.parametrize(("size", "device", "backend"), [(1, "cpu", "gloo"), *PLACES])
-def test_every_collective_operation_and_dtype(
-    cluster: Cluster, size: int, device: str, backend: str
-) -> None:
-    dtypes = cases.DTYPES if device == "cpu" else [torch.float32, torch.int16, torch.complex64]
-    virtual = device != "cpu"
-    for faults in cluster.run(run_all, size, device, dtypes, virtual=virtual, backend=backend):
-        assert not faults
-
-
-def run_in_a_part(rank: int, world_size: int) -> Faults:
-    group = dist.new_group([1, 3])
+def wait_in_another_order(rank: int, world_size: int) -> list[str]:
+    """And launch in one mode, wait in another one, in other threads."""
     faults = []
-    if rank in (1, 3):
-        for dtype in (torch.float32, torch.complex64):
-            xs = [cases.numbers(i, dtype) for i in range(2)]
-            for case in cases.all_cases(dtype):
-                faults += check(rank // 2, case, xs, dtype, group)
+    xs = [cases.numbers(i, torch.float32) for i in range(world_size)]
+    chosen = [*cases.copies(), *cases.reductions("avg")]
+    modes = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+    for launch_in, wait_in in itertools.product(modes, modes):
+        with launch_in():
+            launched = [case.call(xs[rank], dist.group.WORLD) for case in chosen]
+        waited: list[torch.Tensor] = []
+
+        def wait(launched: Any, waited: list[torch.Tensor], mode: Any) -> None:
+            with mode():
+                waited.extend(functional.wait_tensor(each) for each in reversed(launched))
+
+        thread = threading.Thread(target=wait, args=(launched, waited, wait_in))
+        thread.start()
+        thread.join()
+        for case, found in zip(reversed(chosen), waited, strict=True):
+            with torch.inference_mode(found.is_inference()):
+                fault = cases.check(case, [found], [xs[rank]], xs, rank)
+            faults += [f"{launch_in.__name__}, {wait_in.__name__}, {x}" for x in fault]
+    return faults
+
+
+def drop_without_a_wait(rank: int, world_size: int) -> list[str]:
+    for _ in range(50):
+        functional.all_reduce(torch.ones(1000), "sum", dist.group.WORLD)
     dist.barrier()
-    return faults
+    return [] if total() == world_size else ["another result"]
 
 
-def test_members_are_counted_within_the_group(cluster: Cluster) -> None:
-    for faults in cluster.run(run_in_a_part, 4):
-        assert not faults
+@pytest.mark.parametrize("kind", [overwrite, wait_in_another_order, drop_without_a_wait])
+def test_between_launch_and_wait(cluster: Cluster, kind: Any) -> None:
+    assert cluster.run(kind, 2) == [[], []]
 
 
-def use_a_group_for_another_device(rank: int, world_size: int) -> None:
-    group = dist.new_group(backend="cuda:gloo")
-    with pytest.raises(ValueError, match="has backends for cuda, but the tensor is on cpu; move"):
-        functional.all_reduce(torch.ones(1), "sum", group)
-    with pytest.raises(ValueError, match=r"to_dense\(\)"):
-        functional.all_reduce(torch.eye(2).to_sparse(), "sum", dist.group.WORLD)
+def interrupt(rank: int, world_size: int) -> list[float]:
+    control = new_group()
+    if rank == 1:
+        dist.barrier(control)
+    found = functional.all_reduce(torch.tensor([1.0 + rank]), "avg", dist.group.WORLD)
+    if rank == 0:
+        threading.Timer(0.1, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            functional.wait_tensor(found)
+        dist.barrier(control)
+    values: list[float] = found.tolist()
+    return values
+
+
+def test_a_wait_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
+    assert cluster.run(interrupt, 2) == [[1.5], [1.5]]
+
+
+# --- others that do not come -----------------------------------------------------------------
+
+
+def wait_for_nobody(rank: int, world_size: int) -> list[str]:
+    control = new_group()
+    calls: list[Any] = [
+        lambda x, group: functional.all_reduce(x, "sum", group),
+        lambda x, group: functional.all_gather_tensor(x, 1, group),
+        lambda x, group: functional.all_to_all_single(x, None, None, group),
+        lambda x, group: functional.broadcast(x, 1, group),
+    ]
+    messages = []
+    groups = [new_group(timeout=datetime.timedelta(seconds=1)) for _ in calls]
+    for group in groups:
+        set_checks("off", group)
+    if rank == 0:
+        pairs = zip(calls, groups, strict=True)
+        for result in [call(torch.ones(4, 3), group) for call, group in pairs]:
+            for _ in range(2):
+                # Again at every use: what is in the memory is not the result.
+                with pytest.raises(CollectiveTimeout, match=r"rank 1 did not come") as raised:
+                    result.sum()
+                messages.append(str(raised.value))
+                assert raised.value.__cause__ is not None
+    dist.barrier(control)
+    return [group.group_name for group in groups] if rank == 1 else messages
+
+
+def test_a_process_that_does_not_come_is_named(cluster: Cluster) -> None:
+    messages, names = cluster.run(wait_for_nobody, 2)
+    operations = ["all_reduce", "all_gather_tensor", "all_to_all_single", "broadcast"]
+    for i, (operation, name) in enumerate(zip(operations, names, strict=True)):
+        assert messages[2 * i] == messages[2 * i + 1]
+        assert messages[2 * i].startswith(
+            f"rank 0: {operation} of a tensor (4, 3) of float32 (collective 1) for "
+            f"'process group {name}' over 2 processes did not complete within"
+        )
+
+
+def lose_a_process(rank: int, world_size: int) -> str:
+    assert total() == 2
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(
+        (CollectiveError, CollectiveTimeout), match=r"rank 1 \(process \d+ on .*\) has ended"
+    ):
+        functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD).sum()
+    with pytest.raises((CollectiveError, CollectiveTimeout), match="rank 1") as raised:
+        functional.all_gather_tensor(torch.ones(5), 0, dist.group.WORLD).sum()
+    return str(raised.value)
+
+
+def test_a_process_that_ended_is_named(cluster: Cluster) -> None:
+    message, ended = cluster.run(lose_a_process, 2, timeout=20, expect_errors=True)
+    assert isinstance(ended, RankDied)
+    assert isinstance(message, str), message
+    assert "all_gather_tensor of a tensor (5,) of float32 (collective 3)" in message
+
+
+def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[str, float]:
+    link = ProcessLink(purpose="test", timeout=30)
+    members = new_group([0, 1])
+    done = new_group()
+    if rank < 2:
+        assert total(members) == 2
+    if rank == 1:
+        if late:
+            dist.barrier(done)
+        report(ZeroDivisionError("no data"), "the forward of layer 3")
+    elif late:
+        dist.barrier(done)
+    else:
+        # Until it is known here.
+        threading.Event().wait(0.5)
+    started = time.monotonic()
+    text = ""
+    if rank == 0:
+        with pytest.raises(CollectiveError, match="was given up after") as raised:
+            total(members)
+        text = str(raised.value)
+        assert raised.value.failure is not None and raised.value.failure.rank == 1
+        with pytest.raises(CollectiveError, match=r"make a new group[\s\S]*no data"):
+            total(members)
+    seconds = time.monotonic() - started
     dist.barrier()
+    link.close()
+    return text, seconds
 
 
-def test_tensors_that_no_backend_takes_are_refused(cluster: Cluster) -> None:
-    cluster.run(use_a_group_for_another_device, 2)
+@pytest.mark.parametrize("late", [False, True])
+def test_the_error_of_another_process_ends_a_wait(cluster: Cluster, late: bool) -> None:
+    text, seconds = cluster.run(wait_for_one_that_raised, 3, late)[0]
+    assert "all_reduce of a tensor (1,) of float32 (collective 2) for 'process group" in text
+    assert "rank 1 (process " in text
+    assert "failed in the forward of layer 3: ZeroDivisionError: no data" in text
+    assert seconds < 5
 
 
-def run_layouts(rank: int, world_size: int) -> Faults:
-    faults = []
-    for dtype in (torch.float32, torch.int16, torch.complex64):
-        for layout in cases.layouts_of(dtype):
-            xs = [cases.laid_out(cases.numbers(i, dtype), layout) for i in range(world_size)]
-            # Only one process has the layout.
-            xs = [x if i == 0 else x.clone().contiguous() for i, x in enumerate(xs)]
-            for case in cases.all_cases(dtype):
-                faults += check(rank, case, xs, f"{dtype} {layout}")
-    image = torch.randn(12, 12, 2, 2).to(memory_format=torch.channels_last)
-    for case in cases.all_cases(torch.float32):
-        if "avg" not in case.name and "product" not in case.name:
-            faults += check(rank, case, [image] * world_size, "channels_last")
-    return faults
-
-
-def test_any_strides_and_lazy_bits(cluster: Cluster) -> None:
-    for faults in cluster.run(run_layouts, 2):
-        assert not faults
-
-
-SMALL = [(), (1,), (0,), (0, 3), (3, 0), (1, 1, 1)]
-
-
-def run_small(rank: int, world_size: int) -> Faults:
-    faults = []
-    for shape in SMALL:
-        for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
-            xs = [cases.numbers(i, dtype, shape) for i in range(world_size)]
-            for case in cases.all_cases(dtype):
-                plain = case.name.split()[0] in ("all_reduce", "reduce", "broadcast", "permute")
-                if plain or (shape == (3, 0) and case.name.endswith(" 1")):
-                    faults += check(rank, case, xs, f"{dtype} {shape}")
-    scalar = functional.all_gather_tensor(torch.tensor(float(rank)), 0, dist.group.WORLD)
-    faults += [] if scalar.tolist() == list(map(float, range(world_size))) else ["scalars"]
-    nothing = torch.empty(0, 4)
-    rows = [rank if member == 0 else 0 for member in range(world_size)]
-    from_each = list(range(world_size)) if rank == 0 else [0] * world_size
-    mine = torch.full((rank, 4), float(rank))
-    found = functional.all_to_all_single(mine, from_each, rows, dist.group.WORLD)
-    expected = torch.cat([torch.full((i, 4), float(i)) for i in range(world_size)])
-    faults += [] if torch.equal(found, expected if rank == 0 else nothing) else ["rows"]
-    return faults
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_scalars_and_tensors_without_elements(cluster: Cluster, world_size: int) -> None:
-    for faults in cluster.run(run_small, world_size):
-        assert not faults
-
-
-# --- what backends cannot reduce -------------------------------------------------------------
-
-INTEGERS = [*cases.EXACT[1:], torch.uint16, torch.uint32, torch.uint64]
-INTEGER_OPS: dict[str, Callable[[int, int], int]] = {
-    "sum": operator.add,
-    "product": operator.mul,
-    "min": min,
-    "max": max,
-}
-
-
-def integers(rank: int, dtype: torch.dtype) -> Tensor:
-    limits = torch.iinfo(dtype)
-    values = [limits.min, limits.max, limits.max // 2 + 1, 0, 1, limits.max - rank]
-    return torch.tensor(values[rank:] + values[:rank], dtype=dtype)
-
-
-def wrapped(value: int, dtype: torch.dtype) -> int:
-    limits = torch.iinfo(dtype)
-    span: int = 2 ** int(limits.bits)
-    return (value - int(limits.min)) % span + int(limits.min)
-
-
-def reduce_integers(rank: int, world_size: int, device: str) -> Faults:
-    faults = []
-    for dtype in INTEGERS:
-        parts = [integers(i, dtype).tolist() for i in range(world_size)]
-        for op, pair in INTEGER_OPS.items():
-            mine = integers(rank, dtype).to(device)
-            found = functional.all_reduce(mine, op, dist.group.WORLD).tolist()
-            columns = zip(*parts, strict=True)
-            if found != [wrapped(reduce(pair, column), dtype) for column in columns]:
-                faults.append(f"{op} of {dtype}: {found}")
-    # All combinations of True and False in three processes; the bytes, of which any looks True.
-    bools = (torch.arange(8) >> rank & 1).bool()
-    rows = [[i >> r & 1 for r in range(world_size)] for i in range(8)]
-    some, every = [int(any(row)) for row in rows], [int(all(row)) for row in rows]
-    right = {"sum": some, "max": some, "bor": some, "product": every, "min": every, "band": every}
-    for op, expected in {**right, "bxor": [sum(row) % 2 for row in rows]}.items():
-        result = functional.all_reduce(bools.to(device), op, dist.group.WORLD)
-        if result.cpu().view(torch.uint8).tolist() != expected:
-            faults.append(f"{op} of bools")
-    return faults
-
-
-SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 3e-45]
-FLOATS = [*cases.FLOATING, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-def reduce_floats(rank: int, world_size: int, device: str) -> Faults:
-    """All combinations of special values, and random bits; signs of zeros too."""
-    faults = []
-    table = torch.cartesian_prod(*[torch.tensor(SPECIAL)] * world_size).view(-1, world_size)
-    for dtype in FLOATS:
-        xs = [
-            torch.cat([table[:, i].to(dtype), random_bits(i, (100,), dtype)])
-            for i in range(world_size)
-        ]
-        xs = [torch.cat([x] * world_size) for x in xs]
-        for op, fold in (("min", torch.minimum), ("max", torch.maximum)):
-            expected = reduce(fold, [x.double() for x in xs])
-            mine = xs[rank].to(device)
-            total = functional.all_reduce(mine, op, dist.group.WORLD).cpu().double()
-            torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
-            rows = functional.all_gather_tensor(total[None].to(device), 0, dist.group.WORLD)
-            if len(set(map(str, rows.tolist()))) > 1:
-                faults.append(f"{op} of {dtype} differs between processes")
-            if dtype in cases.FLOATING:
-                chunk = functional.reduce_scatter_tensor(mine, op, 0, dist.group.WORLD)
-                right = expected.chunk(world_size)[rank]
-                torch.testing.assert_close(
-                    chunk.cpu().double(), right, rtol=0, atol=0, equal_nan=True
-                )
-    small = torch.tensor([1.0, 1.0, 448.0 * rank]).to(torch.float8_e4m3fn)
-    total = functional.all_reduce(small.to(device), "sum", dist.group.WORLD)
-    faults += [] if total.float().tolist()[:2] == [world_size] * 2 else ["sum of float8"]
-    return faults
-
-
-@pytest.mark.parametrize("kind", [reduce_integers, reduce_floats])
-@pytest.mark.parametrize(("size", "device", "backend"), PLACES)
-def test_reductions_that_no_backend_has(
-    cluster: Cluster, kind: Any, size: int, device: str, backend: str
-) -> None:
-    for faults in cluster.run(kind, size, device, virtual=device != "cpu", backend=backend):
-        assert not faults
-
-
-# --- torch's own -----------------------------------------------------------------------------
-
-Call = Callable[[Any, Tensor, Any], Tensor]
-
-
-def calls_that_torch_has() -> dict[str, Call]:
-    """Calls of a module, ours or torch's, with a tensor and a group."""
-    found: dict[str, Call] = {
-        "all_to_all": lambda m, x, group: m.all_to_all_single(x, None, None, group),
-        "broadcast": lambda m, x, group: m.broadcast(x, group.size() - 1, group),
-        "permute": lambda m, x, group: m.permute_tensor(
-            x.flatten(), [*range(1, group.size()), 0], group
-        ),
-    }
-    for op in ("sum", "SUM", "product", "min", "max"):
-        found[f"all_reduce {op}"] = _all_reduce(op)
-    for dim in (0, 1):
-        found[f"all_gather {dim}"] = _all_gather(dim)
-        found[f"reduce_scatter {dim}"] = _reduce_scatter(dim)
+def go_on_after_an_error(rank: int, world_size: int) -> float:
+    """An error of a process outside of the group ends no wait, nor does one that is over."""
+    link = ProcessLink(purpose="test", timeout=30)
+    world = dist.group.WORLD
+    assert world is not None and total() == world_size
+    members = new_group([0, 1])
+    if rank == 2:
+        report(ZeroDivisionError("no data"), "the forward of layer 3")
+    else:
+        # Until it is known here.
+        deadline = time.monotonic() + 10
+        while not failures_of(world).while_waiting() and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+        if rank == 1:
+            # Slow, but on its way.
+            threading.Event().wait(0.5)
+        assert total(members) == 2
+    dist.barrier()
+    link.close()
+    again = ProcessLink(purpose="test", timeout=30)
+    if rank == 1:
+        threading.Event().wait(0.5)
+    found = total()
+    again.close()
     return found
 
 
-def _all_reduce(op: str) -> Call:
-    return lambda m, x, group: m.all_reduce(x, op, group)
+def test_an_error_of_no_concern_ends_no_wait(cluster: Cluster) -> None:
+    assert cluster.run(go_on_after_an_error, 3) == [3, 3, 3]
 
 
-def _all_gather(dim: int) -> Call:
-    return lambda m, x, group: m.all_gather_tensor(x, dim, group)
+def wait_for_one_that_is_busy(rank: int, world_size: int) -> tuple[float, list[float]]:
+    """Rank 1 is stopped while rank 0 waits for it in a step."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    model = dataparallel.DistributedDataParallel(net, ["cpu"], timeout=20)
+    model(torch.ones(2, 1)).sum().backward()
+    assert total() == 2
+    started = time.monotonic()
+    if rank == 1:
+        wakes = f"sleep 6; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", wakes]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    model.zero_grad()
+    model(torch.full((2, 1), rank + 1.0)).sum().backward()
+    seconds = time.monotonic() - started
+    assert total() == 2
+    assert net.weight.grad is not None
+    return seconds, net.weight.grad.flatten().tolist()
 
 
-def _reduce_scatter(dim: int) -> Call:
-    return lambda m, x, group: m.reduce_scatter_tensor(x, "sum", dim, group)
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_process_that_is_stopped_for_a_while_is_waited_for(cluster: Cluster) -> None:
+    """Its silence was once a failure after a quarter of the time limit, and at least 5 s."""
+    for seconds, gradients in cluster.run(wait_for_one_that_is_busy, 2):
+        assert seconds > 5.2
+        assert gradients == [3.0]
 
 
-def compare_with_torch(rank: int, world_size: int) -> Faults:
-    # Torch renames some.
-    warnings.simplefilter("ignore", FutureWarning)
-    faults = []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
-        x = cases.numbers(rank, dtype)
-        for name, call in calls_that_torch_has().items():
-            ours = functional.wait_tensor(call(functional, x, dist.group.WORLD))
-            theirs = call(torch_functional, x, dist.group.WORLD)
-            if not torch.equal(ours, torch_functional.wait_tensor(theirs)):
-                faults.append(f"{name} {dtype}")
-    return faults
+# --- others that call something else ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_results_are_those_of_torch(cluster: Cluster, world_size: int) -> None:
-    for faults in cluster.run(compare_with_torch, world_size):
-        assert not faults
+def call_differently(rank: int, world_size: int) -> list[str]:
+    """Each time the group works again. Beside these, tests/faults/test_mismatch.py."""
+    group = new_group()
+    set_checks("always", group)
+    x = torch.ones(4)
+    texts = []
+    for number in range(8):
+        calls: list[Any] = [
+            lambda n: functional.all_reduce(x, "max" if n else "sum", group),
+            lambda n: functional.all_to_all_single(x, [2, 2], [1, 3] if n else [2, 2], group),
+        ]
+        with named("tokens"), pytest.raises(CollectiveMismatch) as raised:
+            calls[number % 2](rank)
+        texts.append(str(raised.value))
+        assert total(group) == world_size
+    set_checks("off", group)
+    assert total(group) == world_size
+    return texts
+
+
+def test_different_collectives_are_named_by_all(cluster: Cluster) -> None:
+    first, second = cluster.run(call_differently, 2)
+    assert first == second
+    assert "rank 0: tokens: all_reduce(op='sum') of float32 (4,)" in first[0]
+    assert "rank 1: tokens: all_reduce(op='max') of float32 (4,)" in first[0]
+    assert "as number 13 of" in first[6] and "all processes can go on" in first[6]
+    assert "member 1 gives 1 rows to member 0, which expects 2" in first[1]
+    with pytest.raises(ValueError, match="checks must be 'off', 'sampled' or 'always'"):
+        set_checks("sometimes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got one of replicas"):
+        set_checks("off", "local")
+
+
+def come_with_another_shape(rank: int, world_size: int) -> list[str]:
+    # These names have no types.
+    module: Any = dist
+    level = module.get_debug_level()
+    module.set_debug_level(module.DebugLevel.DETAIL)
+    try:
+        groups = [new_group() for _ in range(2)]
+    finally:
+        module.set_debug_level(level)
+    for group in groups:
+        set_checks("off", group)
+    mine = torch.ones(2 + 2 * rank)
+    messages = []
+    for call in (
+        lambda: functional.broadcast(mine, 0, groups[0]),
+        lambda: functional.all_reduce(mine, "sum", groups[1]),
+    ):
+        with pytest.raises(CollectiveError, match=f"rank {1 - rank} is at") as raised:
+            functional.wait_tensor(call())
+        messages.append(str(raised.value))
+    dist.barrier()
+    return messages
+
+
+def test_other_shapes_are_named_at_the_debug_level_of_torch(cluster: Cluster) -> None:
+    (broadcast, reduced), _ = cluster.run(come_with_another_shape, 2)
+    assert "rank 1 is at broadcast of a tensor (4,) of float32" in broadcast
+    assert "rank 1 is at all_reduce of a tensor (4,) of float32" in reduced

@@ -35,33 +35,6 @@ from dataparallel.torch_internals import AsyncCollectiveTensor as _TorchAsync
 
 _aten = torch.ops.aten
 
-#: What never reads memory and always shares it. Not ``_conj`` and ``_neg_view``: their result is
-#: marked, and a wrapper of it would need the same mark.
-_VIEWS = frozenset(
-    {
-        torch_internals.reshape_alias,
-        _aten.alias,
-        _aten.as_strided,
-        _aten.detach,
-        _aten.diagonal,
-        _aten.expand,
-        _aten.permute,
-        _aten.select,
-        _aten.slice,
-        _aten.split,
-        _aten.split_with_sizes,
-        _aten.squeeze,
-        _aten.t,
-        _aten.transpose,
-        _aten.unbind,
-        _aten.unfold,
-        _aten.unsqueeze,
-        _aten.view,
-        _aten.view_as_complex,
-        _aten.view_as_real,
-    }
-)
-
 
 class Work(Protocol):
     """What writes a tensor, and has been started."""
@@ -141,12 +114,12 @@ class AsyncCollectiveTensor(_TorchAsync):
         kwargs = kwargs or {}
         if not isinstance(func, torch_internals.OpOverload):
             return func(*_ready(args), **_ready(kwargs))
-        packet = func.overloadpacket
-        if packet in _VIEWS and isinstance(args[0], AsyncCollectiveTensor):
-            return _view(func, args[0], args[1:], kwargs)
-        if _is_composite(func):
+        kind = _kind_of(func)
+        if kind == "composite":
             return func.decompose(*args, **kwargs)
-        if torch_internals.schema_of(func).is_mutable:
+        if kind == "view" and isinstance(args[0], AsyncCollectiveTensor):
+            return _view(func, args[0], args[1:], kwargs)
+        if kind == "mutable":
             return _mutate(func, args, kwargs)
         return func(*_ready(args), **_ready(kwargs))
 
@@ -172,10 +145,6 @@ class AsyncCollectiveTensor(_TorchAsync):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wait().__dlpack__(*args, **kwargs)
 
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        return self.wait().__cuda_array_interface__
-
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.wait()!r})"
 
@@ -191,12 +160,8 @@ class AsyncCollectiveTensor(_TorchAsync):
         return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            # Says that only leaves can be copied.
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return memo.setdefault(id(self), copy.deepcopy(self._leaf(), memo))
+        # Of what is no leaf, torch says that only leaves can be copied.
+        return copy.deepcopy(self._leaf() if self.is_leaf else self.wait(), memo)
 
     def _stand_for(self, elem: Tensor, work: Work) -> None:
         self.elem, self._work = elem, work
@@ -207,16 +172,10 @@ class AsyncCollectiveTensor(_TorchAsync):
         is_parameter = isinstance(self, torch.nn.Parameter)
         return torch.nn.Parameter(leaf, self.requires_grad) if is_parameter else leaf
 
-    # --- what would leave the plain tensor behind --------------------------------------------
-
     @property
-    def data(self) -> Tensor:
+    def data(self) -> Tensor:  # type: ignore[override]
         """The plain tensor without its history; waits, since it may be assigned to another's."""
         return self.wait().data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise RuntimeError(_metadata_message("assigning .data"))
 
     # --- compilation -------------------------------------------------------------------------
 
@@ -315,25 +274,30 @@ def _view(
 
 
 @functools.cache
-def _is_composite(func: Any) -> bool:
-    """Whether torch composes the operator of others for all tensors."""
-    return bool(torch_internals.has_kernel(func.name(), "CompositeImplicitAutograd"))
+def _kind_of(func: Any) -> str:
+    """How an operator is handled."""
+    if torch_internals.has_kernel(func.name(), "CompositeImplicitAutograd"):
+        return "composite"
+    # It never reads memory, and always shares it. Others' operators only say so.
+    if (
+        func.is_view
+        and func.namespace == "aten"
+        and func.overloadpacket not in torch_internals.marking_views
+    ):
+        return "view"
+    return "mutable" if torch_internals.schema_of(func).is_mutable else "other"
 
 
 def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator that changes some of its arguments, and returns some of those."""
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], AsyncCollectiveTensor):
-        raise RuntimeError(_metadata_message(f"{func.overloadpacket.__name__}()"))
+        raise RuntimeError(
+            f"{func.overloadpacket.__name__}() would change the shape or the memory of an "
+            "AsyncCollectiveTensor, which belong to a collective; call .wait() on it and use what "
+            "that returns"
+        )
     wrappers: dict[int, AsyncCollectiveTensor] = {}
-    result = func(*_ready(args, wrappers), **_ready(kwargs, wrappers))
-    for wrapper in wrappers.values():
-        if wrapper.shape != wrapper.elem.shape:
-            raise RuntimeError(
-                f"out has shape {tuple(wrapper.shape)}, but the result has shape "
-                f"{tuple(wrapper.elem.shape)}, and an AsyncCollectiveTensor cannot be resized; "
-                "call .wait() on it and use what that returns"
-            )
-    return _replaced(result, wrappers)
+    return _replaced(func(*_ready(args, wrappers), **_ready(kwargs, wrappers)), wrappers)
 
 
 def _ready(value: Any, wrappers: dict[int, AsyncCollectiveTensor] | None = None) -> Any:
@@ -356,10 +320,3 @@ def _replaced(value: Any, wrappers: Mapping[int, AsyncCollectiveTensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_replaced(item, wrappers) for item in value])
     return value
-
-
-def _metadata_message(what: str) -> str:
-    return (
-        f"{what} would change the shape or the memory of an AsyncCollectiveTensor, which belong to "
-        "a collective; call .wait() on it and use what that returns"
-    )

@@ -2,13 +2,9 @@
 
 Note [Synchronized batch norm]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each member computes mean, sum of squared deviations and number of values of its chunk. One
-collective in the middle of forward brings these to all, and each normalizes its own chunk with the
-statistics of the whole batch:
-
-    chunk 0 ── statistics ──┐                   ┌── statistics of all ── output 0
-    chunk 1 ── statistics ──┤ all_gather_tensor ├── statistics of all ── output 1
-    chunk n-1 ─ statistics ─┘                   └── statistics of all ── output n-1
+Each member computes mean, sum of squared deviations and number of values of its chunk. One gather
+in the middle of forward brings these to all, and each normalizes its own chunk with the statistics
+of the whole batch.
 
 All other steps are ordinary differentiable operations of one member, so with the derivative of the
 collective gradients of any order come out right. All members combine the same numbers in the same
@@ -26,8 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
 from dataparallel.collectives.functional import all_gather_tensor, wait_tensor
 from dataparallel.collectives.groups import Group, resolve
@@ -35,7 +29,6 @@ from dataparallel.collectives.hybrid_group import HybridGroup
 from dataparallel.collectives.local_group import LocalGroup, refuse_in_backward
 from dataparallel.collectives.operations import AllGather
 from dataparallel.collectives.process_group import place_in
-from dataparallel.errors import listed
 from dataparallel.replicas.clones import Counterparts, Parts
 from dataparallel.threads.apply import current_replica
 from dataparallel.threads.meeting import current_rendezvous
@@ -62,19 +55,12 @@ class SyncBatchNorm(BatchNorm):
         model = dataparallel.DistributedDataParallel(net)
 
     Args:
-        num_features: Number of channels ``C``; the input has the shape ``(N, C, ...)``.
-        eps: Added to the variance. Default: 1e-5.
-        momentum: Weight of a batch in the running statistics; None for their plain mean. Default:
-            0.1.
-        affine: Whether there are a weight and a bias. Default: True.
-        track_running_stats: Whether there are running statistics. Default: True.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: See
+            ``torch.nn.BatchNorm1d``; the input has the shape ``(N, C, ...)``.
         group: The members: ``"hybrid"`` (the replicas of all processes; without a process
             group, of this one), ``"local"`` (the replicas of this process), or any other group
             that :func:`~dataparallel.collectives.all_reduce` takes. A ``ProcessGroup`` is kept by
             its name. Default: ``"hybrid"``.
-        device: Of the parameters and buffers. Default: torch's.
-        dtype: Of the parameters and running statistics. Default: torch's.
-        bias: Whether an affine layer has a bias. Default: True.
 
     Attributes:
         group: The members.
@@ -106,7 +92,9 @@ class SyncBatchNorm(BatchNorm):
         self._join(group, "batch norm")
 
     def _join(self, group: Group, label: str) -> None:
-        self.group, self.label = _kept(group), label
+        # A ProcessGroup can be neither copied nor pickled.
+        self.group = group.group_name if isinstance(group, dist.ProcessGroup) else group
+        self.label = label
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -170,52 +158,26 @@ class SyncBatchNorm(BatchNorm):
         Raises:
             TypeError: A layer cannot be converted. Then no layer changes.
         """
-        layers = {name: part for name, part in module.named_modules() if _is_batch_norm(part)}
-        faults = [
-            f"{name!r} ({type(layer).__name__}) {fault}"
-            for name, layer in layers.items()
-            if (fault := _fault(layer)) is not None
-        ]
-        if faults:
-            raise TypeError(f"cannot synchronize batch norm: {listed(faults, '; ')}")
+        layers = {n: part for n, part in module.named_modules() if isinstance(part, BatchNorm)}
+        for name, layer in layers.items():
+            if not isinstance(layer, SyncBatchNorm):
+                _refuse_own_forward(name, layer, BatchNorm.forward, nn.SyncBatchNorm.forward)
         for name, layer in layers.items():
             _become(cls, layer, name, group)
         return module
 
     @classmethod
     def convert_sync_batchnorm(cls, module: ModuleT, process_group: Group | None = None) -> ModuleT:
-        """:meth:`convert` under torch's name.
-
-        Example::
-
-            net = collectives.SyncBatchNorm.convert_sync_batchnorm(net)
-
-        Args:
-            module: See :meth:`convert`.
-            process_group: The ``group`` of :meth:`convert`.
-
-        Returns:
-            ``module`` itself.
-        """
+        """:meth:`convert` under torch's name."""
         return cls.convert(module, process_group)
 
 
-def _is_batch_norm(part: nn.Module) -> bool:
-    return isinstance(part, BatchNorm)
-
-
-def _fault(layer: nn.Module) -> str | None:
-    """Why a layer cannot be converted."""
-    if isinstance(layer, SyncBatchNorm):
-        return None
-    if isinstance(layer, LazyModuleMixin):
-        return "does not know its number of channels yet; run a forward first"
-    if is_parametrized(layer):
-        return "is parametrized; convert it before it is parametrized"
-    known = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+def _refuse_own_forward(name: str, layer: nn.Module, *known: Any) -> None:
     if type(layer).forward not in known or "forward" in vars(layer):
-        return "has a forward of its own; use a layer of torch.nn"
-    return None
+        raise TypeError(
+            f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which has a "
+            "forward of its own; use a layer of torch.nn"
+        )
 
 
 def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None) -> None:
@@ -227,11 +189,6 @@ def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None
     if group is None:
         group = "hybrid" if own is None else own
     layer._join(group, f"batch norm {name!r}" if name else "batch norm")
-
-
-def _kept(group: Group) -> Group:
-    """The group as the layer keeps it: a ProcessGroup can be neither copied nor pickled."""
-    return group.group_name if isinstance(group, dist.ProcessGroup) else group
 
 
 # --- the replicas of a wrapper ---------------------------------------------------------------
@@ -250,11 +207,7 @@ def synchronize(group: LocalGroup, parts: Parts, replicas: Sequence[Counterparts
                 "within replicas; unwrap the inner module"
             )
         if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
-            if type(module).forward is not BatchNorm.forward or "forward" in vars(module):
-                raise TypeError(
-                    f"cannot synchronize the batch norm {name!r} ({type(module).__name__}), "
-                    "which has a forward of its own; use a layer of torch.nn, or another buffers="
-                )
+            _refuse_own_forward(name, module, BatchNorm.forward)
             for replica in replicas:
                 layer = replica[id(module)]
                 # Weak, since the layer is to hold this, and would hold itself through it.
@@ -330,14 +283,12 @@ def is_alone(group: str | LocalGroup, label: str) -> bool:
     A RuntimeError in backward, where a part of forward that runs again would not meet the replicas
     that it had met.
     """
-    if isinstance(group, str):
-        return place_in(group)[1] == 1
-    return _is_only_replica(group, label)
+    return place_in(group)[1] == 1 if isinstance(group, str) else _is_only_replica(group, label)
 
 
 @untraced
 def _is_only_replica(group: LocalGroup, label: str) -> bool:
-    if isinstance(group, HybridGroup) and group.has_other_processes():
+    if isinstance(group, HybridGroup) and not group.is_alone():
         # How many members there are, only a collective could tell.
         return False
     if current_rendezvous() is None:

@@ -23,7 +23,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dataparallel.collectives.groups import Group, group_of, resolve
 from dataparallel.collectives.local_group import LocalGroup
-from dataparallel.collectives.operations import AllToAll, Collective, dtype_name
+from dataparallel.collectives.operations import AllToAll, Collective
 from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
 from dataparallel.errors import chosen
 
@@ -44,77 +44,23 @@ _PATIENCE = 0.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.02
 # How many checks are kept in the store for those that come late.
 _KEPT = 64
-# Longer lists of sizes are cut in messages.
-_MOST_SIZES = 16
 
-_USABLE = (
+_GO_ON = (
     "Nothing else was launched, so all processes can go on with the next collective once they "
     "run the same ones in the same order"
 )
-_UNUSABLE = (
+_GIVE_UP = (
     "Some were launched already, so the processes are at different collectives; close what they "
     "belong to and make it anew in every process, and run the same collectives in the same order"
 )
 
 
 class CollectiveMismatch(CollectiveError):
-    """Processes were about to run different collectives; the message shows those of each rank.
-
-    Args:
-        message: The text.
-        usable: Whether the same processes can go on: nothing was launched.
-    """
-
-    def __init__(self, message: str = "", *, usable: bool = True) -> None:
-        super().__init__(message)
-        self.usable = usable
+    """Processes were about to run different collectives; the message shows those of each rank."""
 
 
 _default_mode: CheckMode = "sampled"
 _name: contextvars.ContextVar[str] = contextvars.ContextVar("collectives_name", default="")
-
-
-def _call_of(collective: Collective, tensor: Tensor) -> dict[str, Any]:
-    """What a process calls, by what may differ; sizes only where each process chooses its own."""
-    call: dict[str, Any] = {
-        "operations": str(collective),
-        "dtypes": dtype_name(tensor),
-        "shapes": str(tuple(tensor.shape)),
-        "orders": _name.get(),
-    }
-    if isinstance(collective, AllToAll):
-        call["operations"], call["shapes"] = collective.name, str(tuple(tensor.shape[1:]))
-        call["sizes"] = [list(collective.input_splits[0]), list(collective.output_splits[0])]
-    return call
-
-
-def _difference(calls: Sequence[dict[str, Any]]) -> str | None:
-    """In what the calls of the ranks differ; None if they go together."""
-    for title in ("operations", "dtypes", "shapes", "orders"):
-        # A name may go on differently after a parenthesis.
-        if len({call[title].partition(" (")[0] for call in calls}) > 1:
-            return title
-    for i, one in enumerate(calls):
-        for j, size in enumerate(one.get("sizes", [()])[0]):
-            if calls[j]["sizes"][1][i] != size:
-                return "sizes"
-    return None
-
-
-def _describe(call: dict[str, Any]) -> str:
-    """``all_reduce(op='sum') of bucket 0, float32 (4, 3)``."""
-    text: str = call["operations"]
-    text += f" of {call['orders']}" if call["orders"] else ""
-    text += f", {call['dtypes']} {call['shapes']}"
-    if "sizes" in call:
-        gives, gets = call["sizes"]
-        text += f", sends {_sizes(gives)} and expects {_sizes(gets)}"
-    return text
-
-
-def _sizes(sizes: Sequence[int]) -> str:
-    more = ", ..." if len(sizes) > _MOST_SIZES else ""
-    return f"[{', '.join(map(str, sizes[:_MOST_SIZES]))}{more}]"
 
 
 class GroupChecks:
@@ -137,12 +83,7 @@ class GroupChecks:
         self._name = f"{self._purpose}/{made}"
 
     def before(self, collective: Collective, tensor: Tensor) -> None:
-        """Count a collective that comes next, and compare it with those of the other processes.
-
-        Raises:
-            CollectiveMismatch: The processes come with different collectives.
-            CollectiveError: They did so before, and some were launched.
-        """
+        """Count a collective that comes next, and compare it with those of the other processes."""
         with self._lock:
             if self._broken is not None:
                 raise CollectiveError(
@@ -153,13 +94,16 @@ class GroupChecks:
             if self._mode == "off" or len(self.failures.ranks) == 1:
                 return
             if self._mode == "always" or self.number <= self._until:
-                self._check(_call_of(collective, tensor))
+                name = _name.get()
+                text = f"{name}: " * bool(name) + collective.signature(tensor)
+                splits = collective if isinstance(collective, AllToAll) else AllToAll((), ())
+                self._check([self.number, text, splits.output_splits, splits.input_splits])
 
     def give_up(self, error: Exception) -> None:
         """Use the group no more, since a collective is still under way here."""
         self._broken = str(error)
 
-    def _check(self, call: dict[str, Any]) -> None:
+    def _check(self, call: list[Any]) -> None:
         self._checked += 1
         self._write(call, left=False)
         deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_PAUSE
@@ -175,8 +119,8 @@ class GroupChecks:
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/check/{number}/{rank}"
 
-    def _write(self, call: dict[str, Any], *, left: bool) -> None:
-        text = json.dumps([self.number, call, left])
+    def _write(self, call: list[Any], *, left: bool) -> None:
+        text = json.dumps([*call, left])
         number, rank = self._checked, self.failures.rank
         self.failures.ask(lambda store: store.set(self._key(number, rank), text))
         if number > _KEPT:
@@ -187,28 +131,29 @@ class GroupChecks:
         """Whether all have come, and with the same collective."""
         ranks = self.failures.ranks
         keys = [self._key(self._checked, i) for i in range(len(ranks))]
-        texts = self.failures.ask(
+        found = self.failures.ask(
             lambda store: [store.get(key) for key in keys] if store.check(keys) else None
         )
-        if texts is None:
+        if found is None:
             return False
-        said = [json.loads(text) for text in texts]
-        kind = _difference([call for _, call, _ in said])
-        if kind is None:
-            return True
-        self._until = self.number + _FIRST
-        usable = not any(left for _, _, left in said)
+        numbers, texts, gets, gives, left = zip(*map(json.loads, found), strict=True)
         by_text: dict[str, list[int]] = {}
-        for (_, call, _), rank in zip(said, ranks, strict=True):
-            by_text.setdefault(_describe(call), []).append(rank)
-        lines = "".join(f"\n  {name_ranks(who)}: {text}" for text, who in by_text.items())
+        for text, rank in zip(texts, ranks, strict=True):
+            by_text.setdefault(text, []).append(rank)
+        differ = "".join(f"\n  {name_ranks(who)}: {text}" for text, who in by_text.items())
+        if len(by_text) == 1:
+            try:
+                AllToAll((), ()).agree([AllToAll(*pair) for pair in zip(gets, gives, strict=True)])
+                return True
+            except ValueError as disagreement:
+                differ = f"\n  {disagreement}"
+        self._until = self.number + _FIRST
         error = CollectiveMismatch(
-            f"the processes came with different {kind} to collective {said[0][0]} for "
-            f"{self._purpose!r}, which was not launched:{lines}\n"
-            f"{_USABLE if usable else _UNUSABLE}",
-            usable=usable,
+            f"the processes came with different collectives as number {numbers[0]} of "
+            f"{self._purpose!r}, which was not launched:{differ}\n"
+            f"{_GIVE_UP if any(left) else _GO_ON}"
         )
-        if not usable:
+        if any(left):
             self.give_up(error)
             self.failures.report(error, "a comparison of collectives")
         raise error
@@ -278,7 +223,7 @@ def named(name: str) -> Iterator[None]:
             count = all_reduce(count, "sum", group)
 
     Args:
-        name: The same in all processes, up to the first parenthesis.
+        name: The same in all processes.
     """
     token = _name.set(name)
     try:

@@ -122,18 +122,6 @@ class Node(torch.autograd.Function):
         ]
         return None, None, None, *derivative(ctx.call, inputs, full)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], call: Call, *arguments: Any) -> Any:
-        """One collective after another; torch's operators would stack what is still under way."""
-        _, _, *inputs = arguments
-        rows = []
-        for i in range(info.batch_size):
-            pairs = zip(inputs, in_dims[3:], strict=True)
-            row = [x if dim is None else x.select(dim, i) for x, dim in pairs]
-            rows.append(apply_function(Node, call, None, None, *row))
-        outputs = tuple([torch.stack(column) for column in zip(*rows, strict=True)])
-        return outputs, (0,) * len(outputs)
-
 
 def is_recorded(tensor: Tensor) -> bool:
     """Whether a node is needed: a level of forward mode may hold a tangent, which must not go."""
@@ -143,7 +131,7 @@ def is_recorded(tensor: Tensor) -> bool:
 
 def needs_inputs(collective: Collective) -> bool:
     """Whether the derivative depends on the values of the inputs."""
-    return getattr(collective, "op", None) in EXTREMES | {"product"}
+    return collective.option("op") in EXTREMES | {"product"}
 
 
 def derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

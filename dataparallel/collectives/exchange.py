@@ -76,12 +76,7 @@ _OF_BOOLS |= {"min": "min"}
 
 
 class Layout:
-    """The members of a collective: those of rank 0, then those of rank 1, and so on.
-
-    Args:
-        counts: How many each process has, by rank.
-        rank: That of this process.
-    """
+    """The members of a collective: ``counts[0]`` of rank 0, then those of rank 1, and so on."""
 
     def __init__(self, counts: Sequence[int], rank: int) -> None:
         ends = list(itertools.accumulate(counts))

@@ -1,4 +1,25 @@
-"""The functional collectives, by torch's names: of one tensor, of several, and in place."""
+"""The functional collectives, by torch's names: of one tensor, of several, and in place.
+
+What their arguments mean:
+
+    self, input, tensor  What this member gives; of one shape and dtype at all members. Where
+        ``src`` gives alone, only its tensor is read.
+    reduceOp, op  ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``, which are all
+        differentiable, or ``"band"``, ``"bor"``, ``"bxor"`` for integers; in place also a
+        ``torch.distributed.ReduceOp``. If several members have the same minimum or maximum, they
+        share its gradient evenly.
+    src, dst  A member, from 0.
+    gather_dim, scatter_dim  The dimension along which tensors are concatenated, or a tensor is
+        divided into chunks; its length is then a multiple of the number of members.
+    group, tag  The members, see :data:`Group`; ``tag`` tells groups over the same ranks apart, as
+        in torch. None is the default process group.
+    async_op  Must be False: what is written in place is there on return.
+
+Each function raises a ValueError if there is no such operation, dimension, member or group, or none
+for such a tensor; a TypeError for what is no tensor; a CollectiveMismatch if processes call
+different collectives; and a CollectiveError if another process failed or did not come in time. If
+the result is still under way, its first use raises that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional
 from torch import Tensor
 
 from dataparallel import torch_internals
@@ -30,9 +50,7 @@ from dataparallel.collectives.operations import (
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
-    """Wait for the collective that writes a tensor.
-
-    On the CPU the call blocks; on an accelerator the current stream waits.
+    """Wait for the collective that writes a tensor: on the CPU the host, else the current stream.
 
     Example::
 
@@ -44,8 +62,6 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     Returns:
         A plain tensor with the same memory.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"wait_tensor takes a tensor, but got {type(tensor).__name__}")
     # Whatever else came from a collective has waited already.
     return _plain(tensor)
 
@@ -60,16 +76,8 @@ def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
 
         weight = broadcast(weight, 0, group)
 
-    Args:
-        self: Has the same shape and dtype at all members; only that of ``src`` is read.
-        src: The member, from 0.
-        group, tag: See :func:`all_reduce`.
-
     Returns:
         A new tensor like ``self``.
-
-    Raises:
-        ValueError: There is no such member.
     """
     return _run(Broadcast(src), self, group, tag)
 
@@ -81,19 +89,8 @@ def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tens
 
         mean = all_reduce(loss, "avg", group)
 
-    Args:
-        self: Has the same shape and dtype at all members.
-        reduceOp: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``, which are all
-            differentiable, or ``"band"``, ``"bor"``, ``"bxor"`` for integers. If several members
-            have the same minimum or maximum, they share its gradient evenly.
-        group: The members, see :data:`Group`.
-        tag: Tells groups over the same ranks apart, as in torch.
-
     Returns:
         A new tensor like ``self``.
-
-    Raises:
-        ValueError: There is no such operation, or none for such a dtype.
     """
     return _run(AllReduce(op_name(reduceOp)), self, group, tag)
 
@@ -108,15 +105,8 @@ def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -
 
         total = reduce(count, "sum", 0, group)
 
-    Args:
-        self, reduceOp, group, tag: See :func:`all_reduce`.
-        dst: The member that gets the result, from 0.
-
     Returns:
         A new tensor like ``self``; zeros at the other members.
-
-    Raises:
-        ValueError: There is no such operation, none for such a dtype, or no such member.
     """
     return _run(Reduce(op_name(reduceOp), dst), self, group, tag)
 
@@ -124,20 +114,14 @@ def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -
 def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = "") -> Tensor:
     """Concatenate the tensors of all members, and return the result to all members.
 
+    Scalars are stacked.
+
     Example::
 
         batch = all_gather_tensor(chunk, 0, group)
 
-    Args:
-        self: Has the same shape and dtype at all members. Scalars are stacked.
-        gather_dim: The dimension along which to concatenate.
-        group, tag: See :func:`all_reduce`.
-
     Returns:
         A new tensor, ``size`` times as long in ``gather_dim``.
-
-    Raises:
-        ValueError: There is no such dimension.
     """
     return _run(AllGather(gather_dim), _at_least_1d(self), group, tag)
 
@@ -151,15 +135,8 @@ def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "")
 
         batch = gather(chunk, 0, 0, group)
 
-    Args:
-        self, gather_dim, group, tag: See :func:`all_gather_tensor`.
-        dst: The member that gets the result, from 0.
-
     Returns:
         A new tensor; at the other members its length in ``gather_dim`` is 0.
-
-    Raises:
-        ValueError: There is no such dimension or member.
     """
     return _run(Gather(gather_dim, dst), _at_least_1d(self), group, tag)
 
@@ -173,15 +150,8 @@ def reduce_scatter_tensor(
 
         mine = reduce_scatter_tensor(grad, "sum", 0, group)
 
-    Args:
-        self, reduceOp, group, tag: See :func:`all_reduce`.
-        scatter_dim: The dimension to divide. Its length is a multiple of the number of members.
-
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
-
-    Raises:
-        ValueError: See :func:`all_reduce`; or there is no such dimension, or none of such a length.
     """
     return _run(ReduceScatter(op_name(reduceOp), scatter_dim), self, group, tag)
 
@@ -193,17 +163,8 @@ def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "
 
         mine = scatter(batch, 0, 0, group)
 
-    Args:
-        self: Has the same shape and dtype at all members; only that of ``src`` is read.
-        scatter_dim: The dimension to divide. Its length is a multiple of the number of members.
-        src: The member whose tensor is divided, from 0.
-        group, tag: See :func:`all_reduce`.
-
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
-
-    Raises:
-        ValueError: There is no such dimension or member, or none of such a length.
     """
     return _run(Scatter(scatter_dim, src), self, group, tag)
 
@@ -222,10 +183,8 @@ def all_to_all_single(
         mine = all_to_all_single(tokens, counts_in, counts_out, group)
 
     Args:
-        self: Its rows have the same shape and dtype at all members.
         output_split_sizes: How many rows come from each member.
         input_split_sizes: How many rows go to each member. Both None: equally many.
-        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor: the rows from member 0, then those from member 1, and so on.
@@ -233,11 +192,18 @@ def all_to_all_single(
     Raises:
         ValueError: Only one of the splits is None, they do not add up to the rows, there are none
             for each member, rows cannot be divided equally, or members disagree.
-        TypeError: Split sizes are not whole numbers.
     """
     target = resolve(group, tag)
-    splits = _splits(self, output_split_sizes, input_split_sizes, _place_in(target)[1])
-    return _run(AllToAll(*splits), self, target, tag)
+    if output_split_sizes is None and input_split_sizes is None:
+        input_split_sizes = _equal_rows("input", self, _place_in(target)[1])
+        output_split_sizes = input_split_sizes
+    elif output_split_sizes is None or input_split_sizes is None:
+        raise ValueError(
+            "output_split_sizes and input_split_sizes are given both or not at all, but got "
+            f"{output_split_sizes} and {input_split_sizes}"
+        )
+    splits = AllToAll((tuple(output_split_sizes),), (tuple(input_split_sizes),))
+    return _run(splits, self, target, tag)
 
 
 def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> Tensor:
@@ -248,9 +214,7 @@ def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str 
         from_the_left = permute_tensor(x, [1, 2, 3, 0], group)
 
     Args:
-        self: Has the same shape and dtype at all members.
         src_dst: For each member, the member that gets its tensor.
-        group, tag: See :func:`all_reduce`.
 
     Returns:
         A new tensor like ``self``. If a member gets several tensors or none, every member gets a
@@ -297,19 +261,10 @@ def all_reduce_coalesced(
 
         sums = all_reduce_coalesced([x.sum(0), x.square().sum(0)], "sum", group)
 
-    Args:
-        self: As many tensors at all members, of any shapes, dtypes and devices.
-        reduceOp: As in :func:`all_reduce`.
-        group, tag: See :func:`all_reduce`.
-
     Returns:
         A new tensor for each.
-
-    Raises:
-        ValueError: There is no such operation, or none for the dtype of a tensor.
-        TypeError: ``self`` is not a list of tensors.
     """
-    return [all_reduce(tensor, reduceOp, group, tag) for tensor in _listed("self", self)]
+    return [all_reduce(tensor, reduceOp, group, tag) for tensor in self]
 
 
 def all_gather_into_tensor_coalesced(
@@ -321,16 +276,10 @@ def all_gather_into_tensor_coalesced(
 
         inputs, targets = all_gather_into_tensor_coalesced([x, y], group)
 
-    Args:
-        self, group, tag: See :func:`all_reduce_coalesced`. Scalars are stacked.
-
     Returns:
         A new tensor for each, ``size`` times as long.
-
-    Raises:
-        TypeError: ``self`` is not a list of tensors.
     """
-    return [all_gather_tensor(tensor, 0, group, tag) for tensor in _listed("self", self)]
+    return [all_gather_tensor(tensor, 0, group, tag) for tensor in self]
 
 
 def reduce_scatter_tensor_coalesced(
@@ -346,39 +295,17 @@ def reduce_scatter_tensor_coalesced(
 
         mine = reduce_scatter_tensor_coalesced([grad_of_a, grad_of_b], "avg", [0, 1], group)
 
-    Args:
-        inputs, reduceOp, group, tag: See :func:`all_reduce_coalesced`.
-        scatter_dim: For each tensor, the dimension to divide. Its length is a multiple of the
-            number of members.
-
     Returns:
         A new tensor for each, contiguous; ``size`` times shorter in its ``scatter_dim``.
-
-    Raises:
-        ValueError: There is not one dimension per tensor; or see :func:`reduce_scatter_tensor`.
-        TypeError: ``inputs`` is not a list of tensors.
     """
-    dims = list(scatter_dim)
-    if len(dims) != len(inputs):
-        raise ValueError(
-            f"scatter_dim has one dimension for each of the {len(inputs)} tensors, but got {dims}"
-        )
     return [
         reduce_scatter_tensor(tensor, reduceOp, dim, group, tag)
-        for tensor, dim in zip(_listed("inputs", inputs), dims, strict=True)
+        for tensor, dim in zip(inputs, scatter_dim, strict=True)
     ]
 
 
 all_gather_single_coalesced = all_gather_into_tensor_coalesced
 reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-
-def _listed(name: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    wrong = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
-    if isinstance(tensors, Tensor) or wrong:
-        kind = "a tensor" if isinstance(tensors, Tensor) else f"a list with {wrong[0]} in it"
-        raise TypeError(f"{name} is a list of tensors, but got {kind}; put a tensor in a list")
-    return tensors
 
 
 # --- in place --------------------------------------------------------------------------------
@@ -397,21 +324,15 @@ def all_reduce_inplace(
         all_reduce_inplace(grad, dist.ReduceOp.AVG)
 
     Args:
-        tensor: Has the same shape and dtype at all members; overwritten.
-        op: The operation, see :func:`all_reduce`; also a ``torch.distributed.ReduceOp``.
-        group: The members. None: the default process group.
-        async_op: Must be False. The function that returns a new tensor is asynchronous.
-        tag: Tells groups over the same ranks apart.
+        tensor: What this member gives; overwritten.
 
     Returns:
         ``tensor``.
 
     Raises:
-        ValueError: ``async_op`` is True, or see :func:`all_reduce`.
-        RuntimeError: There is no default process group.
+        ValueError: ``async_op`` is True.
     """
-    target = _target("all_reduce", group, async_op, tag)
-    return _write("tensor", tensor, all_reduce(tensor, op, target))
+    return _write("tensor", tensor, all_reduce(tensor, op, _target(group, async_op, tag)))
 
 
 def all_gather_tensor_inplace(
@@ -429,21 +350,12 @@ def all_gather_tensor_inplace(
         all_gather_tensor_inplace(batch, chunk)
 
     Args:
-        output_tensor: Overwritten. With ``gather_dim=0`` of any shape with as many elements, for
-            example with a dimension of members in front.
-        input_tensor: Has the same shape and dtype at all members.
-        group, async_op, tag: See :func:`all_reduce_inplace`.
-        gather_dim: The dimension along which to concatenate.
+        output_tensor: Overwritten. With ``gather_dim=0`` of any shape with as many elements.
 
     Returns:
         ``output_tensor``.
-
-    Raises:
-        ValueError: The shape or dtype of ``output_tensor`` is wrong, or see
-            :func:`all_reduce_inplace`.
     """
-    target = _target("all_gather_tensor", group, async_op, tag)
-    result = all_gather_tensor(input_tensor, gather_dim, target)
+    result = all_gather_tensor(input_tensor, gather_dim, _target(group, async_op, tag))
     return _write("output_tensor", output_tensor, result, any_shape=gather_dim == 0)
 
 
@@ -464,19 +376,11 @@ def reduce_scatter_tensor_inplace(
 
     Args:
         output: Overwritten. With ``scatter_dim=0`` of any shape with as many elements.
-        input: Has the same shape and dtype at all members.
-        op, group, async_op, tag: See :func:`all_reduce_inplace`.
-        scatter_dim: The dimension to divide.
 
     Returns:
         ``output``.
-
-    Raises:
-        ValueError: The shape or dtype of ``output`` is wrong, or see
-            :func:`reduce_scatter_tensor` and :func:`all_reduce_inplace`.
     """
-    target = _target("reduce_scatter_tensor", group, async_op, tag)
-    result = reduce_scatter_tensor(input, op, scatter_dim, target)
+    result = reduce_scatter_tensor(input, op, scatter_dim, _target(group, async_op, tag))
     return _write("output", output, result, any_shape=scatter_dim == 0)
 
 
@@ -497,22 +401,12 @@ def reduce_scatter_inplace(
     Args:
         output: Overwritten.
         input_list: One tensor per member, each of the shape of ``output``.
-        op, group, async_op, tag: See :func:`all_reduce_inplace`.
 
     Returns:
         ``output``.
-
-    Raises:
-        ValueError: There is not one tensor per member, ``output`` has another shape or dtype, or
-            see :func:`all_reduce_inplace`.
     """
-    target = _target("reduce_scatter_tensor", group, async_op, tag)
-    _, size = _place_in(target)
-    if len(input_list) != size:
-        raise ValueError(
-            f"input_list has one tensor for each of the {size} members, but has {len(input_list)}"
-        )
-    result = reduce_scatter_tensor(torch.stack(tuple(input_list)), op, 0, target)
+    rows = torch.stack(tuple(input_list))
+    result = reduce_scatter_tensor(rows, op, 0, _target(group, async_op, tag))
     return _write("output", output, result, any_shape=True)
 
 
@@ -533,28 +427,17 @@ def all_to_all_inplace(
 
     Args:
         output: As many rows as come; overwritten.
-        input: The rows to give.
-        output_split_sizes: How many rows come from each member. None or empty: equally many.
-        input_split_sizes: How many rows go to each member. None or empty: equally many.
-        group, async_op, tag: See :func:`all_reduce_inplace`.
+        output_split_sizes, input_split_sizes: How many rows come from each member, and go to each.
+            None or empty: equally many.
 
     Returns:
         ``output``.
-
-    Raises:
-        ValueError: The shape or dtype of ``output`` is wrong, or see :func:`all_to_all_single` and
-            :func:`all_reduce_inplace`.
     """
-    target = _target("all_to_all_single", group, async_op, tag)
-    gets, gives = output_split_sizes, input_split_sizes
-    if not gets and not gives:
-        result = all_to_all_single(input, None, None, target)
-    else:
-        _, size = _place_in(target)
-        gets = gets or _equal_rows("output", output, size)
-        gives = gives or _equal_rows("input", input, size)
-        result = all_to_all_single(input, gets, gives, target)
-    return _write("output", output, result)
+    target = _target(group, async_op, tag)
+    _, size = _place_in(target)
+    gets = output_split_sizes or _equal_rows("output", output, size)
+    gives = input_split_sizes or _equal_rows("input", input, size)
+    return _write("output", output, all_to_all_single(input, gets, gives, target))
 
 
 def all_gather_inplace(
@@ -568,71 +451,37 @@ def all_gather_inplace(
 
     Example::
 
-        all_gather_inplace([torch.empty(n) for n in lengths], mine)
+        all_gather_inplace([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
     Args:
-        tensor_list: One tensor per member, of the shape of that member's ``tensor``; all are
-            overwritten. Shapes may differ within the list, and are the same at all members.
-        tensor: The tensor of this member.
-        group, async_op, tag: See :func:`all_reduce_inplace`.
+        tensor_list: One tensor per member, like ``tensor``; all are overwritten.
 
     Returns:
         ``tensor_list``.
-
-    Raises:
-        ValueError: There is not one tensor per member, one has another dtype, the shape for this
-            member is wrong, or see :func:`all_reduce_inplace`.
     """
-    target = _target("all_gather_tensor", group, async_op, tag)
-    rank, size = _place_in(target)
-    if len(tensor_list) != size:
-        raise ValueError(
-            f"tensor_list has one tensor for each of the {size} members, but has {len(tensor_list)}"
-        )
-    if tensor_list[rank].shape != tensor.shape:
-        raise ValueError(
-            f"tensor_list[{rank}] has shape {tuple(tensor_list[rank].shape)}, but what this member "
-            f"gives has shape {tuple(tensor.shape)}"
-        )
-    flat, longest = tensor.reshape(-1), tensor.numel()
-    if any(each.shape != tensor.shape for each in tensor_list):
-        longest = max(each.numel() for each in tensor_list)
-        flat = torch.nn.functional.pad(flat, (0, longest - tensor.numel()))
-    gathered = all_gather_tensor(flat, 0, target)
-    for i, each in enumerate(tensor_list):
-        part = gathered.narrow(0, i * longest, each.numel())
-        _write(f"tensor_list[{i}]", each, part.view(each.shape))
+    gathered = all_gather_tensor(tensor.unsqueeze(0), 0, _target(group, async_op, tag))
+    for i, (each, row) in enumerate(zip(tensor_list, gathered.unbind(), strict=True)):
+        _write(f"tensor_list[{i}]", each, row)
     return tensor_list
 
 
-def _target(name: str, group: Group, async_op: bool, tag: str) -> str | LocalGroup:
+def _target(group: Group, async_op: bool, tag: str) -> str | LocalGroup:
     if async_op:
         raise ValueError(
-            f"async_op=True: a collective in place returns when its result is there; call {name}, "
-            "which returns a new tensor that waits before its first use"
+            "async_op=True: a collective in place returns when its result is there; call the one "
+            "that returns a new tensor, which waits before its first use"
         )
     return resolve(group, tag)
 
 
 def _write(name: str, output: Tensor, result: Tensor, any_shape: bool = False) -> Tensor:
-    if output.dtype != result.dtype:
-        raise ValueError(f"{name} has dtype {output.dtype}, but the result has {result.dtype}")
-    if output.shape != result.shape:
-        if not any_shape or output.numel() != result.numel():
-            raise ValueError(
-                f"{name} has shape {tuple(output.shape)}, but the result has {tuple(result.shape)}"
-            )
-        result = result.view(output.shape)
-    return output.copy_(result)
-
-
-def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
-    if tensor.dim() == 0 or tensor.size(0) % size:
+    fits = output.numel() == result.numel() if any_shape else output.shape == result.shape
+    if not fits or output.dtype != result.dtype:
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} cannot be divided into equally many rows for "
-            f"{size} members; pass {name}_split_sizes"
+            f"{name} has shape {tuple(output.shape)} and dtype {output.dtype}, but the result has "
+            f"{tuple(result.shape)} and {result.dtype}"
         )
-    return [tensor.size(0) // size] * size
+    return output.copy_(result.view(output.shape) if any_shape else result)
 
 
 #: Maps each function of ``torch.distributed`` that writes in place to one that does the same and
@@ -686,30 +535,10 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if is_scalar else tensor
 
 
-def _splits(
-    tensor: Tensor, gets: Sequence[int] | None, gives: Sequence[int] | None, size: int
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    if (gets is None) != (gives is None):
-        raise ValueError(
-            "output_split_sizes and input_split_sizes are given both or not at all, but got "
-            f"{gets} and {gives}"
-        )
-    if gets is not None and gives is not None:
-        return (_rows("output_split_sizes", gets),), (_rows("input_split_sizes", gives),)
+def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
     if tensor.dim() == 0 or tensor.size(0) % size:
-        rows = "no rows" if tensor.dim() == 0 else f"{tensor.size(0)} rows"
         raise ValueError(
-            f"the tensor of shape {tuple(tensor.shape)} has {rows}, which cannot be divided "
-            f"equally between {size} members; pass output_split_sizes and input_split_sizes"
+            f"{name} of shape {tuple(tensor.shape)} cannot be divided into equally many rows for "
+            f"{size} members; pass {name}_split_sizes"
         )
-    equal = ((tensor.size(0) // size,) * size,)
-    return equal, equal
-
-
-def _rows(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    if torch.compiler.is_compiling():
-        return tuple(sizes)
-    listed = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
-    if not all(isinstance(size, (int, torch.SymInt)) for size in listed):
-        raise TypeError(f"{name} has whole numbers of rows, but got {listed}")
-    return tuple(listed)
+    return [tensor.size(0) // size] * size

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -115,28 +114,40 @@ class HybridGroup(LocalGroup):
     ) -> None:
         super().__init__(DEFAULT_TIMEOUT if timeout is None else timeout)
         self._process_group = process_group
-        self._link = HybridLink(process_group, timeout)
+        self._time_limit = timeout
+        # Held from an agreement to the end of the collective.
+        self._lock = threading.RLock()
+        self._link: ProcessLink | None = None
+        # Of the collectives over the link.
+        self._count = 0
+        # See Note [Order of hybrid nodes in backward]: of each call of several replicas, and of the
+        # nodes that a backward makes, with the number of that backward.
         self._turns: weakref.WeakKeyDictionary[Rendezvous, Tensor] = weakref.WeakKeyDictionary()
+        self._turn: tuple[int, Tensor] | None = None
+        self._watch: weakref.ref[dist.ProcessGroup] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridGroup:
         # As a process group: modules that are copied go on over the same one.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._process_group is not None:
-            raise TypeError(
-                "a HybridGroup over a process group of its own cannot be pickled, since that one "
-                "cannot; make it in the process that loads, or use 'hybrid'"
-            )
-        return HybridGroup, (None, self._link.timeout)
+        # A group over a process group of its own cannot be pickled, since that one cannot.
+        return HybridGroup, (self._process_group, self._time_limit)
 
     def close(self) -> None:
         """Release the process group, in all processes; the next collective makes a new one."""
-        self._link.close()
+        with self._lock:
+            link, self._link = self._link, None
+            if link is not None:
+                link.close()
 
-    def has_other_processes(self) -> bool:
-        """Whether there are other processes; asks nobody."""
-        return not self._link.is_alone()
+    def is_alone(self) -> bool:
+        """Whether there are no other processes; asks nobody."""
+        if self._process_group is None and not (dist.is_available() and dist.is_initialized()):
+            return True
+        return self._parent().size() == 1
+
+    # --- members -----------------------------------------------------------------------------
 
     @untraced
     def size(self) -> int:
@@ -149,57 +160,31 @@ class HybridGroup(LocalGroup):
         return self.place()[0]
 
     @untraced
-    def run(self, collective: Collective, tensor: Tensor) -> Tensor:
-        """The result of this member; waits for the others, of all processes.
-
-        Args:
-            collective, tensor: See :meth:`LocalGroup.run`.
-
-        Returns:
-            A new tensor on the device of ``tensor``.
-
-        Raises:
-            CollectiveTimeout: Another process did not come in time; the message says which.
-            CollectiveError: Another process failed.
-            Exception: See :meth:`LocalGroup.run`.
-        """
-        if self._link.is_alone():
-            return super().run(collective, tensor)
-        with self._link.in_step():
-            check_input(collective.name, tensor)
-        brought = Brought.here(collective, tensor)
-        key = collective.signature(tensor)
-        result = self._meet(collective.name, key, brought, self._everywhere)
-        return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
-
-    def _everywhere(self, brought: Sequence[Brought]) -> Sequence[Tensor]:
-        """The results of all replicas of this process; one of them calls this for all."""
-        link, inputs = self._link, [each.tensor for each in brought]
-        text = brought[0].collective.signature(inputs[0])
-        rendezvous = current_rendezvous() if len(brought) > 1 else None
-        with link.lock, one_mode(brought), ordered(brought) as results:
-            turn = None if rendezvous is None else self._turns.get(rendezvous)
-            agreement = link.agree(inputs, text)
-            collective = _checked(link, agreement, brought)
-            found, turn = link.complete(agreement, collective, inputs, turn)
-            results += found
-            if rendezvous is not None and turn is not None:
-                self._turns[rendezvous] = turn
-        return results
-
-    @untraced
     def place(self) -> tuple[int, int]:
         """``rank()`` and ``size()``, with one collective for both."""
-        if self._link.is_alone():
+        if self.is_alone():
             return super().place()
         text = "the number of members"
 
         def places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-            with self._link.lock:
-                layout = self._link.agree(tensors, text).layout
+            with self._lock:
+                layout = self._agree(tensors, text).layout
             return [(member, layout.size) for member in layout.indices]
 
         return self._meet(text, text, torch.empty(()), places)
+
+    # --- forward -----------------------------------------------------------------------------
+
+    @untraced
+    def run(self, collective: Collective, tensor: Tensor) -> Tensor:
+        """The result of this member; waits for the others, of all processes."""
+        if self.is_alone():
+            return super().run(collective, tensor)
+        with self._in_step():
+            check_input(collective.name, tensor)
+        brought = Brought.here(collective, tensor)
+        key = collective.signature(tensor)
+        return brought.recorded(self._meet(collective.name, key, brought, self._everywhere))
 
     def _meet(
         self, name: str, key: str, value: V, combine: Callable[[Sequence[V]], Sequence[R]]
@@ -207,7 +192,7 @@ class HybridGroup(LocalGroup):
         """Bring a value to the replicas of this process, one of which goes on for all."""
         rendezvous = current_rendezvous()
         if rendezvous is None or rendezvous.num_replicas == 1:
-            with self._link.in_step():
+            with self._in_step():
                 refuse_transforms(name)
                 if rendezvous is None:
                     refuse_in_backward(name)
@@ -217,102 +202,71 @@ class HybridGroup(LocalGroup):
         def lead(tickets: list[_Ticket[V]]) -> Sequence[R]:
             return combine([each.use() for each in tickets])
 
-        seconds = self._link.time_limit() or self.timeout
+        seconds = timeout_of(self._parent()) if self._time_limit is None else self.timeout
         try:
             refuse_in_replica(name)
             return rendezvous.exchange(key, ticket, lead, timeout=seconds)
         except BaseException:
             if not ticket.used:
                 # Nobody goes on, so the other processes would wait in vain.
-                self._link.close()
+                self.close()
             raise
 
+    def _everywhere(self, brought: Sequence[Brought]) -> Sequence[Tensor]:
+        """The results of all replicas of this process; one of them calls this for all."""
+        inputs = [each.tensor for each in brought]
+        text = brought[0].collective.signature(inputs[0])
+        rendezvous = current_rendezvous() if len(brought) > 1 else None
+        with self._lock, one_mode(brought), ordered(brought) as results:
+            turn = None if rendezvous is None else self._turns.get(rendezvous)
+            agreement = self._agree(inputs, text)
+            collective = self._checked(agreement, brought)
+            found, turn = self._complete(agreement, collective, inputs, turn)
+            results += found
+            if rendezvous is not None and turn is not None:
+                self._turns[rendezvous] = turn
+        return results
 
-@dataclass
-class _Ticket(Generic[V]):
-    value: V
-    used: bool = False
+    def _checked(self, agreement: Agreement, brought: Sequence[Brought]) -> Collective:
+        """What all want together. Raises, if it does, in all processes."""
+        collective, size = brought[0].collective, agreement.layout.size
+        if not isinstance(collective, AllToAll):
+            # All that is looked at here, the processes have agreed on.
+            return collective.checked(brought[0].tensor, size)
+        # Each process knows the split sizes of its own replicas.
+        with self._in_step():
+            wanted: list[Any] = [each.collective.checked(each.tensor, size) for each in brought]
+            mine = [[each.output_splits, each.input_splits] for each in wanted]
+            told = agreement.link.all_gather_json(mine, what=f"split sizes of {collective.name}")
+        return collective.agree([AllToAll(*splits) for of_rank in told for splits in of_rank])
 
-    def use(self) -> V:
-        self.used = True
-        return self.value
+    # --- between the processes ---------------------------------------------------------------
 
+    def _parent(self) -> dist.ProcessGroup:
+        parent = parent_group(self._process_group)
+        if not torch_internals.is_registered(parent):
+            raise ValueError(
+                "the process group of this hybrid group was destroyed; make a new HybridGroup "
+                "after torch.distributed.init_process_group()"
+            )
+        return parent
 
-# --- between the processes -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What the processes told each other.
-
-    Attributes:
-        link: Over which they did.
-        layout: Which members there are.
-        recorded: Whether any process wants gradients.
-        unable: The ranks that cannot take part in backward.
-    """
-
-    link: ProcessLink
-    layout: Layout
-    recorded: bool
-    unable: tuple[int, ...]
-
-
-class HybridLink:
-    """The link of one hybrid group, made when it is needed.
-
-    ``lock`` is held from an agreement to the end of the collective.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> None:
-        self.timeout = timeout
-        self.lock = threading.RLock()
-        self._process_group = process_group
-        self._link: ProcessLink | None = None
-        self._count = 0
-        # Of the nodes that a backward makes: which backward, and the turn of the next.
-        self._turn: tuple[int, Tensor] | None = None
-        self._watch: weakref.ref[dist.ProcessGroup] | None = None
-
-    def is_alone(self) -> bool:
-        """Whether there are no other processes."""
-        if not (dist.is_available() and dist.is_initialized()):
-            if self._process_group is None:
-                return True
-            raise _destroyed_error()
-        return self._parent().size() == 1
-
-    def time_limit(self) -> float | None:
-        """Seconds that a process waits for the others; None where nobody has said it."""
-        if self.timeout is not None or self.is_alone():
-            return self.timeout
-        return timeout_of(self._parent())
-
-    def current(self) -> ProcessLink:
-        """The link; a new one at the first call, after a failure, and after ``torch.distributed``
-        was initialized again.
-        """
-        with self.lock:
+    def _current(self) -> ProcessLink:
+        """The link; a new one at first, after a failure, and when the old one was destroyed."""
+        with self._lock:
             if self._link is not None and not _is_usable(self._link):
                 self.close()
             if self._link is None:
                 parent = self._parent()
-                self._link = ProcessLink(parent, timeout=self.timeout, purpose="hybrid")
+                self._link = ProcessLink(parent, timeout=self._time_limit, purpose="hybrid")
                 self._count = 0
                 # When the processes' own group is gone, this one goes too.
                 reference = weakref.ref(self)
                 self._watch = weakref.ref(parent, lambda _: _close(reference))
             return self._link
 
-    def close(self) -> None:
-        """Give the process group back; the next collective makes a new one."""
-        with self.lock:
-            link, self._link = self._link, None
-            if link is not None:
-                link.close()
-
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
+    def _in_step(self) -> Iterator[None]:
         """Around what must not fail in one process alone.
 
         See Note [Agreement before each collective].
@@ -323,10 +277,10 @@ class HybridLink:
             self.close()
             raise
 
-    def agree(self, inputs: Sequence[Tensor], text: str) -> Agreement:
+    def _agree(self, inputs: Sequence[Tensor], text: str) -> Agreement:
         """Tell the other processes what comes next, and hear what they want."""
-        with self.in_step():
-            link = self.current()
+        with self._in_step():
+            link = self._current()
             able = torch.is_grad_enabled()
             flags = _WANTS * (able and any(x.requires_grad for x in inputs)) + _ABLE * able
             said = torch.tensor([len(inputs), flags, _hash(text)], device="cpu")
@@ -337,8 +291,8 @@ class HybridLink:
         ranks = dist.get_process_group_ranks(link.group)
         if differ:
             came: dict[str, list[str]] = {}
-            for each, name in zip(texts, _name_members(counts, ranks), strict=True):
-                came.setdefault(each, []).append(name)
+            for each, rank, count in zip(texts, ranks, counts, strict=True):
+                came.setdefault(each, []).append(f"rank {rank} ({count} members)")
             sides = "; ".join(f"{', '.join(names)} came to {each}" for each, names in came.items())
             raise RuntimeError(
                 f"the processes of a hybrid group came to different collectives: {sides}; every "
@@ -349,7 +303,7 @@ class HybridLink:
         recorded = any(flags & _WANTS for _, flags, _ in heard)
         return Agreement(link, Layout(counts, link.rank), recorded, tuple(unable))
 
-    def complete(
+    def _complete(
         self,
         agreement: Agreement,
         collective: Collective,
@@ -360,7 +314,7 @@ class HybridLink:
 
         See Note [Order of hybrid nodes in backward]. The lock is held.
         """
-        with torch.no_grad(), self.in_step():
+        with torch.no_grad(), self._in_step():
             given = [x.detach() for x in inputs]
             exchange = exchange_of(collective, given, agreement.layout)
             what = f"{collective.name} over {agreement.layout.size} members"
@@ -383,7 +337,7 @@ class HybridLink:
     ) -> Sequence[Tensor]:
         """The results of a collective of the members that came to ``call``."""
         text = f"{collective.signature(tensors[0])} in {call}"
-        with self.lock, self.in_step():
+        with self._lock, self._in_step():
             link = call.agreement.link
             if link is not self._link or not _is_usable(link):
                 why = f". What failed: {link.broken}" if link.broken else ""
@@ -391,13 +345,13 @@ class HybridLink:
                     f"{call}: the link between the processes failed or was closed since forward; "
                     f"run forward again in every process{why}"
                 )
-            agreement = self.agree(tensors, text)
-            task, takes_turns = torch_internals.current_graph_task_id(), len(tensors) > 1
+            agreement = self._agree(tensors, text)
+            if len(tensors) == 1:
+                return self._complete(agreement, collective, tensors, None)[0]
+            task = torch_internals.current_graph_task_id()
             turn = self._turn[1] if self._turn is not None and self._turn[0] == task else None
-            results, turn = self.complete(
-                agreement, collective, tensors, turn if takes_turns else None
-            )
-            if turn is not None and takes_turns:
+            results, turn = self._complete(agreement, collective, tensors, turn)
+            if turn is not None:
                 self._turn = (task, turn)
                 torch_internals.when_backward_ends(self._drop_turn)
         return results
@@ -405,11 +359,31 @@ class HybridLink:
     def _drop_turn(self) -> None:
         self._turn = None
 
-    def _parent(self) -> dist.ProcessGroup:
-        parent = parent_group(self._process_group)
-        if not torch_internals.is_registered(parent):
-            raise _destroyed_error()
-        return parent
+
+@dataclass
+class _Ticket(Generic[V]):
+    value: V
+    used: bool = False
+
+    def use(self) -> V:
+        self.used = True
+        return self.value
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the processes told each other, over a link.
+
+    Attributes:
+        layout: Which members there are.
+        recorded: Whether any process wants gradients.
+        unable: The ranks that cannot take part in backward.
+    """
+
+    link: ProcessLink
+    layout: Layout
+    recorded: bool
+    unable: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -419,7 +393,7 @@ class HybridCall:
     ``number`` says which collective of the link it was, from 1.
     """
 
-    link: HybridLink
+    group: HybridGroup
     agreement: Agreement
     collective: Collective
     number: int
@@ -449,7 +423,7 @@ class HybridCall:
                 f"{self} needs all processes, but gradients were switched off in rank {ranks} when "
                 "it was called; call it with gradients in all processes, or use no_grad in all"
             )
-        return self.link.run_in_backward(self, collective, tensors)
+        return self.group.run_in_backward(self, collective, tensors)
 
 
 def _exchanged(
@@ -466,46 +440,6 @@ def _exchanged(
     return exchange.finish(arrived.to(device))
 
 
-def _checked(link: HybridLink, agreement: Agreement, brought: Sequence[Brought]) -> Collective:
-    """What all want together. Raises, if it does, in all processes."""
-    collective, layout = brought[0].collective, agreement.layout
-    if not isinstance(collective, AllToAll):
-        # All that is looked at here, the processes have agreed on.
-        return collective.checked(brought[0].tensor, layout.size)
-    # Each process knows the split sizes of its own replicas.
-    mine: list[list[Any]] = []
-    for member, each in zip(layout.indices, brought, strict=True):
-        assert isinstance(each.collective, AllToAll)
-        fault = ""
-        try:
-            each.collective.checked(each.tensor, layout.size)
-        except ValueError as error:
-            fault = f"member {member}: {error}"
-        mine.append([each.collective.output_splits, each.collective.input_splits, fault])
-    with link.in_step():
-        told = agreement.link.all_gather_json(mine, what=f"the split sizes of {collective.name}")
-    rows = list(itertools.chain.from_iterable(told))
-    ranks = dist.get_process_group_ranks(agreement.link.group)
-    legend = f"the members are {', '.join(_name_members(layout.counts, ranks))}"
-    if faults := [fault for _, _, fault in rows if fault]:
-        raise ValueError("; ".join([*faults, legend]))
-    wanted = [AllToAll((tuple(gets),), (tuple(gives),)) for (gets,), (gives,), _ in rows]
-    try:
-        return collective.agree(wanted)
-    except ValueError as error:
-        raise ValueError(f"{error}; {legend}") from error
-
-
-def _name_members(counts: Sequence[int], ranks: Sequence[int]) -> list[str]:
-    """For each process, its rank and the members that are its replicas, for messages."""
-    names, first = [], 0
-    for rank, count in zip(ranks, counts, strict=True):
-        members = f"members {first} to {first + count - 1}" if count > 1 else f"member {first}"
-        names.append(f"rank {rank} ({members})")
-        first += count
-    return names
-
-
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
@@ -515,14 +449,7 @@ def _is_usable(link: ProcessLink) -> bool:
     return not link.broken and torch_internals.is_registered(link.group)
 
 
-def _close(reference: Callable[[], HybridLink | None]) -> None:
-    link = reference()
-    if link is not None:
-        link.close()
-
-
-def _destroyed_error() -> ValueError:
-    return ValueError(
-        "the process group of this hybrid group was destroyed; make a new HybridGroup after "
-        "torch.distributed.init_process_group()"
-    )
+def _close(reference: Callable[[], HybridGroup | None]) -> None:
+    group = reference()
+    if group is not None:
+        group.close()

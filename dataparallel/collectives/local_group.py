@@ -91,24 +91,7 @@ class LocalGroup:
 
     @untraced
     def run(self, collective: Collective, tensor: Tensor) -> Tensor:
-        """The result of this member; waits for the others.
-
-        Args:
-            collective: What to compute.
-            tensor: What this member gives.
-
-        Returns:
-            A new tensor on the device of ``tensor``.
-
-        Raises:
-            TypeError: ``tensor`` is no tensor.
-            ValueError: The collective does not take such tensors.
-            RuntimeError: Replicas came to different collectives, or with different tensors.
-            TimeoutError: A replica did not come; the message says which.
-            RendezvousError: A replica failed, or returned without coming.
-            RuntimeError: Called under activation checkpointing, in backward, or under a functorch
-                transform or ``torch.jit.trace`` within a replica.
-        """
+        """The result of this member; waits for the others."""
         check_input(collective.name, tensor)
         rendezvous = current_rendezvous()
         if rendezvous is None or rendezvous.num_replicas == 1:
@@ -121,10 +104,8 @@ class LocalGroup:
         # Where a fault is found by the replica that makes it, its error names this replica.
         collective = collective.checked(tensor, rendezvous.num_replicas)
         brought = Brought.here(collective, tensor)
-        result = rendezvous.exchange(
-            collective.signature(tensor), brought, _results, timeout=self.timeout
-        )
-        return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
+        key = collective.signature(tensor)
+        return brought.recorded(rendezvous.exchange(key, brought, _results, timeout=self.timeout))
 
 
 def _results(brought: Sequence[Brought]) -> Sequence[Tensor]:
@@ -160,7 +141,8 @@ class LocalCall:
         if not isinstance(collective, AllReduce):
             return [self.result(inputs, member) for member in self.indices]
         if collective.op in ("sum", "avg") and len(set(devices)) > 1:
-            total = comm.reduce_add([_settled(x, devices[0]) for x in inputs], devices[0])
+            terms = [_settled(x, devices[0]) for x in inputs]
+            total = comm.reduce_add(terms, devices[0]).contiguous()
             if collective.op == "avg":
                 mean_of(total, len(inputs))
         else:
@@ -205,17 +187,12 @@ def _settled(x: Tensor, device: torch.device) -> Tensor:
 
 
 class Brought(NamedTuple):
-    """What a member brings.
-
-    Attributes:
-        collective: What it wants.
-        tensor: What it gives; requires grad only where the member records gradients.
-        stream: On an accelerator, where it uses the tensor and the result.
-        inference: Whether it runs in inference mode.
-    """
+    """What a member wants and gives; from where, and how it uses the result."""
 
     collective: Collective
+    #: Requires grad only where the member records gradients.
     tensor: Tensor
+    #: None where there are none.
     stream: Stream | None
     inference: bool
 
@@ -226,6 +203,11 @@ class Brought(NamedTuple):
             tensor = tensor.detach()
         stream = current_stream(tensor.device) if is_accelerator(tensor.device) else None
         return Brought(collective, tensor, stream, torch.is_inference_mode_enabled())
+
+    @staticmethod
+    def recorded(result: Tensor) -> Tensor:
+        """A result as this thread gets it: a constant where it records nothing."""
+        return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
 
 
 @contextlib.contextmanager
@@ -285,11 +267,7 @@ def refuse_in_replica(name: str) -> None:
             "part; leave the collective out of the checkpointed part, or put the checkpoint "
             "around the whole wrapper"
         )
-    if torch_internals.current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"{name} over replicas was called in backward, where a replica cannot wait for the "
-            "others; call it in forward"
-        )
+    refuse_in_backward(name)
     refuse_transforms(name)
 
 

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,20 +60,6 @@ def op_name(op: Any) -> str:
     return name
 
 
-def _check_dtype(op: str, tensor: Tensor) -> None:
-    dtype = tensor.dtype
-    exact = not dtype.is_floating_point and not dtype.is_complex
-    if op in BITWISE and not exact:
-        reason = "combines the bits of integers and booleans; use sum, avg, product, min or max"
-    elif op in EXTREMES and dtype.is_complex:
-        reason = "needs an order, which complex numbers do not have; reduce their absolute values"
-    elif op == "avg" and dtype == torch.bool:
-        reason = "has no mean of booleans; convert to a floating-point type, or use sum (or)"
-    else:
-        return
-    raise ValueError(f"the operation {op!r} {reason}; the tensor is {dtype}")
-
-
 def reduce_terms(op: str, terms: Sequence[Tensor]) -> Tensor:
     """All terms combined in their order, in new memory; a mean of integers is cut off."""
     if len(terms) == 1:
@@ -102,7 +88,21 @@ def mean_of(total: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective with its options; the same at all members."""
+    """One collective with its options; the same at all members.
+
+    What a collective does follows from the options that it has: ``op`` reduces, ``root`` is the
+    only member that gives (``src``) or gets (``dst``), ``dim`` is where pieces are put together or,
+    if the collective ``divides``, where the tensor is cut.
+    """
+
+    #: Under which users call it.
+    name: ClassVar[str]
+    divides: ClassVar[bool] = False
+    gives: ClassVar[bool] = False
+
+    def option(self, name: str) -> Any:
+        """The ``op``, ``root`` or ``dim``; None if the collective has none."""
+        return getattr(self, name, None)
 
     def __str__(self) -> str:
         options = [
@@ -110,32 +110,74 @@ class Collective:
         ]
         return f"{self.name}({', '.join(options)})"
 
-    @property
-    def name(self) -> str:
-        """The name under which users call it."""
-        raise NotImplementedError
-
     def checked(self, tensor: Tensor, size: int) -> Collective:
         """The same with dimensions counted from the front; a ValueError if it takes no such tensor.
 
         There are ``size`` members.
         """
-        return self
+        op, root, dim = self.option("op"), self.option("root"), self.option("dim")
+        if op in EXTREMES and tensor.is_complex():
+            # Whatever else has no such operation, torch refuses.
+            raise ValueError(
+                f"the operation {op!r} needs an order, which complex numbers do not have; reduce "
+                "their absolute values"
+            )
+        if root is not None and not 0 <= root < size:
+            name = "src" if self.gives else "dst"
+            raise ValueError(
+                f"{name} is a member of the group, from 0 to {size - 1}, but got {root}"
+            )
+        if dim is None:
+            return self
+        name = "scatter_dim" if self.divides else "gather_dim"
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(
+                f"{name}={dim} is out of range for a tensor of shape {tuple(tensor.shape)}, which "
+                f"has {tensor.dim()} dimensions"
+            )
+        length = tensor.size(dim)
+        if self.divides and length % size:
+            raise ValueError(
+                f"{self.name} divides the tensor of shape {tuple(tensor.shape)} along {name}={dim} "
+                f"into {size} equal chunks, but {length} is no multiple of {size}; pad it to "
+                f"{length + size - length % size}, or use all_to_all_single, which takes split "
+                "sizes"
+            )
+        changes: Any = {"dim": dim % tensor.dim()}
+        return dataclasses.replace(self, **changes)
 
     def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
         """The shape of the result of a member that gives ``tensor``."""
-        return tensor.shape
+        dim = self.option("dim")
+        if dim is None:
+            return tensor.shape
+        length = tensor.shape[dim]
+        if self.divides:
+            return _resized(tensor, dim, length // size)
+        return _resized(tensor, dim, length * size if self.option("root") in (None, member) else 0)
 
     def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
         """The part of the tensor of ``source`` that ``target`` needs, as a view of it."""
-        raise NotImplementedError
+        if self.option("root") not in (None, source if self.gives else target):
+            return None
+        if not self.divides:
+            return tensor
+        dim = self.option("dim")
+        length = tensor.size(dim) // size
+        return tensor.narrow(dim, target * length, length)
 
     def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
         """The result of ``member``, in new memory, from the pieces meant for it, by source.
 
         The member itself has given ``own``.
         """
-        raise NotImplementedError
+        if not pieces:
+            return own.new_zeros(self.shape(own, member, 0))
+        if op := self.option("op"):
+            return reduce_terms(op, pieces).contiguous()
+        if self.gives:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(list(pieces), self.option("dim")).contiguous()
 
     def agree(self, others: Sequence[Collective]) -> Collective:
         """What all members ask for together; ``others`` are in their order, this one among them."""
@@ -158,16 +200,6 @@ class AllReduce(Collective):
     op: str
     name = "all_reduce"
 
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_dtype(self.op, tensor)
-        return self
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return tensor
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return reduce_terms(self.op, pieces)
-
 
 @dataclass(frozen=True)
 class Reduce(Collective):
@@ -177,17 +209,6 @@ class Reduce(Collective):
     root: int
     name = "reduce"
 
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_dtype(self.op, tensor)
-        _check_member("dst", self.root, size)
-        return self
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return tensor if target == self.root else None
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return reduce_terms(self.op, pieces) if pieces else torch.zeros_like(own)
-
 
 @dataclass(frozen=True)
 class ReduceScatter(Collective):
@@ -196,21 +217,7 @@ class ReduceScatter(Collective):
     op: str
     dim: int
     name = "reduce_scatter_tensor"
-
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_dtype(self.op, tensor)
-        dim = _check_dim("scatter_dim", self.dim, tensor)
-        _check_divisible(self.name, "scatter_dim", dim, tensor, size)
-        return dataclasses.replace(self, dim=dim)
-
-    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        return _resized(tensor, self.dim, tensor.shape[self.dim] // size)
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return _chunk(tensor, self.dim, target, size)
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return reduce_terms(self.op, pieces).contiguous()
+    divides = True
 
 
 @dataclass(frozen=True)
@@ -219,16 +226,7 @@ class Broadcast(Collective):
 
     root: int
     name = "broadcast"
-
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_member("src", self.root, size)
-        return self
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return tensor if source == self.root else None
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return pieces[0].clone()
+    gives = True
 
 
 @dataclass(frozen=True)
@@ -237,18 +235,6 @@ class AllGather(Collective):
 
     dim: int
     name = "all_gather_tensor"
-
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        return dataclasses.replace(self, dim=_check_dim("gather_dim", self.dim, tensor))
-
-    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        return _resized(tensor, self.dim, tensor.shape[self.dim] * size)
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return tensor
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return torch.cat(list(pieces), self.dim).contiguous()
 
 
 @dataclass(frozen=True)
@@ -259,22 +245,6 @@ class Gather(Collective):
     root: int
     name = "gather"
 
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_member("dst", self.root, size)
-        return dataclasses.replace(self, dim=_check_dim("gather_dim", self.dim, tensor))
-
-    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        copies = size if member == self.root else 0
-        return _resized(tensor, self.dim, tensor.shape[self.dim] * copies)
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return tensor if target == self.root else None
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        if pieces:
-            return torch.cat(list(pieces), self.dim).contiguous()
-        return own.new_empty(_resized(own, self.dim, 0))
-
 
 @dataclass(frozen=True)
 class Scatter(Collective):
@@ -283,21 +253,8 @@ class Scatter(Collective):
     dim: int
     root: int
     name = "scatter"
-
-    def checked(self, tensor: Tensor, size: int) -> Collective:
-        _check_member("src", self.root, size)
-        dim = _check_dim("scatter_dim", self.dim, tensor)
-        _check_divisible(self.name, "scatter_dim", dim, tensor, size)
-        return dataclasses.replace(self, dim=dim)
-
-    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        return _resized(tensor, self.dim, tensor.shape[self.dim] // size)
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        return _chunk(tensor, self.dim, target, size) if source == self.root else None
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return pieces[0].clone(memory_format=torch.contiguous_format)
+    divides = True
+    gives = True
 
 
 @dataclass(frozen=True)
@@ -311,8 +268,12 @@ class AllToAll(Collective):
     output_splits: tuple[tuple[int, ...], ...]
     input_splits: tuple[tuple[int, ...], ...]
     name = "all_to_all_single"
+    dim = 0
 
     def checked(self, tensor: Tensor, size: int) -> Collective:
+        if torch.compiler.is_compiling():
+            # Some sizes only the run knows, where torch's operator looks at them.
+            return self
         (gets,), (gives,) = self.output_splits, self.input_splits
         for name, splits in (("output_split_sizes", gets), ("input_split_sizes", gives)):
             if len(splits) != size or any(rows < 0 for rows in splits):
@@ -333,9 +294,6 @@ class AllToAll(Collective):
     def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
         gives = self.input_splits[source]
         return tensor.narrow(0, sum(gives[:target]), gives[target])
-
-    def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        return torch.cat(list(pieces), 0).contiguous()
 
     def agree(self, others: Sequence[Collective]) -> Collective:
         rows = [other for other in others if isinstance(other, AllToAll)]
@@ -359,39 +317,6 @@ class AllToAll(Collective):
 
     def signature(self, tensor: Tensor) -> str:
         return f"{self.name} of {dtype_name(tensor)} rows of shape {tuple(tensor.shape[1:])}"
-
-
-# --- checks ----------------------------------------------------------------------------------
-
-
-def _check_member(name: str, member: int, size: int) -> None:
-    if not 0 <= member < size:
-        raise ValueError(f"{name} is a member of the group, from 0 to {size - 1}, but got {member}")
-
-
-def _check_dim(name: str, dim: int, tensor: Tensor) -> int:
-    """The dimension counted from the front."""
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"{name}={dim} is out of range for a tensor of shape {tuple(tensor.shape)}, which has "
-            f"{tensor.dim()} dimensions"
-        )
-    return dim % tensor.dim()
-
-
-def _check_divisible(name: str, argument: str, dim: int, tensor: Tensor, size: int) -> None:
-    length = tensor.size(dim)
-    if length % size:
-        raise ValueError(
-            f"{name} divides the tensor of shape {tuple(tensor.shape)} along {argument}={dim} into "
-            f"{size} equal chunks, but {length} is no multiple of {size}; pad it to "
-            f"{length + size - length % size}, or use all_to_all_single, which takes split sizes"
-        )
-
-
-def _chunk(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    length = tensor.size(dim) // size
-    return tensor.narrow(dim, index * length, length)
 
 
 def _resized(tensor: Tensor, dim: int, length: int) -> list[int]:

@@ -64,17 +64,9 @@ def place_in(name: str) -> tuple[int, int]:
 def run(collective: Collective, tensor: Tensor, name: str) -> Tensor:
     """The result of a collective, which may still be under way, over the group of that name."""
     rank, size = place_in(name)
-    if isinstance(collective, AllToAll) and not _are_plain_numbers(collective, tensor):
-        _check_rows(collective, tensor, size)
-    else:
-        collective = collective.checked(tensor, size)
-    call = ProcessCall(name, collective, rank, size)
-    if is_traced(tensor):
-        return _traced(call, tensor)
-    result, work = call.launch(tensor.detach())
-    if is_recorded(tensor):
-        (result,) = apply_function(Node, call, [result], None, tensor)
-    return waiting(result, work)
+    call = ProcessCall(name, collective.checked(tensor, size), rank, size)
+    result, work = call.start(tensor)
+    return result if work is None else waiting(result, work)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -94,16 +86,6 @@ def is_traced(tensor: Tensor) -> bool:
     if torch_internals.innermost_transform() is not None:
         return True
     return type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta
-
-
-def _traced(call: ProcessCall, tensor: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and (
-        is_recorded(tensor) or torch_internals.innermost_transform() is not None
-    ):
-        # Within a transform a tensor does not tell what the ones around it record.
-        result: Tensor = apply_function(Node, call, None, None, tensor)[0]
-        return result
-    return run_call(call, [tensor])[0]
 
 
 @dataclass(frozen=True)
@@ -147,17 +129,26 @@ class ProcessCall:
 
     def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Another collective of the same processes, waited for."""
-        call = self._replaced(collective)
-        if is_traced(tensors[0]):
-            return [_traced(call, tensors[0])]
-        result, work = call.launch(tensors[0].detach())
-        work.wait()
-        if is_recorded(tensors[0]):
-            (result,) = apply_function(Node, call, [result], None, tensors[0])
+        result, work = self._replaced(collective).start(tensors[0])
+        if work is not None:
+            work.wait()
         return [result]
 
-    def launch(self, tensor: Tensor) -> tuple[Tensor, ProcessWork]:
-        """Memory for the result, and the work that writes it."""
+    def start(self, tensor: Tensor) -> tuple[Tensor, ProcessWork | None]:
+        """The result, differentiable, and the work that writes it; None if it is traced."""
+        if not is_traced(tensor):
+            result, work = self._launch(tensor.detach())
+            if is_recorded(tensor):
+                (result,) = apply_function(Node, self, [result], None, tensor)
+            return result, work
+        if not torch.compiler.is_compiling() and (
+            is_recorded(tensor) or torch_internals.innermost_transform() is not None
+        ):
+            # Within a transform a tensor does not tell what the ones around it record.
+            return apply_function(Node, self, None, None, tensor)[0], None
+        return run_call(self, [tensor])[0], None
+
+    def _launch(self, tensor: Tensor) -> tuple[Tensor, ProcessWork]:
         group, collective = group_of(self.name), self.collective
         checks_of(group).before(collective, tensor)
         exchange = self._exchange(tensor)
@@ -247,12 +238,7 @@ class ProcessWork:
         return self._event.query()
 
     def wait(self) -> None:
-        """Wait for the result: the host on the CPU, the current stream on an accelerator.
-
-        Raises:
-            CollectiveTimeout: Another process did not come in time; the message says which.
-            CollectiveError: The collective failed; again at every call.
-        """
+        """Wait for the result, the host or the current stream; raise what failed at every call."""
         if self._finish is not None:
             with self._turn:
                 if self._finish is not None and self._error is None:
@@ -303,29 +289,3 @@ def _gets_nothing(collective: AllToAll) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return all(statically_known_true(rows == 0) for rows in collective.output_splits[0])
-
-
-def _are_plain_numbers(collective: AllToAll, tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    (gets,), (gives,) = collective.output_splits, collective.input_splits
-    return all(type(rows) is int for rows in (*gets, *gives, *tensor.shape[:1]))
-
-
-def _check_rows(collective: AllToAll, tensor: Tensor, size: int) -> None:
-    """Check split sizes that may become known only when compiled code runs."""
-    check = torch_internals.check
-    (gets,), (gives,) = collective.output_splits, collective.input_splits
-    for name, splits in (("output_split_sizes", gets), ("input_split_sizes", gives)):
-        if len(splits) != size:
-            raise ValueError(
-                f"{name} has one number of rows, at least 0, for each of the {size} members, "
-                f"but has {len(splits)}"
-            )
-        for rows in splits:
-            check(rows >= 0, lambda: "split sizes are at least 0, but one is negative")
-    # torch 2.11 compiles no text that is in a variable of this function.
-    check(
-        sum(gives) == tensor.size(0),
-        lambda: "input_split_sizes do not add up to the rows of the tensor",
-    )

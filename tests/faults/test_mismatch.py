@@ -19,8 +19,8 @@ from tests.faults.harness import Figures
 
 KINDS = ("op", "dtype", "shape", "order")
 
-#: What the message of each kind says.
-SAYS = {"op": "operations", "dtype": "dtypes", "shape": "shapes", "order": "orders"}
+#: What the message says of the rank that came with another one.
+SAYS = {"op": "all_gather_tensor", "dtype": "int32", "shape": "(1000,)", "order": "another layer"}
 
 
 class Found(NamedTuple):
@@ -80,7 +80,7 @@ def test_every_mismatch_is_named_in_all_ranks(
     wrong = 0
     for found in zip(*results, strict=True):
         first = found[0]
-        right = f"different {SAYS[first.kind]} to collective" in first.text
+        right = "different collectives as number" in first.text and SAYS[first.kind] in first.text
         right = right and all(f"rank {i}" in first.text or "ranks" in first.text for i in (0, 1))
         wrong += not (right and all(one.goes_on and one.text == first.text for one in found))
     what = f"injected op, dtype, shape, order over {world_size} ranks"
@@ -124,8 +124,8 @@ def come_late(rank: int, world_size: int) -> tuple[str, str, float]:
 
 def test_who_has_launched_hears_of_a_mismatch_in_its_wait(cluster: Cluster) -> None:
     for first, second, seconds in cluster.run(come_late, 2):
-        assert "different shapes to collective 1 for" in first
-        assert "rank 0: all_reduce(op='sum')" in first and "rank 1: all_reduce(op='sum')" in first
-        assert "float32 (4,)" in first and "float32 (1000,)" in first
-        assert "different shapes" in second, "the next one is launched"
+        assert "different collectives as number 1 of" in first
+        assert "rank 0: bucket 0: all_reduce(op='sum') of float32 (4,)" in first
+        assert "rank 1: bucket 0: all_reduce(op='sum') of float32 (1000,)" in first
+        assert "different collectives" in second, "the next one is launched"
         assert seconds < 5.0
